@@ -1,30 +1,29 @@
 """Builds rollmesh._core: every C source with its own flags, in parallel, and one link.
 
 setuptools' own compiler driver gives all sources of an extension the same flags and starts from
-Python's CFLAGS (which define NDEBUG, and -O2 -Wall of another day). The kernels need the opposite:
-one file compiled once per instruction set with exactly the flags of the numeric contract. So
-build_ext keeps setuptools' idea of *where* things go (build_lib, build_temp, in place for an
-editable install) and replaces *how* they are made.
+Python's CFLAGS (which define NDEBUG and contain old options such as -O2 -Wall). The kernels need
+the opposite: one file compiled once per instruction set with exactly the flags of the numeric
+contract. So build_ext keeps setuptools' rules for *where* files go (build_lib, build_temp, in place
+for an editable install) and replaces *how* they are made.
 
-`python setup.py archive --to DIR` compiles the same objects without the extension's into
+`python setup.py archive --to DIR` compiles the same objects, except the extension's, into
 DIR/librollmesh.a, for the C drivers of tests/support/native.
 
-kernels/cuda becomes a library of its own beside the extension, librollmesh_cuda.so, with the CUDA
-runtime inside: the extension needs nothing of CUDA, and one build serves machines with and without
-a GPU. `python setup.py cuda --to DIR` makes it alone, with ptxas' report on each kernel in
-DIR/kernels/cuda/*.ptxas.
+kernels/cuda becomes a separate library beside the extension, librollmesh_cuda.so, which contains
+the CUDA runtime: the extension does not depend on CUDA, and one build serves machines with and
+without a GPU. `python setup.py cuda --to DIR` builds only this library, with ptxas' report on each
+kernel in DIR/kernels/cuda/*.ptxas.
 
-What a build reads from the environment:
+The build reads these environment variables:
   CC, CFLAGS, LDFLAGS    the compiler (gcc) and flags added at the end
   ROLLMESH_ASSERT=1      assertions on
   ROLLMESH_WERROR=1      a warning is an error
   ROLLMESH_SANITIZE=…    address,undefined (the interpreter then needs LD_PRELOAD of libasan)
-  ROLLMESH_CUDA=0|1      without, or not without, the CUDA library; by default it is made when nvcc
-                         is there and able to
+  ROLLMESH_CUDA=0|1      1: always build the CUDA library, 0: never; by default it is built if a
+                         suitable nvcc is found
   ROLLMESH_CUDA_ARCHS    its architectures, separated by commas (sm_90a)
-  ROLLMESH_JOBS=N        compilers at once; one per core by default
-  ROLLMESH_EMULATE=1     the variants that this processor may lack, in emulation: for tests
-"""
+  ROLLMESH_JOBS=N        number of parallel compilers; one per core by default
+  ROLLMESH_EMULATE=1     emulates the variants that this processor may lack: for tests"""
 
 from __future__ import annotations
 
@@ -65,8 +64,8 @@ INCLUDE = ["-Ikernels", "-Icsrc", "-Iext"]
 
 
 class Isa(NamedTuple):
-    """What makes a variant of the sources in kernels/cpu: its lanes, its way to multiply a panel,
-    its compiler flags."""
+    """A variant of the sources in kernels/cpu: its lanes, its way to multiply a panel, its compiler
+    flags."""
 
     lanes: str
     panel: str
@@ -75,10 +74,8 @@ class Isa(NamedTuple):
 
 # kernels/cpu: these are compiled once, with these flags …
 ONCE = {
-    "ref*.c": [
-        "-O2",
-        "-mfma",
-    ],  # the oracle: plain loops, but with the FMA instruction and not a library call for each
+    # The oracle: plain loops, with the FMA instruction instead of a library call.
+    "ref*.c": ["-O2", "-mfma"],
     "rope_table.c": ["-O2", "-mfma"],
     "pack.c": ["-mavx2"],  # shared by the variants
     "fp.c": [],
@@ -100,11 +97,11 @@ ISAS = {
     ),
 }
 
-# ROLLMESH_EMULATE=1: those beyond AVX2 are compiled over functions that compute what their
-# instructions do (tests/kernels/emulated).
+# ROLLMESH_EMULATE=1: the variants beyond AVX2 are compiled over functions that emulate their
+# instructions (tests/kernels/emulated).
 EMULATED = ("-O1", "-mavx2", "-mfma", "-Itests/kernels/emulated", "-DRM_EMULATED", "-Wno-psabi")
 
-# The flags of kernels/cuda that bits depend on: kernels/cuda/device.cuh. A spill is a warning.
+# The flags of kernels/cuda that affect results: kernels/cuda/device.cuh. A spill is a warning.
 CUDA_FLAGS = [
     "-std=c++20",
     "-O3",
@@ -117,14 +114,14 @@ CUDA_FLAGS = [
 CUDA_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-ffp-contract=off,-fno-exceptions,-Wall,-Wextra"
 CUDA_LIBRARY = "librollmesh_cuda.so"
 CUDA_ABSENT = (
-    "librollmesh_cuda.absent"  # in its place: why there is none, which `rollmesh doctor` tells
+    "librollmesh_cuda.absent"  # written instead of the library: the reason for `rollmesh doctor`
 )
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One compilation: a source (relative to the root), its object (relative to build_temp) and the
-    flags of its own."""
+    """One compilation: a source (relative to the root), its object (relative to build_temp) and its
+    flags."""
 
     source: Path
     object: Path
@@ -132,8 +129,8 @@ class Unit:
 
 
 def core_units() -> list[Unit]:
-    """All compilations but the extension's, in a stable order. Sources are found by glob: adding a
-    file is enough."""
+    """All compilations except the extension's, in a stable order. Sources are found by glob: adding
+    a file is enough."""
     found: list[Unit] = []
     emulate = os.environ.get("ROLLMESH_EMULATE") == "1"
     for source in files("kernels/cpu", "*.c"):
@@ -190,8 +187,8 @@ def shared_flags() -> list[str]:
 
 
 def is_fresh(path: Path, command: list[str]) -> bool:
-    """True when the object was made by this very command, wherever it was put, from files that have
-    not changed since."""
+    """Returns whether the object was made by this exact command, wherever it was put, from files
+    that have not changed since."""
     record, depends = path.with_suffix(".cmd"), path.with_suffix(".d")
     if not (
         path.exists()
@@ -223,7 +220,7 @@ def run(path: Path, command: list[str]) -> str | None:
 
 
 def at_once(compile_one: Callable[[Any], str | None], todo: list[Any]) -> list[str]:
-    """What the compilers said that failed, several running at once."""
+    """Returns the messages of the compilers that failed; runs several at once."""
     with ThreadPoolExecutor(
         int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count() or 1
     ) as pool:
@@ -231,7 +228,7 @@ def at_once(compile_one: Callable[[Any], str | None], todo: list[Any]) -> list[s
 
 
 def compile_all(todo: list[Unit], temp: Path, force: bool) -> list[str]:
-    """Compiles what is not fresh, several at once, and returns the objects' paths."""
+    """Compiles the objects that are not fresh, several at once, and returns their paths."""
     flags = [*COMMON, *WARNINGS, *INCLUDE, *shared_flags()]
     assertions = "-UNDEBUG" if os.environ.get("ROLLMESH_ASSERT") == "1" else "-DNDEBUG"
     if os.environ.get("ROLLMESH_WERROR") == "1":
@@ -240,9 +237,8 @@ def compile_all(todo: list[Unit], temp: Path, force: bool) -> list[str]:
 
     def compile_one(unit: Unit) -> str | None:
         path = temp / unit.object
-        own = (
-            unit.flags if unit.source.parts[0] == "kernels" else (assertions, *unit.flags)
-        )  # kernels have none
+        # kernels/ has no assertions.
+        own = unit.flags if unit.source.parts[0] == "kernels" else (assertions, *unit.flags)
         command = [
             *compiler(),
             *flags,
@@ -383,8 +379,8 @@ class BuildExt(build_ext):
 
 
 class BuildPy(build_py):
-    """build_lib is kept between builds: modules that the tree no longer has would go into the next
-    wheel."""
+    """build_lib is kept between builds, so deleted modules would get into the next wheel; they are
+    removed first."""
 
     def run(self) -> None:
         super().run()
@@ -411,7 +407,7 @@ class Archive(Command):
         folder = Path(str(self.to)).resolve()
         objects = compile_all(core_units(), folder, force=False)
         target = folder / "librollmesh.a"
-        target.unlink(missing_ok=True)  # or objects of sources that are gone would stay in it
+        target.unlink(missing_ok=True)  # or objects of deleted sources would stay in it
         if message := run(target, ["ar", "rcs", str(target), *objects]):
             raise LinkError(message)
 

@@ -1,8 +1,8 @@
-"""A CUDA device under a benchmark: what it is, what its memory can do, and weights that are made on
-it.
+"""A CUDA device under a benchmark: its description, the rates of its memory, and weights that are
+made on it.
 
-All goes through the doors of librollmesh_cuda.so (tests/support/cuda_device.py), so the simulated
-device of the tests serves too, and torch is needed for one figure only, the rate of cuBLAS."""
+All calls use the functions of librollmesh_cuda.so (tests/support/cuda_device.py), so the simulated
+device of the tests works too. torch is needed for one figure only, the rate of cuBLAS."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ import cuda_device
 import dlpack
 
 ALIGNED = 256
-NOISE = 33_000_002  # bytes, and no multiple of a tensor's: two of them do not hold the same numbers
-BUILT = ROOT / "build" / "cuda"  # of tests/support/cuda_build.py
+NOISE = 33_000_002  # bytes; not a multiple of a tensor's, so that tensors differ
+BUILT = ROOT / "build" / "cuda"  # from tests/support/cuda_build.py
 
 
 @dataclass
@@ -48,19 +48,20 @@ class Limits:
 
     @property
     def memory_gb_s(self) -> float:
-        """What reading weights is held against: a copy moves every byte twice."""
+        """The limit for reading weights: the measured read rate, or twice the copy rate, because a
+        copy moves every byte twice."""
         return self.read_gb_s or 2 * self.copy_gb_s
 
 
 class Card:
-    """The device of ordinal 0 between enter and leave. A simulated one has no rates worth
-    keeping."""
+    """The device of ordinal 0 between enter and leave. The rates of a simulated device are
+    meaningless."""
 
     def __init__(self, library: cuda_device.Library, device: cuda_device.Device):
         self.device, self.is_simulated = device, library.is_simt
 
     def seconds(self, call: Callable[[], None]) -> float:
-        """Of what `call` enqueues, until it is done."""
+        """Returns the seconds until the work that `call` enqueues is done."""
         self.wait()
         begin = time.perf_counter()
         call()
@@ -117,7 +118,7 @@ class Card:
         return found
 
     def about(self) -> dict[str, str]:
-        """As machine.describe, with the card and its driver."""
+        """Returns machine.describe with the card and its driver."""
         found = describe()
         if self.is_simulated:
             return found | {"card": "simulated", "driver": "none"}
@@ -138,7 +139,7 @@ class Card:
 
 @contextmanager
 def open_card() -> Iterator[Card]:
-    """SystemExit says what is missing."""
+    """Exits with a message if something is missing."""
     path = library_path()
     if not path.exists():
         raise SystemExit(f"benchmarks: no {path}: this build has no kernels for GPUs")
@@ -162,8 +163,8 @@ def said(command: list[str]) -> str:
 
 
 def torch_gemm(m: int, n: int, k: int, times: int = 20) -> float | None:
-    """Seconds of x[m, k]·Wᵀ, W [n, k], in bf16 by torch: the best of `times` by the device's own
-    clock, numbers that are no zeros, and as many W in turn as no cache holds."""
+    """Seconds of x[m, k]·Wᵀ, W [n, k], in bf16 by torch: the best of `times`, by the device's
+    clock. The numbers are nonzero, and the W rotate so that a cache cannot hold them."""
     if not importlib.util.find_spec("torch"):
         return None
     import torch
@@ -208,7 +209,7 @@ class DeviceWeights:
         )
         card.device.write(self.block, noise.tobytes())
         done = noise.nbytes
-        while done < size:  # what is there, once more
+        while done < size:  # the remaining size, once more
             more = min(done, size - done)
             card.device.copy_2d(self.block + done, more, self.block, more, more, 1)
             done += more
@@ -227,7 +228,7 @@ class DeviceWeights:
 
 
 def host_weights(manifest: dict[str, Any], seed: int = 1) -> dict[str, Any]:
-    """The same in ordinary host memory, each tensor a block of its own."""
+    """Returns the same weights in ordinary host memory, each tensor in a separate block."""
     noise = bfloat16(
         np.random.default_rng(seed).standard_normal(NOISE // 2, np.float32) * np.float32(0.02)
     )
@@ -249,7 +250,7 @@ def is_norm(name: str) -> bool:
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper halves of float32: cut, not rounded."""
+    """The upper halves of float32: truncated, not rounded."""
     return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 

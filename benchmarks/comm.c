@@ -1,4 +1,4 @@
-// comm.c: what a collective costs between ranks that share memory, beside a copy of the same bytes
+// comm.c: the cost of a collective between ranks that share memory, beside a copy of the same bytes
 // by the same ranks at the same time.
 //
 //   comm threads|shm RANKS BUFFER_BYTES SECONDS  →  one line of JSON for each operation and size

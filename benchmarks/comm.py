@@ -1,12 +1,12 @@
-"""What a collective costs, by transport, ranks and size, beside torch.distributed's Gloo.  python
-                                                                                         -m
-                                                                                         benchmarks.comm
+"""The cost of a collective by transport, ranks and size, beside torch.distributed's Gloo.
+
+    python -m benchmarks.comm
 
 The program in comm.c is compiled with the transports into a temporary folder and run for `threads`
-and `shm`; the same exchanges are then made by as many processes over Gloo. A size is the block of
-one rank for one other, a rate the bytes that a rank takes from the others, `memcpy` the part of the
-time in which each rank would have copied what it ends up with, in the same run, `Gloo` how many
-times as long Gloo takes. Each figure is the best of several runs."""
+and `shm`; then as many processes make the same exchanges over Gloo. The size is the block of one
+rank for another rank, and the rate counts the bytes that a rank receives from the others. `memcpy`
+is the time to copy the bytes that a rank receives, as a share of the exchange's time in the same
+run. `Gloo` is Gloo's time as a multiple. Each figure is the best of several runs."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def gloo_rank(rank: int, ranks: int, meeting: str, seconds: float) -> None:
 
 
 def gloo_best(call: Callable[[], Any], seconds: float) -> float:
-    """Seconds of one call; rank 0 says how many make a run."""
+    """Returns the seconds of one call; rank 0 decides how many calls make a run."""
     import torch
     import torch.distributed as dist
 
@@ -180,7 +180,7 @@ def table(rows: list[Row]) -> str:
 
 
 def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A list of what `read` takes, separated by commas."""
+    """Returns a list of values that `read` accepts, separated by commas."""
     return lambda text: [read(word) for word in text.split(",")]
 
 

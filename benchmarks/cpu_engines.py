@@ -1,16 +1,15 @@
-"""The engines that benchmarks/cpu.py compares, each a process of its own that waits on stdin for a
-job.
+"""The engines that benchmarks/cpu.py compares. Each is a separate process that reads jobs from
+stdin.
 
-A job is a line {"do": …}, its answer a line {"seconds": …} or {"cannot": reason}. All greedy but
-the rollouts, and all with the same prompts, which follow from the job's seed:
+A job is a line {"do": …}, its answer a line {"seconds": …} or {"cannot": reason}. All jobs but the
+rollouts are greedy, and all have the same prompts, which follow from the job's seed:
 
-    decode    sequences, context, steps   seconds a step; `context` tokens of each sequence are in
-              the KV cache, not in the time
-    prefill   tokens                      seconds to the first token of a prompt that no cache knows
-    rollouts  requests, group, prompt, tokens   seconds of the whole; each group shares a prompt;
+    decode    sequences, context, steps   seconds per step; `context` tokens of each sequence are in
+              the KV cache, and filling them is not timed
+    prefill   tokens                      seconds to the first token of an uncached prompt
+    rollouts  requests, group, prompt, tokens   total seconds; each group shares a prompt;
               temperature 1, top-p 0.95
-    generate  sequences, prompt, tokens   seconds of the whole; temperature 1
-"""
+    generate  sequences, prompt, tokens   total seconds; temperature 1"""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ TOP_P = 0.95
 
 
 def prompts_of(vocab: int, seed: int, n: int, length: int) -> list[list[int]]:
-    """Each is the beginning of what a longer length gives."""
+    """Returns prompts; each is the beginning of the prompt of a longer length."""
     return [np.random.default_rng((seed, i)).integers(0, vocab, length).tolist() for i in range(n)]
 
 
@@ -42,7 +41,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class Engine:
-    """What an engine can do it defines; the rest it cannot."""
+    """The interface of an engine: a subclass defines the jobs that it supports."""
 
     def __init__(self, folder: str, args: argparse.Namespace):
         self.config = json.loads((Path(folder) / "config.json").read_text())
@@ -95,9 +94,8 @@ class Rollmesh(Engine):
             )
         answer: Answer = {"seconds": seconds / steps, "isa": after["isa"], "experts": 0.0}
         if self.config["model_type"] == "qwen3_moe":
-            chosen = np.stack(
-                [output.outputs[0].routed_experts[context:] for output in outputs]
-            )  # [sequences, steps, layers, k]
+            # [sequences, steps, layers, k]
+            chosen = np.stack([output.outputs[0].routed_experts[context:] for output in outputs])
             counts = [
                 np.unique(chosen[:, step, layer]).size
                 for step in range(chosen.shape[1])
@@ -404,7 +402,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, required=True, help="the same in GiB")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what an engine prints is no answer
+    os.dup2(2, 1)  # an engine's prints must not mix with answers
     engine = ENGINES[args.engine](args.folder, args)
     print("{}", file=answers)
     for line in sys.stdin:

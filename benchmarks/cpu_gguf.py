@@ -1,4 +1,4 @@
-"""The weights of a safetensors folder as GGUF, for llama.cpp. Needs the package gguf, and no
+"""The weights of a safetensors folder as GGUF, for llama.cpp. Needs the package gguf, but not
 torch."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def read(source: Path) -> dict[str, np.ndarray]:
 
 
 def renamed(weights: dict[str, np.ndarray], layers: int, experts: int) -> dict[str, np.ndarray]:
-    """By llama.cpp's names; each matrix of a layer's experts as one array."""
+    """Renames to llama.cpp's names; each matrix of a layer's experts as one array."""
     found = {
         "token_embd.weight": weights["model.embed_tokens.weight"],
         "output_norm.weight": weights["model.norm.weight"],
@@ -53,7 +53,7 @@ def renamed(weights: dict[str, np.ndarray], layers: int, experts: int) -> dict[s
 
 
 def gguf_of(folder: Path, config: dict[str, Any]) -> Path:
-    """Matrices in bfloat16, norms and the router in float32, as llama.cpp's own converter has them.
+    """Writes matrices in bfloat16, norms and the router in float32, like llama.cpp's own converter.
     Embeddings are tied."""
     import gguf
 

@@ -1,5 +1,5 @@
-"""What the suite of benchmarks/cpu.py found: rows with their targets, as a Markdown table, as JSON
-and as a picture."""
+"""The results of the suite of benchmarks/cpu.py: rows with their targets, as a Markdown table, as
+JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = {
     "llama.cpp": "#16a34a",
     "transformers": "#9333ea",
 }
-Target = tuple[str, bool | None]  # how it reads, and whether it is met; None: not measured
+Target = tuple[str, bool | None]  # the text, and whether it is met; None: not measured
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,17 @@ class Row:
     point: str
     seconds: float | None = None  # of a step, a prefill, or the whole
     tokens_per_s: float | None = None
-    bound: str = ""  # what the limit is of: memory, AMX, vdpbf16ps, FMA, memcpy
+    bound: str = ""  # the resource of the limit: memory, AMX, vdpbf16ps, FMA, memcpy
     fraction: float | None = None
     least_fraction: float | None = None
     peers: dict[str, float] = field(default_factory=dict)  # seconds
-    against: Sequence[str] = ()  # the peers of which the better one counts
+    against: Sequence[str] = ()  # the peers; the better one counts
     least_ratio: float | None = None
-    value: float | None = None  # where the target is an amount and no fraction
+    value: float | None = None  # for targets that are an amount instead of a fraction
     unit: str = ""
     most: float | None = None
-    limits: dict[str, float] = field(
-        default_factory=dict
-    )  # what it was held to, in 1e9 a second: bytes, or operations
+    # The limits of the row, in 1e9 per second: bytes, or operations.
+    limits: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -78,8 +77,7 @@ class Row:
         return found
 
     def broken(self, share: float) -> bool:
-        """Whether not even this share of the fraction of the limit was reached that is the
-        target."""
+        """Returns whether the fraction of the limit missed even this share of its target."""
         return (
             self.fraction is not None
             and self.least_fraction is not None
@@ -88,7 +86,8 @@ class Row:
 
 
 def verdict(targets: list[Target]) -> str:
-    """no where one is missed, yes where all are met, - where something was not measured."""
+    """Returns "no" if a target is missed, "yes" if all are met, "-" if something was not
+    measured."""
     met = [fate for _, fate in targets]
     return "no" if False in met else "yes" if met and None not in met else "-"
 
@@ -118,7 +117,7 @@ def table(rows: list[Row], peers: list[str]) -> str:
 
 
 def ranges(seen: Sequence[Limits]) -> dict[str, tuple[float, float]]:
-    """Least and most of each limit."""
+    """Returns the minimum and maximum of each limit."""
     found = [asdict(limits) for limits in seen]
     return {
         name: (min(one[name] for one in found), max(one[name] for one in found))
@@ -166,7 +165,7 @@ def as_json(rows: list[Row], seen: list[Limits], about: dict[str, str], notes: l
 
 
 def picture(rows: list[Row], peers: list[str], seen: list[Limits], about: dict[str, str]) -> str:
-    """Horizontal bars of the fraction of the limit: ours, a mark where its target is, and each
+    """Draws horizontal bars of the fraction of the limit: ours, a mark at its target, and each
     peer's below."""
     left, width, bar = 360.0, 520.0, 12.0
     parts = [

@@ -1,9 +1,10 @@
-"""What an optimizer step changes, sent as a delta, beside the whole set.  python -m
-                                                                        benchmarks.deltas
+"""The changes of an optimizer step, sent as a delta, beside the whole set.
 
-AdamW updates float32 weights (σ = 0.02) from normal random gradients, so that its steps have the
-size that they have in training; their bfloat16 rounding is what a generator gets. For each learning
-rate some steps warm its moments up, then each step is published in a folder (DeltaWriter), read
+    python -m benchmarks.deltas
+
+AdamW updates float32 weights (σ = 0.02) from normal random gradients, so that its steps are as
+large as in training; a generator receives the weights rounded to bfloat16. For each learning rate
+some steps warm the moments up. Then each step is published in a folder (DeltaWriter), read
 (DeltaReader) and committed, and the same weights are pushed whole from this process and whole
 through the folder.
 

@@ -1,5 +1,4 @@
-"""The mutators of tests/engine/test_fuzz.py by count, on all cores.  python -m benchmarks.fuzz
-[--full]
+"""Runs the fuzzers of tests/engine/test_fuzz.py by count, on all cores.
 
     python -m benchmarks.fuzz            a hundredth: a minute
     python -m benchmarks.fuzz --full     10^8 descriptors of state dicts, 10^7 requests, 10^6
@@ -7,10 +6,10 @@
     python -m benchmarks.fuzz --full --only fuzz_weights --sanitize      of one kind, under ASan and
                                                                          UBSan
 
-A kind's cases are dealt to processes by ranges of their numbers; what a case does depends on the
-seed and its number alone, so a failure, which prints both, can be run again by itself. Prints what
-each process counted, then cases and cases a second. The exit status is 0 when no oracle was
-contradicted.
+The cases of a kind are divided among processes by ranges of their numbers. A case depends only on
+the seed and its number, and a failure prints both, so that the case can be run again alone. Prints
+the counts of each process, then cases and cases per second. The exit status is 0 if every case
+agreed with its oracle.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Decode and prefill speed beside transformers in the same run.  python -m benchmarks.generate
 
-Decode: every sequence has a 17-token prompt of its own whose first page of KV is cached, so that
-all steps of a run are decode steps of one token per sequence, sampled at temperature 1 with its
-logprob. Its measure is bytes of weights that a step must read, over its time, as a fraction of the
-measured memory bandwidth; of a MoE only the experts that were really chosen count. Prefill: one
-prompt of 512 tokens that no cache knows, to its first token; FLOP/s as a fraction of the measured
-float32 FMA rate.
+Decode: every sequence has a separate 17-token prompt whose first page of KV is cached, so that all
+steps of a run are decode steps of one token per sequence, sampled at temperature 1 with its
+logprob. The measure is the bytes of weights that a step must read, over its time, as a fraction of
+the measured memory bandwidth; for a MoE only the chosen experts count. Prefill: an uncached prompt
+of 512 tokens, to its first token; the measure is FLOP/s as a fraction of the measured float32 FMA
+rate.
 
 The peers are transformers' own models with the same weights and as many threads: forward with a KV
-cache and an argmax per step, no sampling and no logprobs. Rounds alternate between all engines, and
-the best of a point's rounds counts: other work on the machine can only slow one down. A point that
-has used up its --budget is not repeated, so a slow peer costs one round.
-"""
+cache and an argmax per step, without sampling and logprobs. Rounds alternate between all engines,
+and the best round of a point counts, because other work on the machine can only slow an engine
+down. A point that has used up its --budget is not repeated, so a slow peer costs one round."""
 
 from __future__ import annotations
 
@@ -82,9 +81,8 @@ class Rollmesh:
             kv_cache_gib=1.0,
         )
         self.generator.sync_weights(trainer.state_dict())
-        self.experts_touched: dict[
-            int, float
-        ] = {}  # by sequences: different experts of a step, summed over layers
+        # By sequences: the different experts of a step, summed over layers.
+        self.experts_touched: dict[int, float] = {}
 
     def measure(self, point: Point, steps: int) -> float:
         phase, size = point
@@ -108,9 +106,8 @@ class Rollmesh:
                 "the batch was split"
             )
         if self.shape.n_experts:
-            chosen = np.stack(
-                [output.outputs[0].routed_experts[PAGE:] for output in outputs]
-            )  # [sequences, steps, layers, k]
+            # [sequences, steps, layers, k]
+            chosen = np.stack([output.outputs[0].routed_experts[PAGE:] for output in outputs])
             sets = [
                 np.unique(chosen[:, step, layer]).size
                 for step in range(chosen.shape[1])
@@ -148,9 +145,8 @@ class Transformers:
             torch.randint(self.shape.vocab, (1, PAGE)), use_cache=True, logits_to_keep=1
         ).past_key_values
         cache.batch_repeat_interleave(size)
-        tokens = torch.randint(
-            self.shape.vocab, (size, 1)
-        )  # different ones, so that a MoE routes them apart
+        # Different tokens, so that a MoE routes them differently.
+        tokens = torch.randint(self.shape.vocab, (size, 1))
         begin = time.perf_counter()
         for _ in range(steps):
             tokens = (
@@ -229,8 +225,7 @@ def measure_points(
                 key = (engine.name, point)
                 if spent.get(key, 0.0) > args.budget:
                     continue
-                # two where it is not known yet what one takes, then as many as half the budget
-                # holds
+                # Two if the time of one is not known yet, then as many as half the budget allows.
                 steps = args.steps
                 if not isinstance(engine, Rollmesh):
                     steps = (

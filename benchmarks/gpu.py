@@ -1,30 +1,31 @@
 """A GPU beside its own limits.  python -m benchmarks.gpu [PART …]
 
-    limits     memory read, copied, put and got; cuBLAS' bf16 rate through torch, where that is here
-    decode     a step of 1 … sequences, each at a context of its own that is cached: bytes of
-               weights and KV that a step must read over its time, as a share of what a kernel that
-               only reads reaches. Of a MoE only the experts that were chosen count
-    bits       what a sequence draws alone and among up to --company others, of other lengths:
-               tokens and logprobs that differ
-    prefill    one prompt that no cache knows, to its first token: operations over time, as a share
-               of cuBLAS' rate
-    sync       a state dict of the device, beside a copy on the device; one of the host, beside a
-               copy of pinned memory
+    limits     rates of memory reads, copies, puts and gets; cuBLAS' bf16 rate through torch, if
+               torch is installed
+    decode     a step of 1 … sequences, each at a separate, cached context: bytes of weights and KV
+               that a step must read over its time, as a share of the rate of a kernel that only
+               reads. For a MoE only the chosen experts count
+    bits       the tokens and logprobs of a sequence alone and among up to --company others of
+               other lengths: the number that differ
+    prefill    one uncached prompt, to its first token: operations over time, as a share of cuBLAS'
+               rate
+    sync       a state dict of the device, beside a copy on the device; a state dict of the host,
+               beside a copy of pinned memory
     start      a process from its start to its first token, stage by stage
-    gemm       the dense gemms of a layer by cuBLASLt, where it is here: whether a pinned algorithm
-               gives a row the same bits in calls of 1 … 1024 rows, and its time beside the family
-               cuda_mma's (gpu_gemm.py)
+    gemm       the dense gemms of a layer by cuBLASLt, if it is installed: whether a pinned
+               algorithm gives a row the same bits in calls of 1 … 1024 rows, and its time beside
+               the family cuda_mma's (gpu_gemm.py)
     ops        every op of an 8B and a 30B-A3B model one by one (tests/gpu/simt/bench_mma.cu), and
                torch's matmul beside the large gemms
 
-Without names all of them, in that order. Limits are measured in the same run; a copy on the device
-is measured again beside every round of decode and sync, and the best of a point's rounds counts:
-other work can only slow one down. A point that has used up its --budget is not repeated. The
-results are written after each part, so whatever ends the run loses no more than the part it ends.
+Without names all parts run, in that order. Limits are measured in the same run; a copy on the
+device is measured again beside every round of decode and sync, and the best of a point's rounds
+counts, because other work can only slow a round down. A point that has used up its --budget is not
+repeated. The results are written after each part, so an interrupt loses at most one part.
 
-Needs the library for GPUs beside the extension, and a GPU; with --smoke the simulated device of the
-tests will do, at sizes that say nothing. `python tests/support/cuda_build.py gpu` first, for what
-`ops` and the limit of reading are measured with."""
+Needs the library for GPUs beside the extension, and a GPU. With --smoke the simulated device of the
+tests is enough, at sizes whose figures are meaningless. Run `python tests/support/cuda_build.py
+gpu` first: it builds the programs that measure `ops` and the limit of reading."""
 
 from __future__ import annotations
 
@@ -64,6 +65,7 @@ from rollmesh.runtime import cublas
 PAGE = 16
 FAMILIES = ("cuda_fma", "cuda_mma")
 PARTS = ("limits", "decode", "bits", "prefill", "sync", "start", "gemm", "ops")
+# Options that a part sets itself.
 OWN = (
     "spec",
     "device",
@@ -73,14 +75,13 @@ OWN = (
     "max_num_batched_tokens",
     "block_size",
     "kv_cache_gib",
-)  # a part's own
+)
 RESULTS = Path(__file__).with_name("results")
 
 
 @dataclass
 class Row:
-    """One figure. `share` is of `limit`, both in `unit`; None where there is none to hold it
-    against."""
+    """One figure. `share` is its share of `limit`, both in `unit`; None without a limit."""
 
     part: str
     what: str
@@ -104,8 +105,8 @@ class Row:
 
 
 class Run:
-    """What all parts share: the card, its limits, the options, and the rows so far, which are in
-    the file after each part."""
+    """Shared by all parts: the card, its limits, the options, and the rows so far, which are
+    written to the file after each part."""
 
     def __init__(self, card: Card, limits: Limits, options: argparse.Namespace):
         self.card, self.limits, self.options = card, limits, options
@@ -117,7 +118,8 @@ class Run:
         print(row.line(), flush=True)
 
     def best(self, measure: Callable[[], float]) -> float:
-        """The least of --rounds, or of as many as begin within --budget seconds."""
+        """Returns the minimum of --rounds, or of as many rounds as begin within --budget
+        seconds."""
         begin, found = time.perf_counter(), [measure()]
         while (
             len(found) < self.options.rounds and time.perf_counter() - begin < self.options.budget
@@ -186,9 +188,8 @@ def decode_step(
         )
     touched = 0.0
     if shape.n_experts:
-        chosen = np.stack(
-            [output.outputs[0].routed_experts[context:] for output in outputs]
-        )  # [sequences, steps, layers, k]
+        # [sequences, steps, layers, k]
+        chosen = np.stack([output.outputs[0].routed_experts[context:] for output in outputs])
         sets = [
             np.unique(chosen[:, step, layer]).size
             for step in range(chosen.shape[1])
@@ -243,8 +244,8 @@ def decode(run: Run) -> None:
 
 
 def bits(run: Run) -> None:
-    """Bound: none may differ. Company is of every length up to four pages, so that it also changes
-    what stands in a step's chunks."""
+    """Bound: zero differing bits. The other sequences have every length up to four pages, so that
+    they also change the contents of a step's chunks."""
     if run.options.set.get("fast"):
         raise SystemExit(
             "benchmarks.gpu: bits with fast=True, which promises none: `gemm` says what cuBLASLt "
@@ -275,7 +276,7 @@ def bits(run: Run) -> None:
 def drawn(
     served: Served, prompts: list[Any], params: list[rm.SamplingParams]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each prompt its tokens, and its logprobs as words; no prompt is cached."""
+    """Returns the tokens of each prompt, and its logprobs as words. The cache is empty."""
     served.generator.reset_prefix_cache()
     outputs = [
         output.outputs[0] for output in served.generator.generate(prompts, params, use_tqdm=False)
@@ -316,8 +317,8 @@ def prefill(run: Run) -> None:
 
 # ---------------------------------------------------------------------------------------- weights
 def sync(run: Run) -> None:
-    """From the third sync on the block that serves and the staging one are both there, and the best
-    of those counts."""
+    """From the third sync on both the serving and the staging block exist; the best of those syncs
+    counts."""
     for shape, family in pairs(run.options):
         spec = rm.ModelSpec.from_hf(shape.config())
         with rm.Generator(
@@ -408,7 +409,8 @@ def start(run: Run) -> None:
 
 
 def first(card: Card, options: argparse.Namespace) -> None:
-    """The other process: when each stage was reached, and how long its weights took to make."""
+    """In the other process: returns when each stage was reached, and how long its weights took to
+    make."""
     shape, family = pairs(options)[0]
     stages = {"imported": time.time()}
     spec = rm.ModelSpec.from_hf(shape.config())
@@ -429,7 +431,7 @@ def first(card: Card, options: argparse.Namespace) -> None:
 
 # ------------------------------------------------------------------------------------------- gemm
 def gemm(run: Run) -> None:
-    """Families do not matter: theirs is the peer."""
+    """Does not depend on the families: the family is the peer."""
     try:
         print(f"  gemm     cuBLASLt {cublas.find()}", flush=True)
     except rm.ConfigError as error:
@@ -553,7 +555,7 @@ def counts(text: str) -> dict[str, int]:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value as Python writes it."""
+    """NAME=VALUE, with the value as a Python literal."""
     name, equals, value = text.partition("=")
     try:
         if not name.isidentifier() or not equals:

@@ -1,22 +1,21 @@
 """The first hour on a GPU.  python -m benchmarks.gpu_first --to DIR [--within SECONDS]
 
-Builds for the card that is here, then asks of it, part by part, what nothing without a GPU can say:
-the kernels' bits against the reference, what the tensor cores' sums are, the tests of the device
-and of the engine on it, the figures of benchmarks.gpu, and what a memory checker finds. The parts
-that tell most for their time come first. Each is a process with a limit of its own and a log of its
-own in DIR; DIR/state.json and DIR/report.txt, which has the end of every log, are written after
-each, so whatever ends this program loses the part it ends and no more.
+Builds for the installed card, then runs, part by part, the checks that need a GPU: the kernels'
+bits against the reference, the order of the tensor cores' sums, the tests of the device and of the
+engine on it, the figures of benchmarks.gpu, and a memory checker. The most informative parts for
+their time come first. Each part is a process with a separate time limit and a separate log in DIR.
+DIR/state.json and DIR/report.txt, which has the end of every log, are written after each part, so
+an interrupt loses at most one part.
 
-Called again with the same DIR it goes on with the first part that has no end yet; parts that failed
-are not repeated unless --again names them. --within: no part is begun that could not take a fourth
-of its limit any more, and the last one is cut; so
+When it is called again with the same DIR it continues with the first unfinished part; parts that
+failed are not repeated unless --again names them. --within: a part is skipped if less than a fourth
+of its limit is left, and the last part is cut off; so
 
     python -m benchmarks.gpu_first --to build/gpu --within 560
 
-three times is half an hour. The exit status is 0 when all parts have passed, or found no tool to do
-their work with; 1 when one has failed; 3 when some are left.
-Without a GPU, --plan prints the parts, and --results makes one file of the figures, wherever the
-folder has gone.
+three times is half an hour. The exit status is 0 if all parts have passed or lacked a tool that
+they need, 1 if a part has failed, and 3 if parts are left. Without a GPU, --plan prints the parts,
+and --results collects the figures in one file, also from a copied folder.
 """
 
 from __future__ import annotations
@@ -74,13 +73,13 @@ MMA_OPS = (
 RESULTS = Path(__file__).with_name("results")
 TAIL = 6000  # characters of a log in the report
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-W", "default", "-q", "--durations=8"]
-ABSENT = 77  # status of a part that found no tool to do its work with
+ABSENT = 77  # status of a part that lacks a tool
 ENDED = ("passed", "failed", "absent")
 
 
 @dataclass(frozen=True)
 class Part:
-    """`words` are for sh, with $DIR, $PYTHON and $SEED."""
+    """A part. `words` are for sh, with $DIR, $PYTHON and $SEED."""
 
     name: str
     limit: int  # seconds
@@ -99,7 +98,8 @@ def python(*words: str) -> str:
 
 
 def asked(module: str, words: str) -> str:
-    """A part without what it needs is absent; what else ends these words is a defect."""
+    """Returns a command that marks a part as absent if something that it needs is missing; other
+    errors are defects."""
     absent = f"except rollmesh.ConfigError as e: print(e); sys.exit({ABSENT})"
     return (
         python(f"-c 'import sys, rollmesh\nfrom rollmesh import {module}\ntry: {words}\n{absent}'")
@@ -112,8 +112,8 @@ def with_cublas(words: str) -> str:
 
 
 def strict(words: str) -> str:
-    """With warnings as errors, and where a compiler that nobody has tried has one, once more
-    without: it is told, and ends no more."""
+    """Returns a command that builds with warnings as errors, and once more without if an untested
+    compiler warns: the warning is printed, but does not fail the part."""
     return (
         f"ROLLMESH_WERROR=1 {words} || {{ echo 'with ROLLMESH_WERROR=1: see above; now with "
         f"0'; ROLLMESH_WERROR=0 {words}; }}"
@@ -129,7 +129,8 @@ def figures(name: str, *words: str) -> str:
 
 
 def checks(ops: tuple[str, ...], family: str, *, touch: bool = False, before: str = "") -> str:
-    """All of them, whatever the first says; their fates are the part's."""
+    """Returns a command that runs all checks, whatever the first returns; the part passes if all
+    pass."""
     words = f'{before}"$DIR/check_gpu" "$op" "$SEED" {family}{" touch" if touch else ""}'
     return (
         f'bad=0; for op in {" ".join(ops)}; do printf "%s " "$op"; {words} || bad=1; done; '
@@ -151,8 +152,9 @@ def sanitized(tool: str, ops: tuple[str, ...], family: str) -> str:
 
 
 def shared_gpu(words: str) -> str:
-    """Where an NCCL is here with which ranks may have one GPU. A kernel that waits for another
-    rank's must leave it room, a queue of the hardware, and nothing to load."""
+    """Returns a command for parts with several ranks on one GPU, if a suitable NCCL is installed. A
+    kernel that waits for another rank's kernel must leave it room and a hardware queue, and must
+    not load anything."""
     settings = "export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER NCCL_MAX_CTAS=4; "
     found = asked(
         "nccl",
@@ -242,8 +244,8 @@ def parts() -> list[Part]:
 
 # ------------------------------------------------------------------------------------ the results
 def collected(folder: Path, to: Path) -> Path:
-    """All figures of the folder as one file of benchmarks/results, a table, with what each was
-    measured on; and the fates."""
+    """Writes all figures of the folder to one file of benchmarks/results, as a table, with the
+    device that each was measured on, and the results of the parts."""
     found = {
         path.stem: json.loads(path.read_text())
         for path in sorted(folder.glob("*.json"))
@@ -300,8 +302,8 @@ def collected(folder: Path, to: Path) -> Path:
 
 # --------------------------------------------------------------------------------------- the card
 def architecture(capability: str) -> str:
-    """ "9.0" → "sm_90a": what is compiled for a card, with the instructions that only its own
-    architecture has."""
+    """Returns the architecture to compile for ("9.0" → "sm_90a"), with the instructions that only
+    this architecture has."""
     number = capability.replace(".", "")
     return f"sm_{number}{'a' if int(number) >= 90 else ''}"
 
@@ -332,7 +334,7 @@ def found_architecture() -> str:
 # ---------------------------------------------------------------------------------------- running
 @dataclass
 class State:
-    """What became of each part, in a file of the folder."""
+    """The result of each part, in a file of the folder."""
 
     folder: Path
     fates: dict[str, dict[str, object]] = field(default_factory=dict)
@@ -374,7 +376,7 @@ class State:
 
 
 def written(path: Path, text: str) -> None:
-    """Whole, or not at all."""
+    """Writes the file completely, or not at all."""
     half = path.with_suffix(".half")
     half.write_text(text)
     half.replace(path)
@@ -394,12 +396,12 @@ def environment(folder: Path, seed: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "RM_NEEDS_GPU": "1",
     }
-    found.pop("ROLLMESH_CUDA_LIBRARY", None)  # the build's own
+    found.pop("ROLLMESH_CUDA_LIBRARY", None)  # made by the build
     return found
 
 
 def ran(part: Part, log: Path, limit: float, variables: dict[str, str]) -> int | None:
-    """Its exit status; None: it was ended at the limit, with all that it had started."""
+    """Returns the exit status, or None if the process and its children were killed at the limit."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             part.command(),
@@ -419,7 +421,7 @@ def ran(part: Part, log: Path, limit: float, variables: dict[str, str]) -> int |
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
+                os.killpg(process.pid, signal.SIGKILL)  # with all its children
             process.wait()
 
 
@@ -449,7 +451,7 @@ def run(
         begin = time.monotonic()
         status = ran(part, state.log(part), min(part.limit, room), variables)
         seconds = time.monotonic() - begin
-        was_cut = status is None and room < part.limit  # by --within, not by its own limit
+        was_cut = status is None and room < part.limit  # because of --within, not its own limit
         fate = "cut" if was_cut else {0: "passed", ABSENT: "absent"}.get(status, "failed")
         state.note(part, fate, seconds, -1 if status is None else status)
         state.report(plan)

@@ -1,12 +1,11 @@
-"""Whether cuBLASLt would do for the contract: the part `gemm` of benchmarks.gpu.
+"""Whether cuBLASLt satisfies the contract: the part `gemm` of benchmarks.gpu.
 
-For each dense gemm of a layer an algorithm is pinned, the library's best for the most rows that
-serves fewer as well, and, where the library knows of batch invariance, one that it promises it of.
-Each multiplies the same rows as calls of every number of rows, at the beginning and at the end of
-the largest call: a row's bits must be those that it has there. That is what the contract needs of
-it (docs/numerics.md), as far as it can be seen; where they all are, what counts is the time beside
-the family cuda_mma's.
-"""
+For each dense gemm of a layer an algorithm is pinned: the library's best for the largest number of
+rows that also supports fewer rows, and, if the library supports batch invariance, one for which it
+promises batch invariance. Each algorithm multiplies the same rows in calls of every number of rows,
+and at the beginning and at the end of the largest call: a row's bits must be those of the largest
+call. The contract requires this (docs/numerics.md), as far as a test can show. If all are equal,
+the figure of interest is the time beside the family cuda_mma's."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ CHOICES = {
     "free": vendor_gemm.FREE,
 }
 TIMES = 20
-OWN_WORKSPACE = 64 << 20  # the most that an op of cuda_mma asks for
+OWN_WORKSPACE = 64 << 20  # the largest workspace that an op of cuda_mma needs
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one gemm and one choice. differing: of the numbers of rows that were tried, those with a
-    row of other bits."""
+    """The result for one gemm and one choice. differing: the number of tried row counts in which a
+    row has different bits."""
 
     name: str
     shape: vendor_gemm.Shape
@@ -46,7 +45,7 @@ class Finding:
 
 
 def shapes_of(shape: Shape) -> dict[str, vendor_gemm.Shape]:
-    """Of one rank; with experts those of attention only."""
+    """Returns the gemms of one rank; for a MoE only those of attention."""
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     found = {
         "qkv": vendor_gemm.Shape(heads + 2 * kv, shape.hidden),
@@ -59,15 +58,14 @@ def shapes_of(shape: Shape) -> dict[str, vendor_gemm.Shape]:
 
 
 class Bench:
-    """One gemm's operands on the card. Numbers of σ = 1, W's of σ = 1/√k."""
+    """One gemm's operands on the card. Numbers have σ = 1, those of W σ = 1/√k."""
 
     def __init__(self, card: Card, shape: vendor_gemm.Shape, most: int):
         self.card, self.device, self.shape, self.most = card, card.device, shape, most
         rng = np.random.default_rng(shape.n + shape.k)
         self.w_rows = 2 * shape.n if shape.swiglu else shape.n
-        padded = (
-            -(-shape.n // 16) * 16 * (2 if shape.swiglu else 1) * -(-shape.k // 32) * 32
-        )  # in tiles
+        # The size in whole tiles.
+        padded = -(-shape.n // 16) * 16 * (2 if shape.swiglu else 1) * -(-shape.k // 32) * 32
         self.w = self._filled(rng, padded, shape.k**-0.5)
         self.x = self._filled(rng, most * shape.k, 1.0)
         self.y, self.whole = (card.device.alloc(most * shape.n * BF16_BYTES) for _ in range(2))
@@ -93,7 +91,7 @@ class Bench:
     def differing(
         self, opened: vendor_gemm.VendorGemm, kernels: vendor_gemm.Kernels, sizes: list[int]
     ) -> int:
-        """How many of the sizes have a row with other bits than in a call of all rows."""
+        """Returns how many of the sizes have a row whose bits differ from a call of all rows."""
         opened.multiply(self.shape, self.whole, self.x, self.w, self.most)
         return sum(not self._agrees(opened, kernels, rows) for rows in sizes)
 
@@ -115,8 +113,8 @@ class Bench:
         return True
 
     def seconds(self, multiply: Callable[[int], None], sizes: list[int]) -> dict[int, float]:
-        """Of a gemm of each number of rows, TIMES in a row; twice, as the first one loads
-        kernels."""
+        """Returns the seconds of a gemm for each number of rows, averaged over TIMES calls;
+        measures twice, because the first run loads kernels."""
 
         def several(rows: int) -> None:
             for _ in range(TIMES):
@@ -129,8 +127,7 @@ class Bench:
 
 
 def findings(card: Card, shape: Shape, sizes: list[int], timed: list[int]) -> list[Finding]:
-    """sizes: numbers of rows to be held against the largest of them; timed: those to be timed
-    too."""
+    """sizes: numbers of rows to compare with the largest of them; timed: sizes to time too."""
     library, found = cuda_device.Library(library_path()), []
     path, most = cublas.find().path, max(*sizes, *timed)
     mma = vendor_gemm.table(library, "cuda_mma")
@@ -164,7 +161,7 @@ def findings(card: Card, shape: Shape, sizes: list[int], timed: list[int]) -> li
 
 
 def own(bench: Bench, kernels: vendor_gemm.Kernels) -> Callable[[int], None]:
-    """The same gemm by the op of a family; what W holds is as good in tiles."""
+    """Times the same gemm by the op of a family; the contents of W are valid as tiles too."""
     stream = bench.device.table.stream
     context = cuda_device.Context(
         stream=stream, workspace=bench.workspace, workspace_bytes=OWN_WORKSPACE, n_threads=1

@@ -1,16 +1,16 @@
-// machine.c: what this machine can do at best, so that a benchmark can say what fraction of it was
-// reached.
+// machine.c: measures the limits of this machine, so that a benchmark can report which fraction of
+// a limit was reached.
 //
 //   machine THREADS GIB SECONDS  →  one line of JSON on stdout, rates in 1e9 per second
 //
-// read: all threads sweep one buffer far larger than the last cache, by several access patterns
-// (one stream, one with software prefetch, four), because which one is fastest differs between
-// memory controllers; the best is the limit. copy: memcpy from one half to the other, bytes counted
-// once. fma: independent chains of 256-bit and, where there are any, 512-bit FMAs that never leave
-// the registers: the roof of every float32 matmul. bf16 and amx: the same of vdpbf16ps and
-// tdpbf16ps, the roofs of bfloat16 matmuls, 0 where there are none. Each rate is the best of
-// several runs, since other work on the machine can only slow one down. Compiled by
-// benchmarks/machine.py with plain gcc: the wider parts carry their target.
+// read: all threads read a buffer far larger than the last cache, by several access patterns (one
+// stream, one with software prefetch, four), because the fastest pattern differs between memory
+// controllers; the best is the limit. copy: memcpy from one half to the other, bytes counted once.
+// fma: independent chains of 256-bit and, if supported, 512-bit FMAs on registers: the limit of
+// every float32 matmul. bf16 and amx: the same with vdpbf16ps and tdpbf16ps, the limits of bfloat16
+// matmuls, or 0 if unsupported. Each rate is the best of several runs, because other work on the
+// machine can only slow a run down. benchmarks/machine.py compiles this with plain gcc: the wider
+// parts have target attributes.
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <immintrin.h>
@@ -156,8 +156,8 @@ __attribute__((target("amx-tile,amx-bf16"))) static void amx(void) {
   _tile_release();
 }
 
-// What keeps this process from AMX; "" when nothing does. Linux maps a thread's tiles only for a
-// process that has asked.
+// Returns why this process cannot use AMX, or "" if it can. Linux maps a thread's tiles only for a
+// process that has asked for them.
 static const char *no_amx(void) {
   enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
   unsigned a, b, c, d;
@@ -240,8 +240,8 @@ int main(int argc, char **argv) {
   }
   amx_missing = no_amx();
   bytes_per_thread = (size_t)(gib * 1024 * 1024 * 1024) / (size_t)n_threads / 16384 * 16384;
-  const size_t total = bytes_per_thread * (size_t)n_threads +
-                       65536; // a prefetch may point past the end, but not far
+  // The additional bytes, because a prefetch may point slightly past the end.
+  const size_t total = bytes_per_thread * (size_t)n_threads + 65536;
   buffer = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (buffer == MAP_FAILED) {
     perror("mmap");

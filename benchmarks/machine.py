@@ -1,10 +1,10 @@
-"""What this machine can do at best, measured: memory read, copy, products.  python -m
-                                                                          benchmarks.machine
+"""This machine's limits, measured: memory read, copy, products.
 
-The program in machine.c is compiled, by gcc or what CC names, into a temporary folder and run with
-one thread and with all; a limit is the best that either saw. Products are float32 FMA, vdpbf16ps
-and AMX's tdpbf16ps. The figures are ceilings for the other benchmarks' fractions.
-"""
+    python -m benchmarks.machine
+
+The program in machine.c is compiled, by gcc or the compiler in CC, into a temporary folder and run
+with one thread and with all; a limit is the better of the two results. Products are float32 FMA,
+vdpbf16ps and AMX's tdpbf16ps. The other benchmarks report fractions of these limits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Limits:
 
 
 def run(command: list[str]) -> str:
-    """What it printed; ends this program with what it said where it failed."""
+    """Returns the command's output; if the command fails, ends this program with its message."""
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except OSError as error:
@@ -103,7 +103,7 @@ def measure(threads: int, *, gib: float = 1.0, seconds: float = 1.0) -> Limits:
 
 
 def describe() -> dict[str, str]:
-    """Where and from what a result comes: processor, memory, system, Python, date, commit."""
+    """Describes the origin of a result: processor, memory, system, Python, date, commit."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
         (line.partition(":")[2].strip() for line in info if line.startswith("model name")),

@@ -1,15 +1,15 @@
-"""Every op of every variant: its speed, or its bits over a long run.  python -m benchmarks.ops
-                                                                    [options of checkops]
+"""Every op of every variant: its speed, or its bits over a long run.
 
-    python -m benchmarks.ops                      time per op and variant, GB/s, GFLOP/s, what share
-                                                  of the machine's rate that is (measured in the
-                                                  same run), how many times the reference's speed
+    python -m benchmarks.ops                      time per op and variant, GB/s, GFLOP/s, share of
+                                                  the machine's rate (measured in the same run),
+                                                  speed relative to the reference
     python -m benchmarks.ops --elements 1e9       compares that many elements with the reference
                                                   instead; some minutes
 
-Both are tests/support/native/checkops: what is timed is what the tests hold to the reference.
-Shapes are those of models of 0.6B and 30B-A3B parameters. RM_EMULATE=1 compares variants that this
-processor lacks in emulation; their times mean nothing."""
+Other options of checkops are passed on. Both commands run tests/support/native/checkops: the timed
+code is the code that the tests compare with the reference. Shapes are those of models of 0.6B and
+30B-A3B parameters. RM_EMULATE=1 compares variants that this processor lacks in emulation; their
+times are meaningless."""
 
 from __future__ import annotations
 

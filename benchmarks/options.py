@@ -1,12 +1,12 @@
-"""Types for argparse: numbers in a range. What would run nothing, or without end, is an error of
-use and no result."""
+"""Types for argparse: numbers in a range. A value that would run nothing, or without end, is a
+usage error."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 
-MOST = 10**9  # of counts that have no limit of their own
+MOST = 10**9  # for counts without an explicit limit
 SEEDS = 2**64 - 1
 THREADS = 256  # of machine.c and of an engine
 
@@ -17,7 +17,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             value = int(text)
-        except ValueError:  # no number, or one of more digits than Python reads
+        except ValueError:  # not a number, or one with more digits than Python reads
             value = least - 1
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(
@@ -29,7 +29,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def real(least: float, most: float) -> Callable[[str], float]:
-    """Numbers of [least, most], and so no NaN."""
+    """Numbers of [least, most], without NaN."""
 
     def read(text: str) -> float:
         try:

@@ -1,4 +1,4 @@
-"""The models that are measured, and what a step of each must move and compute at least."""
+"""The measured models, and the least that a step of each must transfer and compute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Shape:
     top_k: int = 0
 
     def config(self) -> dict[str, Any]:
-        """As the Hugging Face config.json has it."""
+        """Returns the shape as a Hugging Face config.json."""
         config = {
             "model_type": "qwen3_moe" if self.n_experts else "qwen3",
             "vocab_size": self.vocab,
@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Elements of all matrices; norms left out."""
+        """Elements of all matrices, without norms."""
         mlp = (
             self.n_experts * (self.mlp_weights + self.hidden)
             if self.n_experts
@@ -82,8 +82,7 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def prefill_flops(self, tokens: int) -> float:
-        """Multiplications and additions of a prompt of which only the last row's logits are
-        wanted."""
+        """Multiplications and additions of a prompt with logits for the last row only."""
         mlp = (
             self.top_k * self.mlp_weights + self.n_experts * self.hidden
             if self.n_experts
@@ -118,7 +117,7 @@ SHAPES = {
     )
 }
 
-# Those of a GPU, which would take a CPU minutes a step.
+# Shapes for a GPU. A step of one would take a CPU minutes.
 CARD_SHAPES = {
     shape.name: shape
     for shape in (

@@ -1,21 +1,21 @@
 """Weight sync beside a plain copy.  python -m benchmarks.sync
 
-A trainer's bf16 state dict is pushed again and again into one generator, with every check on
-(names, shapes, finiteness, digest) and the weights packed. The first sync also makes the system map
-the block that will serve and the second the staging one; from the third on both are there, and the
-best of those counts. On a mesh each rank copies its own slices, and GB are those that all ranks
-read together. Peaks are of the resident set during a sync, over what it was before.
+A trainer's bf16 state dict is pushed repeatedly into one generator, with every check on (names,
+shapes, finiteness, digest) and the weights packed. In the first sync the system also maps the block
+that will serve, and in the second the staging block; from the third on both exist, and the best of
+those syncs counts. On a mesh each rank copies its own slices, and GB counts the bytes that all
+ranks read together. Peaks are of the resident set during a sync, minus its size before.
 
-The peers are memcpy by as many threads, once between two large blocks in huge pages, which is as
-fast as this machine copies, and once of the trainer's own tensors, one after the other. Rounds
-alternate between them and the sync, and the best of each counts, since other work on the machine
-can only slow one down. Fractions are of the first; the median over the rounds says what they are
-while something else runs.
+The peers are memcpy by as many threads, once between two large blocks in huge pages, which is the
+fastest copy on this machine, and once of the trainer's own tensors, one after the other. Rounds
+alternate between them and the sync, and the best of each counts, because other work on the machine
+can only slow one down. Fractions are of the first peer; the median over the rounds includes the
+effect of other work.
 
 Then a trainer in another process publishes its weights through shared memory
-(rollmesh.weights.transport.store), and the generator syncs from there: the sum of each tensor's
-bytes is compared besides. Those peaks have the mapped store in them, which both share.
-"""
+(rollmesh.weights.transport.store), and the generator syncs from there; this also compares a
+checksum of each tensor's bytes. Those peaks include the mapped store, which both processes
+share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MOST = 64 << 20  # bytes of one memcpy of a tensor
 
 
 class Memcpy:
-    """The peer: source and destination of `gib` GiB each, a huge page at least, and the threads
+    """The peer: source and destination of `gib` GiB each, at least a huge page, and the threads
     that copy."""
 
     def __init__(self, threads: int, gib: float):
@@ -70,8 +70,8 @@ class Memcpy:
         return self._run([[(self._source + i * share, share)] for i in range(self._threads)])
 
     def tensors(self, state_dict: Mapping[str, torch.Tensor]) -> float:
-        """GB/s of the tensors, thread by thread in turn, each to the place behind the one before
-        it."""
+        """GB/s of the tensors, copied by the threads in turn, each to the place after the one
+        before it."""
         parts = [
             (tensor.data_ptr() + at, min(MOST, tensor.nbytes - at))
             for tensor in state_dict.values()
@@ -102,8 +102,8 @@ def kib_of(key: str) -> int:
 
 
 def peak_of(call: Callable[[], rm.SyncReport]) -> tuple[rm.SyncReport, float, float]:
-    """What it returned, the seconds it took, and by how many GB the resident set exceeded in
-    between what it was before."""
+    """Returns the result of `call`, its seconds, and the GB by which the resident set's peak
+    exceeded its size before."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before, start = kib_of("VmRSS"), time.perf_counter()
@@ -113,8 +113,8 @@ def peak_of(call: Callable[[], rm.SyncReport]) -> tuple[rm.SyncReport, float, fl
 
 
 def trainer(shape: Shape, pipe: Connection) -> None:
-    """The other process: publishes a version for each word that it gets and answers with the
-    seconds it took."""
+    """The other process: publishes a version for each word that it receives and answers with the
+    seconds."""
     state_dict = make_trainer(shape, torch.bfloat16).state_dict()
     with SharedWriter() as writer:
         pipe.send(writer.address)

@@ -1,5 +1,5 @@
-"""The trainer's forward pass by the generator's kernels (docs/trainer.md): that it is the same
-function, and what it costs.
+"""The trainer's forward pass by the generator's kernels (docs/trainer.md): whether it is the same
+function, and its cost.
 
     python -m benchmarks.trainer same [--logprobs 10000000]    how many logprobs of both sides
                                                                differ: 0, or exit status 1
@@ -17,13 +17,13 @@ function, and what it costs.
 `same` draws completions with chunked prefill, prefix hits and preemption, on each instruction set
 of this machine, and scores random sequences; the trainer computes all of them in padded batches.
 `loop` runs `rollmesh grpo` on the debug configs in float32 and bfloat16 with tp=2, dp=2, ep=4
-(dense: tp=2, dp=2) and with one rank; the curves must be equal to the last bit. `cost` alternates a
-step (forward and backward, weights packed anew) of a patched model and of transformers in one
-process, best of each; the resident set's peak is measured in a process of its own for each.
-`checkpointing` has a process for each, whose second step is timed. `ahead` alternates between the
+(dense: tp=2, dp=2) and with one rank; the curves must be bit-identical. `cost` alternates steps
+(forward and backward, with weights packed again) of a patched model and of transformers in one
+process, best of each; the resident set's peak is measured in a separate process for each.
+`checkpointing` uses a process for each, whose second step is timed. `ahead` alternates between the
 levels of [rollout] async_level, best of each. `curves` trains the MoE debug config on a bfloat16
-generator with each of ARMS and several seeds, and writes what `python docs/draw.py FILE.json`
-draws.
+generator with each of ARMS and several seeds, and writes the input of `python docs/draw.py
+FILE.json`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ COST = {  # (model, sequences, tokens of each)
 LONG = "16 layers, 2 sequences of 1,024 tokens"
 PEAK = COST | {LONG: (Shape("deep", 256, 16, 4, 2, 64, 2048, 768), 2, 1024)}
 DTYPES = ("float32", "bfloat16")
-# the forward pass of the trainer, and what the loss does where it differs from the generator's
+# The forward pass of the trainer, and the handling of differences from the generator in the loss.
 ARMS = {
     "transformers": ['train.kernels="torch"'],
     "transformers, truncated importance sampling": [
@@ -89,7 +89,7 @@ def model_of(shape: Shape, dtype: str = "float32") -> Any:
 
 # ------------------------------------------------------------------------------------------- same
 def trainers(model: Any, sequences: list[np.ndarray]) -> Iterator[np.ndarray]:
-    """The trainer's logprobs of each sequence but of its first token, in padded batches."""
+    """The trainer's logprobs of each sequence, without its first token, in padded batches."""
     for first in range(0, len(sequences), 64):
         batch = sequences[first : first + 64]
         ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
@@ -231,8 +231,8 @@ def loop(steps: int) -> int:
 
 # ------------------------------------------------------------------------------------------ ahead
 def ahead(rounds: int, steps: int) -> None:
-    """Tokens of rollouts by the time of the steps, without the first two. A level above 0 has one
-    thread for each side; level 0, where the sides take turns, one or two."""
+    """Tokens of rollouts over the time of the steps, without the first two. A level above 0 has one
+    thread for each side; level 0, where the sides alternate, one or two."""
     ways = {f"level 0, {n} thread{'s' * (n > 1)}": (0, n, "wait") for n in (1, 2)}
     ways |= {
         f"level {level}, {how}, 1 thread each": (level, 1, how)
@@ -349,8 +349,8 @@ def step_of(model: Any, ids: torch.Tensor, patched: bool) -> None:
 def peak_of(
     name: str, dtype: str, patched: bool, checkpointed: bool = False
 ) -> tuple[float, float]:
-    """MiB of the resident set at most, and seconds of the second of two steps, in a process of its
-    own."""
+    """Returns the maximum MiB of the resident set, and seconds of the second of two steps, in a
+    separate process."""
     command = [
         sys.executable,
         "-m",
@@ -379,9 +379,8 @@ def peak(name: str, dtype: str, patched: bool, checkpointed: bool) -> None:
     for _ in range(2):
         start = time.perf_counter()
         step_of(model, ids, patched)
-    status = Path(
-        "/proc/self/status"
-    ).read_text()  # ru_maxrss would count what this process was forked from
+    # Not ru_maxrss, which would include the process that this one was forked from.
+    status = Path("/proc/self/status").read_text()
     print(
         next(
             int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")

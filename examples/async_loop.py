@@ -1,9 +1,9 @@
 """An asynchronous loop: a thread generates without a pause while the trainer takes steps and pushes
 each new version.
 
-`inflight="keep"` lets running requests go on: they keep their tokens, and their KV is computed
-again with the new weights. Each token says which version it is of, so that the trainer can correct
-for tokens of an older policy."""
+With `inflight="keep"` running requests continue: they keep their tokens, and their KV is computed
+again with the new weights. Each token has its version, so that the trainer can correct for tokens
+of an older policy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CONFIG = Qwen3Config(
 def rollouts(
     generator: rm.Generator, finished: queue.Queue[rm.RequestOutput], stop: threading.Event
 ) -> None:
-    """Any thread may call a generator; calls take turns between engine steps. At most 16 samples
-    are ahead of the trainer."""
+    """Any thread may call a generator; calls alternate between engine steps. The trainer is at most
+    16 samples behind."""
     running, seed = 0, 0
     while not stop.is_set():
         while running + finished.qsize() < 16:

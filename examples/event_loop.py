@@ -1,9 +1,9 @@
-"""An event loop with many rollouts at once, as agents need them: each coroutine awaits its own
+"""An event loop with many concurrent rollouts, as for agents: each coroutine awaits its own
 completions.
 
-Every episode asks twice, the second time with the first answer in its prompt. A version is pushed
-while they run. What arrives token by token comes from astream; a coroutine that is cancelled takes
-its request out of the engine."""
+Every episode makes two requests; the second prompt contains the first answer. A version is pushed
+while they run. astream returns tokens one by one; cancelling a coroutine removes its request from
+the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def main() -> None:
         await asyncio.sleep(0)
         with torch.no_grad():
             model.lm_head.weight.mul_(1.1)
-        # A call that may wait, in a thread: the loop goes on.
+        # Calls that may wait run in a thread, so that the event loop is not blocked.
         await asyncio.to_thread(
             generator.sync_weights, model.state_dict(), cast=True, inflight="keep"
         )

@@ -1,11 +1,10 @@
-"""Four ranks: two replicas (dp=2) of two tensor parallel ranks (tp=2), experts over all four
+"""Four ranks: two replicas (dp=2) of two tensor parallel ranks (tp=2), with experts over all four
 (ep=4).
 
     python examples/mesh.py                               ranks are threads of one process
     torchrun --nproc-per-node 4 examples/mesh.py          ranks are processes, over shared memory
 
-Both print the same tokens, and so does one rank: the mesh changes no bit.
-"""
+Both print the same tokens as one rank: the mesh does not change a single bit."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ CONFIG = {
 
 
 def trained_weights() -> dict[str, Any]:
-    """The trainer's part; only its rank needs torch."""
+    """Returns the trainer's weights; only the trainer's rank needs torch."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -33,17 +32,15 @@ def trained_weights() -> dict[str, Any]:
 
 def main() -> None:
     rank = int(os.environ.get("RANK", 0))
-    comm = (
-        rm.comm.shm() if "RANK" in os.environ else None
-    )  # across machines: rm.comm.torch(), after init_process_group("gloo")
+    # Across machines: rm.comm.torch(), after init_process_group("gloo").
+    comm = rm.comm.shm() if "RANK" in os.environ else None
     mesh = rm.Mesh(tp=2, dp=2, ep=4)
     with rm.Generator.from_hf(
         CONFIG, mesh=mesh, comm=comm, max_model_len=256, kv_cache_gib=0.1
     ) as generator:
         source = trained_weights() if rank == 0 else None
-        generator.sync_weights(
-            source, cast=True
-        )  # every rank makes the same calls in the same order
+        # Every rank makes the same calls in the same order.
+        generator.sync_weights(source, cast=True)
         generator.submit([[1, 2, 3], [4, 5]], rm.SamplingParams(max_tokens=16, seed=7))
         outputs = generator.poll(min_outputs=2)  # complete on every rank
         tokens = [output.outputs[0].token_ids.tolist() for output in outputs]

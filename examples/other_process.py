@@ -1,10 +1,9 @@
-"""Trainer and generator are two processes of one machine; weights go through shared memory.
+"""Trainer and generator are two processes of one machine and share weights through shared memory.
 
     python examples/other_process.py
 
 The trainer writes each version to a file under /dev/shm; the generator maps the file and reads it
-in place. The address carries a nonce: a file of another writer is refused (AuthError).
-"""
+in place. The address contains a nonce: a file of another writer is refused (AuthError)."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ VERSIONS = 3
 
 
 def train(pipe: Connection) -> None:
-    """The trainer's process. A real one sends tensors of its GPU without a copy: publish(…,
+    """The trainer's process. A real trainer sends tensors of its GPU without a copy: publish(…,
     lend_to=1), see docs/gpu.md."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

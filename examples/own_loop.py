@@ -40,9 +40,8 @@ def main() -> None:
         model.config, dtype="float32", max_model_len=64, kv_cache_gib=0.1
     ) as generator:
         for step in range(20):
-            rm.torch.push(
-                model, generator, version=step
-            )  # all of it serves afterwards, or the old version does
+            # Afterwards either all of the new version serves, or the old version does.
+            rm.torch.push(model, generator, version=step)
             params = rm.SamplingParams(n=64, max_tokens=NEW_TOKENS, ignore_eos=True, seed=step * 64)
             samples = generator.generate([PROMPT], params, use_tqdm=False)[0].outputs
             tokens = torch.tensor(np.array([[*PROMPT, *sample.token_ids] for sample in samples]))

@@ -1,17 +1,17 @@
-"""TRL's GRPOTrainer trains a small Qwen3-MoE, or another family, on the CPU, on rollouts of vLLM in
-the same process, whose forward pass is rollmesh's.
+"""TRL's GRPOTrainer trains a small Qwen3-MoE, or another family, on the CPU. Rollouts come from
+vLLM in the same process, whose forward pass is rollmesh's.
 
     VLLM_PLUGINS=rollmesh python examples/trl_grpo.py
 
-What rollmesh asks of TRL's user is that variable and rm.torch.patch(model): trainer, loss and
+For rollmesh a user of TRL only adds that variable and rm.torch.patch(model): trainer, loss and
 optimizer are TRL's own. The task is that of configs/qwen3_moe_debug.toml: upper-case four letters,
-from random weights, a token a character. Every other step TRL pushes the weights one parameter a
-call and asks vLLM for 512 completions with the logprob of each token. Before it learns from them it
-computes those logprobs by the model: how far the two are apart is its metric
-sampling_logp_difference. Both sides are one function of the weights, so it is 0, and the importance
-sampling ratio that TRL corrects its loss with is 1.
+from random weights, with one token per character. Every other step TRL pushes the weights one
+parameter a call and asks vLLM for 512 completions with the logprob of each token. Before it learns
+from them it computes those logprobs with the model: the metric sampling_logp_difference is the
+difference between the two. Both sides are one function of the weights, so it is 0, and the
+importance sampling ratio with which TRL corrects its loss is 1.
 
-Needs vllm and trl with its datasets (docs/vllm.md says which versions). DIR/trl_metrics.jsonl has
+Needs vllm and trl with its datasets (docs/vllm.md lists the versions). DIR/trl_metrics.jsonl has
 TRL's log, one object for each two optimizer steps, which share their completions.
 """
 
@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # torch's threads sleep between operators: the generator has work for the cores
+# torch's threads sleep between operators, because the generator needs the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from datasets import load_dataset
@@ -43,8 +42,8 @@ PROMPTS = 32  # a step
 
 
 def new_model(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
-    """Random weights. vLLM is given the folder, for its config.json; the weights come from the
-    trainer. A reference model is loaded from it."""
+    """Makes a model with random weights. vLLM gets the folder, for its config.json; the weights
+    come from the trainer. A reference model is loaded from the folder."""
     experts = {
         "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
         "norm_topk_prob": True,
@@ -68,7 +67,7 @@ def new_model(folder: Path, tokenizer: PreTrainedTokenizerBase, family: str) -> 
 
 
 def train(out: Path, steps: int, beta: float, family: str) -> list[dict[str, Any]]:
-    """TRL's log: one dict a step."""
+    """Trains; returns TRL's log, one dict for each step."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "chars")
     model = rollmesh.torch.patch(new_model(out / "model", tokenizer, family))
     args = GRPOConfig(

@@ -2,8 +2,8 @@
 
     VLLM_PLUGINS=rollmesh python examples/vllm_generate.py
 
-vLLM schedules requests; every forward pass and every draw is rollmesh's, with the bits of
-rm.Generator. docs/vllm.md says how to install vLLM with a GPU and without.
+vLLM schedules requests; every forward pass and every draw is rollmesh's, bit-identical to
+rm.Generator. docs/vllm.md explains how to install vLLM with a GPU and without.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def main() -> None:
     torch.manual_seed(0)
     trained = Qwen3MoeForCausalLM(CONFIG)
     with tempfile.TemporaryDirectory() as folder:
-        CONFIG.save_pretrained(
-            folder
-        )  # a config.json is a model; generating before the first weights is an error
+        # A config.json is a complete model; generating before the first weights is an error.
+        CONFIG.save_pretrained(folder)
         llm = LLM(
             folder,
             skip_tokenizer_init=True,
@@ -46,9 +45,8 @@ def main() -> None:
         params = SamplingParams(n=4, seed=7, max_tokens=16, logprobs=0, detokenize=False)
         sender = WeightSender(llm, cast=True)
         for version in range(2):
-            sender.send(
-                trained, version=version
-            )  # no reset_prefix_cache is needed: KV of old weights is never read
+            # reset_prefix_cache is not needed: KV of old weights is never read.
+            sender.send(trained, version=version)
             output = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)[0]
             print(f"version {llm.get_weight_version()}: {list(output.outputs[0].token_ids)}")
             trained.lm_head.weight.data.mul_(1.1)

@@ -1,5 +1,5 @@
-"""What all tests share: seeds that a failure names, generators that are always closed, two torch
-threads, and the one line that parity tests leave in the summary."""
+"""Shared by all tests: seeds that a failure prints, generators that are always closed, two torch
+threads, and the summary line of the parity tests."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ import numpy as np
 import pytest
 from marks import SUMMARY, first_cases_are_quick
 
-# pytest adds this folder to the path. Its folders torch and vllm must not pass for the packages.
+# pytest adds this folder to the path. Its folders torch and vllm must not shadow the packages.
 sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SUMMARY] = []
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # threads of torch that spin would starve the engine's
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
-    # vLLM speaks its second resume protocol where triton has a driver, or where it may get one:
-    # with no device, not with all of none.
+    # Spinning threads of torch would starve the engine's threads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests must not use the network
+    # vLLM uses its second resume protocol if triton has a driver, or may get one later. It assumes
+    # the latter if the device list is explicitly empty, but not if the machine has no devices.
     if importlib.util.find_spec("vllm") and not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     # torch's float32 pow takes 16 elements at a time with AVX2 and 32 with AVX-512, the rest by
@@ -40,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _two_torch_threads() -> None:
-    """torch takes every core by default; the machines that run this have two."""
+    """torch uses every core by default; the machines that run the tests have two."""
     try:
         import torch
     except ImportError:  # sanitizer runs have none
@@ -50,8 +49,8 @@ def _two_torch_threads() -> None:
 
 @pytest.fixture(scope="module")
 def torch_as_it_was() -> Iterator[None]:
-    """A trainer sets torch's thread count and deterministic algorithms for its process; other test
-    files get back theirs."""
+    """A trainer sets torch's thread count and deterministic algorithms for its process; this
+    restores them for other test files."""
     import torch
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -62,8 +61,8 @@ def torch_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def plain_signals() -> Iterator[None]:
-    """Whoever started this process may have had some ignored: a shell what runs in its background,
-    nohup."""
+    """Restores signals that the parent process may have ignored, such as a shell for background
+    jobs, or nohup."""
     from rollmesh.run.signals import SIGNALS
 
     before = [(number, signal.signal(number, signal.SIG_DFL)) for number in SIGNALS]
@@ -73,8 +72,8 @@ def plain_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-# The files that take longest, the longest first: where two workers of pytest-xdist share the files,
-# none is left with a long one.
+# The slowest files, the slowest first: when two workers of pytest-xdist share the files, neither
+# ends with a slow file.
 FIRST = [
     "device_comm",
     "cli",
@@ -119,15 +118,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the imports of a hundred files left is no garbage: with it each gc.collect() of a test
-    took 0.2 s."""
+    """Freezes the objects that the imports of a hundred files have created: without this, each
+    gc.collect() of a test takes 0.2 s."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist hands its lines of the summary to the process that prints them."""
+    """A worker of pytest-xdist sends its lines of the summary to the process that prints them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["summary"] = session.config.stash[SUMMARY]
 
@@ -153,8 +152,8 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 def build_folder(kind: str, factory: pytest.TempPathFactory) -> Path:
-    """Of what tests compile, for all workers of pytest-xdist; $RM_CUDA_BUILD and $RM_NATIVE_BUILD
-    keep it."""
+    """Returns the folder for compiled test programs, shared by all workers of pytest-xdist;
+    $RM_CUDA_BUILD and $RM_NATIVE_BUILD keep it."""
     base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = Path(os.environ.get(f"RM_{kind}_BUILD") or shared / kind.lower())
@@ -164,8 +163,8 @@ def build_folder(kind: str, factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests/support/cuda_build.py builds: what two test files need is compiled once.
-    RM_CUDA_BUILD=DIR keeps it."""
+    """The folder in which tests/support/cuda_build.py builds, so that programs of several test
+    files are compiled once. RM_CUDA_BUILD=DIR keeps it."""
     if shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
         pytest.skip(f"needs a C++ compiler; {compiler} is not installed")
     return build_folder("CUDA", tmp_path_factory)
@@ -173,7 +172,7 @@ def cuda_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def simt_library(cuda_folder: Path) -> Path:
-    """librollmesh_simt.so, which stands in for librollmesh_cuda.so."""
+    """librollmesh_simt.so, which replaces librollmesh_cuda.so."""
     import cuda_build
 
     return cuda_build.simt_library(cuda_folder)
@@ -209,9 +208,9 @@ def _factory() -> Iterator[Callable[..., Any]]:
         seed: int = 0,
         **options: Any,
     ) -> Any:
-        """A generator of `model` (a helpers.Case, a config dict, or None for the tiny dense one),
-        synced to version 0 with its random weights, with `weights` (any source), or, at None, not
-        at all."""
+        """Makes a generator of `model` (a helpers.Case, a config dict, or None for the tiny dense
+        model), synced to version 0 with its random weights, with `weights` (any source), or, for
+        None, unsynced."""
         case = (
             model
             if isinstance(model, helpers.Case)
@@ -246,8 +245,8 @@ module_generator = pytest.fixture(_factory, name="module_generator", scope="modu
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Any]]:
-    """Generators with helpers.SMALL, by default of the tiny dense model on a CUDA device; a module
-    that wants others wraps it."""
+    """Makes generators with helpers.SMALL, by default of the tiny dense model on a CUDA device; a
+    module that needs others wraps it."""
     import helpers
 
     import rollmesh
@@ -267,8 +266,8 @@ def make() -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="session")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """native(name, sanitize="", emulate=False) builds a driver of tests/support/native and returns
-    the program. RM_NATIVE_BUILD=DIR keeps its objects. Where there is no compiler, what needs one
-    is skipped."""
+    the program. RM_NATIVE_BUILD=DIR keeps its objects. Without a compiler, tests that need one are
+    skipped."""
     import native_build
 
     if shutil.which(native_build.compiler()[0]) is None:

@@ -1,2 +1,2 @@
-"""Nothing piles up over ten thousand syncs and generators and a million requests; __main__.py has
-the command."""
+"""Tests that memory does not grow over ten thousand syncs and generators and a million requests;
+__main__.py has the command."""

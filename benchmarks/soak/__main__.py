@@ -1,16 +1,14 @@
-"""The same thing ten thousand times, and a million times: nothing may pile up.  python -m
-                                                                              benchmarks.soak
+"""The same operations ten thousand and a million times: memory must not grow.
 
-    python -m benchmarks.soak                           10,000 weight syncs, 10,000 generators,
-                                                        1,000,000 requests; some minutes python -m
-                                                        benchmarks.soak --syncs 300 --lives 0
-                                                        --requests 20000
-    python -m benchmarks.soak --plant leak-fd           leaks on purpose: every part must report it
+    python -m benchmarks.soak                    10,000 weight syncs, 10,000 generators, 1,000,000
+                                                 requests; some minutes
+    python -m benchmarks.soak --syncs 300 --lives 0 --requests 20000
+    python -m benchmarks.soak --plant leak-fd    injected leaks: every part must report them
 
-All through the public API, in rounds over every kind of call that syncs.py, lives.py and
-requests.py know, each round in another order. growth.py says what is read between rounds and when
-it has grown; a part names what did, with the growth per operation, and the exit status is 1. A
-count of 0 leaves a part out.
+All operations use the public API, in rounds over every kind of call in syncs.py, lives.py and
+requests.py, each round in another order. growth.py documents the measures that are read between
+rounds and when they have grown. A part names the measures that grew, with the growth per operation,
+and the exit status is 1. A count of 0 skips a part.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ SHOWN = ("rss", "heap", "fds", "threads", "references to objects handed in", "py
 
 
 class Plant:
-    """Leaks of the driver's own, for showing that the meter sees them: 64 bytes for each operation,
-    a reference at each call, a file descriptor and a thread at every eighth, since the machine may
-    have limits on them."""
+    """Injected leaks of the driver, which show that the meter detects them: 64 bytes for each
+    operation, a reference at each call, a file descriptor and a thread at every eighth, because the
+    machine may limit them."""
 
     def __init__(self, faults: Sequence[str]):
         self._faults = frozenset(faults)
@@ -71,7 +69,7 @@ class Plant:
 
 
 def soak(work: Work, count: int, rng: np.random.Generator, plant: Plant, folder: Path) -> bool:
-    """One part. Prints what became of it; False: something grew."""
+    """Runs one part and prints its result; returns False if something grew."""
 
     def one_round() -> int:
         done = 0

@@ -1,8 +1,8 @@
-"""What the parts of the soak share: two tiny models, a tokenizer, and the shape of a part.
+"""Shared by the parts of the soak: two tiny models, a tokenizer, and the interface of a part.
 
-A part has kinds of call; a call says how many operations it was. After a round of all of them
-`settle` brings the part into the state in which it is measured, and holds a rollout to the bits of
-the first one: a soak whose calls have stopped doing anything would find no growth either.
+A part has kinds of call; a call returns its number of operations. After a round of all of them
+`settle` brings the part into the state in which it is measured, and compares a rollout with the
+first one, bit for bit, because a soak whose calls do nothing would not show growth either.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ State = dict[str, np.ndarray]
 
 
 class Letters:
-    """A tokenizer: a letter for an id."""
+    """A tokenizer with a letter for each id."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
@@ -69,7 +69,7 @@ class Letters:
 
 
 class Interrupted(Exception):
-    """What user code raises in the middle of a sync."""
+    """Raised by user code in the middle of a sync."""
 
 
 def refused(kind: type[BaseException], call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -81,9 +81,9 @@ def refused(kind: type[BaseException], call: Callable[..., Any], *args: Any, **k
 
 
 def in_thread(call: Callable[[], Any], beside: Callable[[], Any] | None = None) -> None:
-    """Runs `call` in a thread of its own, `beside` in this one, and returns when the kernel has let
-    go of the thread: join returns a little earlier, and it would be counted. Raises what the call
-    raised."""
+    """Runs `call` in a separate thread and `beside` in this one. Returns when the kernel has
+    removed the thread, because join returns a little earlier and the thread would still be counted.
+    Raises the error of `call`."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -113,7 +113,7 @@ def bits(gen: rm.Generator) -> bytes:
 
 
 class Work:
-    """One part of the soak. `handed` are the objects that its calls hand in."""
+    """One part of the soak. `handed` are the objects that its calls pass in."""
 
     name: str
     calls: list[Callable[[], int]]

@@ -1,27 +1,27 @@
-"""Does a process grow while it repeats something? The meter of the soak.
+"""Measures whether a process grows while it repeats an operation. The meter of the soak.
 
-Work is repeated in rounds that end in the same state. After a warm-up that fills caches, everything
-that could pile up is read at up to 40 regular points between rounds; the first quarter of these is
-warm-up too. A measure has grown when the median of its last quarter exceeds the median of its
-second quarter by more than its bound: medians, since one odd reading must not decide, and the
-second quarter, since a level that was reached once and then stays is no leak. Comparing the end
-with the beginning lost: it calls every cache a leak or needs a bound that hides one.
+Work is repeated in rounds that end in the same state. After a warm-up that fills caches, all
+measures are read at up to 40 regular points between rounds; the first quarter of these is warm-up
+too. A measure has grown if the median of its last quarter exceeds the median of its second quarter
+by more than its bound. Medians, because one unusual reading must not decide; the second quarter,
+because a level that was reached once and then stays is not a leak. Rejected: a comparison of the
+end with the beginning, because it reports every cache as a leak or needs a bound that hides one.
 
-Most measures are exact and have the bound 0. The others have noise; their bounds lie above it and
-far below one per operation:
+Most measures are exact and have the bound 0. The others have noise; their bounds lie above the
+noise and far below one per operation:
 
-heap     glibc's bytes in use, which is what C code holds except for what it maps. Blocks in the
-         caches of threads and in fast bins count as used although they are free, so both are
-         switched off; NumPy's own cache of small arrays remains.
-rss      resident pages. Free ones that an allocator keeps are among them: a thread that allocates
-         gets an arena of its own, up to 8 a core, and an arena keeps its free pages. So there is
-         one arena, trimmed before each reading, and no huge pages, which the kernel makes behind
-         our back. What remains is pymalloc's (1 MiB each, touched as far as they are used). They
-         are counted in the page tables: /proc/self/statm, which serves where that file is missing,
-         is late by up to 64 pages a thread, and by megabytes on kernels 6.2 to 6.15 with many
-         cores.
+heap     glibc's bytes in use: all memory of C code except mapped memory. Blocks in the caches of
+         threads and in fast bins count as used although they are free, so both are switched off;
+         NumPy's own cache of small arrays remains.
+rss      resident pages, including free pages that an allocator keeps: each thread that allocates
+         gets a separate arena, up to 8 a core, and an arena keeps its free pages. So there is one
+         arena, trimmed before each reading, and huge pages, which the kernel makes in the
+         background, are off. The rest is pymalloc's (1 MiB each, touched as far as they are used).
+         The pages are counted in the page tables: /proc/self/statm, which is used if that file is
+         missing, is late by up to 64 pages a thread, and by megabytes on kernels 6.2 to 6.15 with
+         many cores.
 python   blocks of pymalloc, objects that the collector tracks, references to None, True, False and
-         some types. CPython's cache of methods holds names and lets go of None as it fills, so it
+         some types. CPython's cache of methods holds names and releases None as it fills, so it
          is emptied before each reading; free lists remain.
 """
 
@@ -79,8 +79,8 @@ SINGLETONS = (
 
 
 def quiet_malloc() -> None:
-    """Begins this process again with glibc's settings of QUIET_MALLOC, which it reads at its start
-    only."""
+    """Starts this process again with glibc's settings of QUIET_MALLOC, which glibc reads only at
+    the start."""
     if os.environ.get("GLIBC_TUNABLES") != QUIET_MALLOC:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "GLIBC_TUNABLES": QUIET_MALLOC})
 
@@ -91,7 +91,7 @@ class _Mallinfo2(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing that is read; it has grown when it gained more than `bound` between the two
+    """One measured quantity; it has grown if it gained more than `bound` between the two
     quarters."""
 
     name: str
@@ -134,8 +134,8 @@ def open_fds() -> int:
 
 
 def threads() -> int:
-    """Those that are not on their way out: pthread_join returns while the kernel still lists the
-    thread."""
+    """Returns the number of threads that are not exiting: pthread_join returns while the kernel
+    still lists the thread."""
     count = 0
     for task in os.listdir("/proc/self/task"):
         try:
@@ -155,22 +155,20 @@ def files_below(folder: Path) -> int:
 
 
 class Meter:
-    """Reads all measures of this process. `handed` are the objects that the work hands in: nobody
-    may keep a reference."""
+    """Reads all measures of this process. `handed` are the objects that the work passes in: they
+    must not be referenced afterwards."""
 
     def __init__(self, handed: Iterable[Any], folder: Path):
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
         self._trim = getattr(libc, "malloc_trim", int)
-        self._mallinfo = getattr(
-            libc, "mallinfo2", None
-        )  # glibc 2.33; without it, the resident pages must do
+        # Needs glibc 2.33; without it, only the resident pages are measured.
+        self._mallinfo = getattr(libc, "mallinfo2", None)
         if self._mallinfo is not None:
             self._mallinfo.restype = _Mallinfo2
         self._handed = list(handed)
         gc.collect()
-        # what is there already, torch's modules above all, need not be looked through at every
-        # reading
+        # Existing objects, mainly torch's modules, need not be searched each time.
         gc.freeze()
         self.measures = (
             Measure("rss", "KiB", 512, rss_kib),
@@ -218,8 +216,8 @@ def types_of_objects() -> Counter[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The readings [points, measures] and what grew; `types` are the kinds of tracked objects of
-    which there are more."""
+    """The readings [points, measures] and what grew; `types` are the kinds of tracked objects whose
+    number grew."""
 
     operations: int
     measures: Sequence[Measure]
@@ -245,8 +243,8 @@ class Verdict:
 
 
 def watch(meter: Meter, one_round: Callable[[], int], wanted: int, warm_up: int) -> Verdict:
-    """Does `warm_up` rounds, then as many as it takes to do the `wanted` operations, of which a
-    round returns how many it did."""
+    """Does `warm_up` rounds, then as many as are needed for the `wanted` operations; a round
+    returns its number of operations."""
     per_round = max([one_round() for _ in range(warm_up)])
     rounds = max(-(-wanted // per_round), 8)  # two readings a quarter
     points = min(READINGS, rounds)

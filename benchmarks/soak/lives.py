@@ -1,5 +1,4 @@
-"""Generators from beginning to end: made in several sizes, closed or lost from every state that
-they can be in."""
+"""Generators from beginning to end: made in several sizes, and closed or dropped in every state."""
 
 from __future__ import annotations
 
@@ -50,10 +49,8 @@ class Lives(Work):
             self.tokenizer,
         ]
         self.handed += [thing for pair in self.state.items() for thing in pair]
-        self.handed += [
-            "float32",
-            "bfloat16",
-        ]  # of the options; interned, so these are the same objects
+        # Option values; the strings are interned, so these are the same objects.
+        self.handed += ["float32", "bfloat16"]
         self._made = 0
         self.bits = b""
         ends = (

@@ -1,7 +1,6 @@
 """Requests of one generator: drawn, scored, refused, aborted, late, with text and stop strings, by
-generate and by submit and poll. Nearly all of the time is the Python layer's: the model is as small
-as it can be, and most completions have one to three tokens.
-"""
+generate and by submit and poll. Nearly all of the time is spent in the Python layer: the model is
+as small as possible, and most completions have one to three tokens."""
 
 from __future__ import annotations
 
@@ -47,9 +46,10 @@ class Requests(Work):
         self.params = [self._params(rng, index) for index in range(BATCH)]
         self.stopping = rm.SamplingParams(max_tokens=4, stop=("a", "bc"), seed=5)
         self.long = rm.SamplingParams(max_tokens=40, seed=6, ignore_eos=True)
+        # Every token is banned.
         self.endless = rm.SamplingParams(
             min_tokens=1, max_tokens=2, stop_token_ids=list(range(vocab))
-        )  # nothing may be drawn
+        )
         self.refused = [[99], [], [-1], [0] * 100, [1, 2]]
         self.handed = [
             self.prompts,
@@ -165,7 +165,7 @@ class Requests(Work):
         return BATCH
 
     def no_memory(self) -> int:
-        """The fifth request finds none, and those before it go too."""
+        """The fifth request gets no memory, and the requests before it are dropped too."""
         _core.memory_fail_at(5)
         try:
             refused(MemoryError, self.gen.submit, self.prompts, self.params)
@@ -189,7 +189,7 @@ class Requests(Work):
         return 2 * BATCH
 
     def asleep(self) -> int:
-        """KV leaves in the middle and is computed again."""
+        """The KV cache sleeps in the middle and is computed again."""
         ids = self.gen.submit(self.prompts, self.params)
         taken = len(self.gen.poll())
         self.gen.sleep("kv")

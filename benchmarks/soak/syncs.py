@@ -1,5 +1,5 @@
-"""Weight syncs: every source and spelling, complete, partial, in place, broken off and refused,
-with requests in flight."""
+"""Weight syncs: every source and spelling, complete, partial, in place, aborted and refused, with
+requests in flight."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rollmesh.sources import BF16, SharedReader, SharedWriter
 
 
 class Exported:
-    """A tensor that is known through DLPack only."""
+    """A tensor that exports only DLPack."""
 
     def __init__(self, array: np.ndarray):
         self._array = array
@@ -42,7 +42,7 @@ class Exported:
 
 
 class Broken(Exported):
-    """One whose producer fails."""
+    """A tensor whose producer fails."""
 
     def __init__(self, array: np.ndarray, error: type[Exception]):
         super().__init__(array)
@@ -53,7 +53,7 @@ class Broken(Exported):
 
 
 class Rootless:
-    """What an array is a view of, and which fails when it is asked what it is a view of itself."""
+    """The base of an array, whose own `base` attribute raises."""
 
     def __init__(self, array: np.ndarray):
         self.__array_interface__ = array.__array_interface__
@@ -88,7 +88,7 @@ def fused(state: State) -> State:
 
 
 def bare(state: State) -> State:
-    """Names as a wrapped module without the outer class gives them."""
+    """Names of a wrapped module without the outer class."""
     return {
         name.removeprefix("model.").replace("layers.", "_orig_mod.layers."): array
         for name, array in state.items()
@@ -100,7 +100,7 @@ def bf16(array: np.ndarray) -> np.ndarray:
 
 
 def strange(array: np.ndarray) -> Iterator[tuple[type[Exception], Any]]:
-    """What may stand where this tensor is wanted, and how it is refused."""
+    """Yields invalid values for this tensor, each with the error that refuses it."""
     tensor = torch.from_numpy(array.copy())
     emptied = torch.from_numpy(array.copy()).clone()
     emptied.untyped_storage().resize_(0)
@@ -182,12 +182,8 @@ class Model:
             Exported.__name__,
             torch.nn.Parameter.__name__,
         ]
-        shown = [
-            *(BF16.metadata or {}).values(),
-            torch.strided,
-            BufferError,
-            *names,
-        ]  # to the extension, when it looks at a tensor
+        # Objects that the extension handles when it reads a tensor.
+        shown = [*(BF16.metadata or {}).values(), torch.strided, BufferError, *names]
         return [
             *shown,
             self.plain,
@@ -304,7 +300,7 @@ class Model:
         return 2
 
     def dropped(self) -> int:
-        """The handle of an open set is lost; the next sync resets the set."""
+        """The handle of an open set is dropped; the next sync resets the set."""
         self.gen.begin_sync(cast=True).push("model.norm.weight", self.plain["model.norm.weight"])
         return 1 + self.sync(self.plain)
 
@@ -331,7 +327,7 @@ class Model:
         return 1
 
     def shared(self) -> int:
-        """Through shared memory, as from a trainer of another process."""
+        """Syncs through shared memory, as from a trainer in another process."""
         self.writer.publish(self.plain)
         self.reader.refresh()
         return self.sync(self.reader)
@@ -343,7 +339,7 @@ class Model:
         return 1 + self.sync(self.plain)
 
     def beside_generate(self) -> int:
-        """Between two steps of another thread's generate, or before or after it."""
+        """Syncs between two steps of another thread's generate, or before or after it."""
         in_thread(
             partial(self.gen.generate, self.prompts, self.params, use_tqdm=False),
             beside=partial(self.sync, self.plain, inflight="keep"),
@@ -351,8 +347,8 @@ class Model:
         return 1
 
     def no_memory(self) -> int:
-        """An allocation that fails, where there is one: with staging kept from the last sync there
-        may be none."""
+        """Makes an allocation fail, if there is one: with staging kept from the last sync there may
+        be none."""
         _core.memory_fail_at(1)
         try:
             self.sync(self.plain)

@@ -5,7 +5,7 @@ routers, and a small Qwen3-MoE from random weights.
     python examples/titan/grpo.py --generators 2 --tp 2 --ep 2 --processes
     python examples/titan/grpo.py --same-bits                      # logprob_diff/max: 0
 
-The line that matters is `install(config, …)`. on_cpu.py is what torchtitan needs without a GPU;
+The essential line is `install(config, …)`. on_cpu.py adapts torchtitan to a machine without a GPU;
 letters.py is the task."""
 
 from __future__ import annotations
@@ -127,9 +127,10 @@ def config_of(args: argparse.Namespace, folder: Path) -> Controller.Config:
 
 
 async def train(args: argparse.Namespace, folder: Path) -> None:
+    # For Monarch's processes.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(HERE), os.environ.get("PYTHONPATH")])
-    )  # of Monarch's processes
+    )
     mesh = None if args.processes else rm.Mesh(tp=args.tp, dp=args.dp, ep=args.ep)
     trainer = on_cpu.CpuRollmeshTrainer if args.same_bits else on_cpu.CpuTrainer
     config = install(
@@ -153,9 +154,8 @@ async def train(args: argparse.Namespace, folder: Path) -> None:
         await loop.run()
     finally:
         await loop.close()
-        await asyncio.sleep(
-            3
-        )  # Monarch's own threads end after close; a process that ends before them dies of SIGABRT
+        # Monarch's threads end after close; a process that exits before them dies of SIGABRT.
+        await asyncio.sleep(3)
 
 
 def main(argv: list[str]) -> None:

@@ -1,5 +1,5 @@
 """A task of one turn for TitanRL: answer with lower-case letters. The reward is the share of the
-answer's tokens that are."""
+answer's tokens that are lower-case letters."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# The tokens that the qwen3 renderer needs.
 OTHER = (
     "<tool_call>",
     "</tool_call>",
@@ -26,7 +27,7 @@ OTHER = (
     "</tool_response>",
     "<think>",
     "</think>",
-)  # that the qwen3 renderer asks for
+)
 
 
 def byte_tokenizer(folder: Path) -> None:

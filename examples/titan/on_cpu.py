@@ -1,11 +1,11 @@
-"""What torchtitan 0.3.0 needs where there is no GPU. Import this before anything of torchtitan: it
-reads the device when it is imported.
+"""Adapts torchtitan 0.3.0 to a machine without a GPU. Import this before torchtitan, which reads
+the device when it is imported.
 
 - without an accelerator its device is "cuda";
 - FlexAttention has no backward on the CPU: plain attention with the same mask;
 - GroupedExperts multiplies in bfloat16 whatever the dtype: here in the dtype of the weights;
-- FSDP asks for a reduction that Gloo does not have (PREMUL_SUM);
-- it compiles the function that makes attention masks, which takes longer here than a run.
+- FSDP uses a reduction that Gloo does not have (PREMUL_SUM);
+- it compiles the function that makes attention masks, which takes longer than a run here.
 """
 
 # ruff: noqa: E402, I001
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # of Monarch's processes too
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # for Monarch's processes too
 
 import torch
 import torch._utils

@@ -1,14 +1,14 @@
-"""verl's GRPO trains a small Qwen3-MoE on the CPU, on rollouts of its own vLLM servers, whose
+"""verl's GRPO trains a small Qwen3-MoE on the CPU, on rollouts of verl's vLLM servers, whose
 forward pass is rollmesh's.
 
     python examples/verl/grpo.py
 
-What rollmesh asks of verl's user is VLLM_PLUGINS=rollmesh. The rest of `ENVIRONMENT`, on_cpu.py and
-the settings of the first block are what verl needs without a GPU. Trainer (FSDP), loss, servers,
-agent loops and weight transfer are verl's own, `python -m verl.trainer.main_ppo`. The task: answer
-with upper-case letters, from random weights, a token a character.
+For rollmesh a user of verl only sets VLLM_PLUGINS=rollmesh. The rest of `ENVIRONMENT`, on_cpu.py
+and the settings of the first block are needed on a machine without a GPU. Trainer (FSDP), loss,
+servers, agent loops and weight transfer are verl's own, `python -m verl.trainer.main_ppo`. The
+task: answer with upper-case letters, from random weights, with one token per character.
 
-Needs verl and vLLM (docs/verl.md says which versions and what was measured)."""
+Needs verl and vLLM (docs/verl.md lists the versions and the measurements)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def compute_score(
 
 
 def new_model(folder: Path, moe: bool) -> None:
-    """config.json, random weights and the tokenizer."""
+    """Writes config.json, random weights and the tokenizer."""
     import torch
     from transformers import (
         AutoTokenizer,
@@ -78,7 +78,7 @@ def new_model(folder: Path, moe: bool) -> None:
 
 
 def prompts(name: str, most: int) -> list[dict[str, Any]]:
-    """Rows as verl reads them."""
+    """Writes rows in verl's format."""
     lines = [json.loads(line) for line in (DATA / name).read_text().splitlines()[:most]]
     return [
         {
@@ -91,8 +91,8 @@ def prompts(name: str, most: int) -> list[dict[str, Any]]:
 
 
 def settings(out: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """What differs from verl's defaults. The first block is what a machine without a GPU needs,
-    whatever the task."""
+    """Returns the settings that differ from verl's defaults. The first block is needed on any
+    machine without a GPU, whatever the task."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ranks = args.ranks
     return {

@@ -1,9 +1,9 @@
-"""What verl 0.9.1 needs where there is no GPU: a platform "cpu", by VERL_PLATFORM=cpu and
-VERL_USE_EXTERNAL_MODULES=on_cpu. verl has those of CUDA, ROCm and Ascend, and takes torch.cuda
-where it finds none of them. Nothing here is about rollmesh.
+"""Adapts verl 0.9.1 to a machine without a GPU: adds a platform "cpu", selected by
+VERL_PLATFORM=cpu and VERL_USE_EXTERNAL_MODULES=on_cpu. verl has platforms for CUDA, ROCm and
+Ascend, and uses torch.cuda if it finds none of them. This file does not depend on rollmesh.
 
-Ray's resource is "GPU" here too, since verl's resource pools count no other: ray.init(num_gpus=N)
-says how many workers fit.
+Ray's resource is "GPU" here too, because verl's resource pools count only GPUs:
+ray.init(num_gpus=N) sets how many workers fit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCpu(PlatformBase):  # type: ignore[misc]
-    """Chosen by name only. Weights reach the rollout through shared memory, since there are no CUDA
-    handles."""
+    """Selected by name only. Weights reach the rollout through shared memory, because CUDA handles
+    do not exist."""
 
     device_name = vendor_name = "cpu"
     device_module = torch.cpu
@@ -30,21 +30,21 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """False: a node without a GPU may serve a cluster that has them."""
+        """Returns False: a node without a GPU may serve a cluster that has GPUs."""
         return False
 
     def current_device(self) -> torch.device:
-        """verl moves tensors to it; a number would be an accelerator's."""
+        """verl moves tensors to this device; a number would mean an accelerator."""
         return torch.device("cpu")
 
     def device_count(self) -> int:
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """There is one."""
+        """Does nothing: there is only one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """A call has ended when it returns."""
+        """Does nothing: a call has finished when it returns."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -52,10 +52,10 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]
     manual_seed_all = manual_seed
 
     def set_allocator_settings(self, settings: str) -> None:
-        """The host's allocator has none."""
+        """Does nothing: the host's allocator has no settings."""
 
     def empty_cache(self) -> None:
-        """The host's allocator keeps nothing."""
+        """Does nothing: the host's allocator keeps no cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -71,7 +71,7 @@ class PlatformCpu(PlatformBase):  # type: ignore[misc]
         yield
 
     def profiler_start(self) -> None:
-        """There is no device to profile."""
+        """Does nothing: the CPU has no device profiler."""
 
     profiler_stop = profiler_start
 
@@ -92,7 +92,7 @@ def _no_bytes() -> int:
     return 0
 
 
-# What verl calls of a device's module and torch.cpu lacks.
+# Functions that verl calls on a device's module and that torch.cpu lacks.
 torch.cpu.empty_cache = PlatformCpu().empty_cache
 for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
     setattr(torch.cpu, name, _no_bytes)
@@ -100,7 +100,8 @@ torch.cpu.get_rng_state, torch.cpu.set_rng_state = torch.get_rng_state, torch.se
 
 
 def _join(timeout_second: float | None = None, backend: str | None = None) -> None:
-    """verl's own function asks for "cpu:gloo,cpu:gloo", which torch refuses."""
+    """Joins the names once: verl's own function asks for "cpu:gloo,cpu:gloo", which torch
+    refuses."""
     _verls_join(timeout_second, backend or "cpu:gloo")
 
 

@@ -1,6 +1,6 @@
-"""The command line on tiny shapes: what it prints, its exit status, and what it refuses in words.
-Each command is a program of its own once; what else is asked of it, the function behind it, without
-the seconds of an import of torch."""
+"""The command line on tiny shapes: its output, its exit status, and its errors. Each command runs
+once as a separate program; the other tests call the command's function directly, which avoids the
+seconds of importing torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_GPU = "none found (nvidia-smi is absent or sees none)"
 
 
 def program(*args: object, cwd: Path | None = None) -> str:
-    """Standard output of `python -m rollmesh args`."""
+    """Returns the standard output of `python -m rollmesh args`."""
     command = [sys.executable, "-m", "rollmesh", *map(str, args)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd
@@ -42,8 +42,8 @@ def program(*args: object, cwd: Path | None = None) -> str:
 
 
 def rollmesh(*args: object, status: int = 0) -> str:
-    """Standard output of `rollmesh args`, run in this process; standard error where a failure is
-    expected."""
+    """Returns the standard output of `rollmesh args`, run in this process; standard error if a
+    failure is expected."""
     from rollmesh.cli import main
 
     out, err = io.StringIO(), io.StringIO()
@@ -70,16 +70,16 @@ def rollmesh(*args: object, status: int = 0) -> str:
     ],
 )
 def test_the_command_line_is_light(code: str, absent: list[str]) -> None:
-    """--help answers at once: it imports no command. Only grpo may import torch, and only when it
-    runs."""
+    """--help answers immediately, because it imports no command. Only grpo may import torch, and
+    only when it runs."""
     code += f"\nimport sys; print([m for m in {absent} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_packages_names_are_there() -> None:
-    """What is imported on first use is in dir(), can be imported by its name and by *, and the
-    first use imports all."""
+    """Names that are imported on first use are in dir() and can be imported by name and by *. The
+    first use imports all of them."""
     code = (
         "import rollmesh, sys; assert 'numpy' not in sys.modules and set(rollmesh.__all__) <= "
         "set(dir(rollmesh))"
@@ -179,8 +179,8 @@ def test_doctor_names_the_backends_that_torch_has() -> None:
 def test_doctor_knows_the_kernels_of_this_build(
     simt_library: Path, monkeypatch: pytest.MonkeyPatch, devices: str, seen: str
 ) -> None:
-    """On the simulated device; the CUDA runtime is in the library, so that nothing is said of one
-    that is missing."""
+    """Runs on the simulated device. The CUDA runtime is part of the library, so the output has no
+    line about a missing runtime."""
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
     monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", devices)
     monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)  # no nvidia-smi, no nvcc
@@ -244,8 +244,8 @@ def test_a_build_without_cuda_says_why(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """setup.py's own step beside an extension, and what doctor and a generator read of it. nvcc is
-    a program that fails."""
+    """Runs setup.py's own step beside an extension, and checks what doctor and a generator report.
+    nvcc is a program that fails."""
     for name in ("ROLLMESH_CUDA", "ROLLMESH_SANITIZE", "ROLLMESH_CUDA_LIBRARY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -292,8 +292,8 @@ def test_help_of_bench_shows_its_defaults() -> None:
 def test_doctor_where_the_librarys_name_is_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A file that is not there, and one that is no library; with cuBLASLt nowhere it names the
-    extra that has it."""
+    """Input: a missing file, and a file that is not a library. If cuBLASLt is not found, the output
+    names the extra that contains it."""
     monkeypatch.setattr(cublas, "candidates", lambda *_: iter(()))
     monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)
     wrong = tmp_path / "none.so"
@@ -306,7 +306,7 @@ def test_doctor_where_the_librarys_name_is_wrong(
     assert rows["cuBLASLt"].endswith(
         "(pip install '.[cuda]' in rollmesh's checkout); only needed for fast=True"
     )
-    os.mkfifo(tmp_path / "fifo")  # to open it would be to wait for a writer
+    os.mkfifo(tmp_path / "fifo")  # opening it would block until a writer comes
     for strange in (
         f"/{'b' * 300}",
         str(tmp_path / "fifo"),
@@ -326,7 +326,7 @@ def test_doctor_where_the_librarys_name_is_wrong(
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:
-    """As in `rollmesh doctor | head -1`."""
+    """The reader closes the pipe early, as in `rollmesh doctor | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
@@ -371,8 +371,8 @@ def test_plan_of_the_full_size_config() -> None:
 
 
 def test_plan_counts_what_the_engine_stores() -> None:
-    """The weights line against the engine's own count for the same shape: within the packing of
-    vectors (1 %)."""
+    """Compares the weights line with the engine's own count for the same shape: within the packing
+    of vectors (1 %)."""
     from rollmesh.cli import options
     from rollmesh.model import sizes
     from rollmesh.model.placement import placements
@@ -427,8 +427,8 @@ def test_generate_converts_where_a_dtype_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_generate_skips_what_the_model_has_no_place_for(tmp_path: Path) -> None:
-    """A layer behind the last one, as checkpoints of GLM-4-MoE have for multi-token prediction: by
-    --skip-unknown, else it is refused."""
+    """The folder has a layer after the last one, like checkpoints of GLM-4-MoE with multi-token
+    prediction: accepted with --skip-unknown, else refused."""
     pytest.importorskip("transformers")
     from safetensors.numpy import load_file, save_file
 
@@ -460,8 +460,8 @@ def test_generate_skips_what_the_model_has_no_place_for(tmp_path: Path) -> None:
 
 
 def test_generate_from_a_folder_equals_transformers(tmp_path: Path) -> None:
-    """A float32 checkpoint saved by transformers: the greedy completion, token by token, is
-    transformers' own."""
+    """A float32 checkpoint saved by transformers: the greedy completion equals transformers' own,
+    token by token."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from rollmesh.run import config, data
@@ -659,7 +659,7 @@ def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str
 
 
 def refused(*args: object) -> str:
-    """The one line of `rollmesh args`."""
+    """Returns the one line of `rollmesh args`."""
     text = rollmesh(*args, status=2)
     assert re.match(f"rollmesh {args[0]}: (Config|Format)Error: ", text), text
     assert text.count("\n") == 1
@@ -745,7 +745,7 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def a_run(folder: Path, generator: str) -> Path:
-    """A run's TOML of the debug MoE shape, with these lines as its [generator] table."""
+    """Writes a run's TOML of the debug MoE shape, with these lines as its [generator] table."""
     shape = MOE.read_text().partition("[model]")[2].partition("\n[")[0]
     run = folder / "run.toml"
     run.write_text(
@@ -757,7 +757,7 @@ def a_run(folder: Path, generator: str) -> Path:
 def test_plan_and_bench_take_the_runs_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """dtype and KV cache of the TOML's [generator], unless an option says otherwise."""
+    """dtype and KV cache come from the TOML's [generator], unless an option overrides them."""
     from rollmesh.cli import main
 
     run = a_run(tmp_path, 'dtype = "float32"\nkv_cache_gib = 0.015625\n[sync]\ncast = true')
@@ -779,7 +779,7 @@ def test_commands_take_the_runs_device(
     simt_library: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A run on a GPU is planned and measured for one, unless an option says otherwise; on the
+    """A run on a GPU is planned and measured for a GPU, unless an option overrides this; on the
     simulated device."""
     from rollmesh.cli import main
     from rollmesh.runtime.devices import LIBRARY_SWITCH
@@ -816,8 +816,8 @@ def test_commands_take_the_runs_device(
 
 
 def test_plan_sums_the_ranks_of_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice the weights of all, of --ranks, and a KV cache of each; to the two digits that are
-    shown."""
+    """Sums the weights of all ranks, of --ranks, and a KV cache of each; to the two printed
+    digits."""
     from rollmesh.cli import main
 
     command = [
@@ -882,7 +882,7 @@ def test_prompts_may_stand_behind_an_option(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("absent", ["tokenizers", "transformers"])
 def test_without_the_packages_of_training(absent: str) -> None:
-    """bench needs a shape, generate --ids numbers; grpo says what is missing."""
+    """bench needs a shape, generate --ids numbers; grpo reports the missing packages."""
 
     def run(*args: object) -> subprocess.CompletedProcess[str]:
         hide = (
@@ -921,8 +921,8 @@ def test_a_run_that_never_began_does_not_block_its_folder(tmp_path: Path) -> Non
 
 
 def test_the_config_of_the_documents_is_whole(tmp_path: Path) -> None:
-    """The TOML that docs/grpo.md gives for a task of one's own, read as it stands; and what it says
-    of the two dtypes."""
+    """Reads the TOML that docs/grpo.md gives for a custom task unchanged, and checks what the page
+    says of the two dtypes."""
     from rollmesh.run import config as run_config
 
     text = (ROOT / "docs/grpo.md").read_text(encoding="utf-8").split("```toml\n")[1].split("```")[0]

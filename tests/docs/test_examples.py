@@ -1,7 +1,6 @@
-"""examples/: each script runs as it stands, in a process of its own, and prints what it promises.
-At most 60 lines each.
+"""examples/: each script runs unchanged, in a separate process, and prints what it promises.
 
-examples/trl_grpo.py is longer, and test_trl.py runs it."""
+test_trl.py runs examples/trl_grpo.py."""
 
 from __future__ import annotations
 

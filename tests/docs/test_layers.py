@@ -1,9 +1,9 @@
-"""The arrows between the folders, held by reading the sources: who includes whom, who imports what,
-what no layer may call.
+"""The dependencies between the folders, checked by reading the sources: which file includes or
+imports which, and which calls are banned in a layer.
 
-Input: every C and Python file of the repository. Oracle: the tables below, which say what each
-folder may know. Bound: no exception. Each rule is shown to work by planting one violation of it in
-a copy of the tree.
+Input: every C and Python file of the repository. Oracle: the tables below, which list the allowed
+dependencies of each folder. Bound: no exception. For each rule, one violation is injected into a
+copy of the tree to show that the rule works.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paths import ROOT
 
 FOLDERS = ("kernels", "csrc", "ext", "python", "tests", "benchmarks", "data")
 
-# What each folder's quoted includes may point at. A name without a folder (kernels.h) lies in
+# Allowed targets of each folder's quoted includes. A name without a folder (kernels.h) is in
 # kernels/ or beside the file.
 DEVICE = {"kernels", "csrc/base", "csrc/device"}
 COMM = DEVICE | {"csrc/comm"}
@@ -44,8 +44,8 @@ C_LAYERS = {
 }
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 
-# Packages and modules of python/rollmesh, and which of them each may import, lowest first. "" is
-# rollmesh itself: what __init__ exports.
+# Packages and modules of python/rollmesh, and the ones that each may import, lowest first. "" is
+# rollmesh itself: the exports of __init__.
 _BASE = ("errors", "runtime", "model", "distributed", "request", "weights")
 PYTHON_LAYERS = {
     "errors": set(),
@@ -76,8 +76,8 @@ PYTHON_THIRD_PARTY = {
 C_BANNED = re.compile(
     r"(?<![\w.>])(abort|_?exit|_Exit|quick_exit|v?f?printf|f?puts|putchar|perror|system|popen|gets|strcpy|strcat|v?sprintf)\s*\("
 )
-# fma and sqrt are one instruction each under the flags of setup.py; everything else of libm has
-# bits of its own.
+# fma and sqrt are one instruction each under the flags of setup.py; the results of all other libm
+# functions depend on the libm.
 KERNEL_BANNED = re.compile(
     r"(?<![\w.>])(malloc|calloc|realloc|free|aligned_alloc|posix_memalign|mmap|"
     r"(?:exp|exp2|expm1|log|log2|log1p|pow|sin|cos|tan|tanh)f?)\s*\("
@@ -205,7 +205,7 @@ def python_files(root: Path) -> Iterator[Path]:
 
 
 def unsafe_calls(tree: ast.Module) -> Iterator[str]:
-    """Calls by which data becomes code."""
+    """Returns calls that turn data into code."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -238,7 +238,7 @@ def test_the_tree_keeps_its_layers() -> None:
 
 
 def test_the_training_algorithm_stays_short() -> None:
-    """The files of rollmesh.grpo together. Everything else of a run is in rollmesh.run."""
+    """Counts the files of rollmesh.grpo together. Everything else of a run is in rollmesh.run."""
     files = (ROOT / "python/rollmesh/grpo").glob("*.py")
     assert sum(len(path.read_text().splitlines()) for path in files) <= 1200
 

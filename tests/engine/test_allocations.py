@@ -1,6 +1,6 @@
-"""Through the extension: what the engine, the interpreter and the system are asked for is refused,
-at every site. (tests/support/native/alloc_fail.c does it to the C core alone, with the leak
-detector on.)"""
+"""Allocation failures through the extension: each request of the engine, of the interpreter and to
+the system is refused, at every site. (tests/support/native/alloc_fail.c does the same for the C
+core alone, with the leak detector on.)"""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def rollout(gen: rm.Generator) -> list[bytes]:
 
 
 class Life:
-    """One generator's life, a list of calls. Site n, counted over all of them, is refused; the call
-    that meets it raises, leaves the generator as it was, and is made again."""
+    """One generator's life, a list of calls. Site n, counted over all of them, is refused: that
+    call raises, does not change the generator, and is repeated."""
 
     def __init__(self, config: dict[str, Any]):
         self.spec = rm.ModelSpec.from_hf(config)
@@ -55,7 +55,7 @@ class Life:
             return function()
         except (MemoryError, rm.CapacityError):
             _core.memory_fail_at(0)
-            if self.failed_in:  # nothing is refused a second time
+            if self.failed_in:  # fails only once
                 raise
         self.failed_in = name
         if self.gen is None:
@@ -96,9 +96,9 @@ class Life:
 def test_every_allocation_of_the_engine(
     config: dict[str, Any], pytestconfig: pytest.Config
 ) -> None:
-    """Calls: create, sync, generate, logits, sleep, wake, sync in place, close. Each error is a
-    MemoryError or CapacityError, the same call then goes through, all bits are those of an
-    undisturbed life, and close leaves nothing mapped."""
+    """Calls: create, sync, generate, logits, sleep, wake, sync in place, close. Oracle: each error
+    is a MemoryError or CapacityError, the repeated call succeeds, all results are bit-identical to
+    those of an undisturbed life, and close unmaps all memory."""
     mapped = _core.memory_mapped()
     want = Life(config).run(0, False)
     met: dict[str, int] = {}
@@ -207,8 +207,8 @@ def script(text: str, *arguments: str) -> str:
 
 
 def test_every_allocation_of_the_interpreter() -> None:
-    """The n-th object that a method of the extension asks CPython for is refused, for every n:
-    MemoryError, nothing changed, and the call goes through when it is made again."""
+    """The n-th object that a method of the extension requests from CPython is refused, for every n:
+    the call raises MemoryError without a change, and succeeds when it is repeated."""
     pytest.importorskip(
         "_testcapi", reason="this Python has no _testcapi, whose set_nomemory refuses allocations"
     )
@@ -240,8 +240,8 @@ assert _core.memory_mapped() == 0 and int(open("/proc/self/stat").read().rsplit(
 
 
 def test_the_system_refuses_a_thread() -> None:
-    """Stacks of 256 threads do not fit in what the process may map. Those that came are gone again,
-    and fewer work."""
+    """Stacks of 256 threads do not fit in the process's address-space limit. The threads that
+    started are stopped again, and fewer threads work."""
     count = "open('/proc/self/stat').read().rsplit(')', 1)[1].split()[17]"
     text = NO_THREADS.replace("used =", f"threads_before = int({count})\nused =") + (
         "with rm.Generator(spec, threads=2, **options) as gen:\n"

@@ -1,8 +1,8 @@
-"""What the control groups of this process allow: cores (the default of `threads`) and memory.
+"""Limits from the control groups of this process: cores (the default of `threads`) and memory.
 
-Input: made-up /proc and /sys/fs/cgroup of versions 1 and 2 and both, nested as by systemd, Slurm
-and containers, in a cgroup namespace, and files that are broken. Oracle: by hand. Where this
-process may make control groups, a real one too.
+Input: artificial /proc and /sys/fs/cgroup of versions 1, 2 and both, nested as by systemd, Slurm
+and containers, in a cgroup namespace, and malformed files. Oracle: values worked out by hand. If
+this process may create control groups, a real one is tested too.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_a_quota_bounds_the_threads(
 
 
 def test_the_default_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a machine with more cores than threads are allowed."""
+    """The default, including a machine with more cores than the maximum number of threads."""
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
     for cores, threads in ((1, 1), (300, 256)):
         monkeypatch.setattr(arguments, "usable_cores", lambda cores=cores: cores)
@@ -257,7 +257,8 @@ UNREAD = {"proc/meminfo": ""}
 def test_memory_has_a_pool_for_each_limit(
     places: tuple[str, str], files: Files, expected: list[int], tmp_path: Path
 ) -> None:
-    """The machine's first, then the groups' from the inside out; each has its own name."""
+    """The first pool is the machine's, then come the groups' from the inside out; each has its own
+    name."""
     pools = _core.memory_pools(tree(tmp_path, places, files))
     assert [available for _, available in pools] == expected
     assert len({name for name, _ in pools}) == len(pools)
@@ -286,7 +287,8 @@ def test_of_many_limits_the_least_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_no_limit(tmp_path: Path) -> None:
-    """No /proc, folders and loops in the place of files, names that are too long."""
+    """Unreadable input: a missing /proc, folders and loops instead of files, names that are too
+    long."""
     assert (
         _core.cpu_quota(str(tmp_path / "none")),
         len(_core.memory_pools(str(tmp_path / "none"))),
@@ -306,7 +308,7 @@ def test_what_cannot_be_read_is_no_limit(tmp_path: Path) -> None:
 
 
 def test_files_of_random_bytes(tmp_path: Path) -> None:
-    """Nothing but a number in range comes back; under AddressSanitizer nothing else is touched."""
+    """The result is a number in range; AddressSanitizer detects accesses outside the buffers."""
     random_of = random.Random(7)
     files = {
         **INFO,
@@ -333,7 +335,8 @@ def test_files_of_random_bytes(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------- a real one
 def own_group(controller: str) -> Path | None:
-    """Of version 1; None where this process may not make groups in it."""
+    """Returns the path of this process's group of version 1, or None without permission to create
+    groups in it."""
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     own = [path for _, names, path in lines if controller in names.split(",")]
     mounts = (
@@ -348,7 +351,7 @@ def own_group(controller: str) -> Path | None:
 
 @pytest.fixture
 def groups() -> Iterator[list[Path]]:
-    """New groups below this process's own, for the controllers cpu and memory."""
+    """Makes new groups below this process's group, for the controllers cpu and memory."""
     made = [
         folder / f"rollmesh-{os.getpid()}"
         for controller in ("cpu", "memory")
@@ -374,7 +377,7 @@ MOUNTED_ANEW = (
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["", MOUNTED_ANEW], ids=["plain", "namespace"])
 def test_a_real_group(groups: list[Path], how: str) -> None:
-    """Of a process in a group with a quota of 1.5 cores and a limit of 1 GiB."""
+    """The process is in a group with a quota of 1.5 cores and a limit of 1 GiB."""
     cpu, memory = groups
     (cpu / "cpu.cfs_period_us").write_text("100000")
     (cpu / "cpu.cfs_quota_us").write_text("150000")

@@ -1,5 +1,5 @@
-"""The engine's behaviour: who shares pages, who is preempted, what a cache hit returns, what a new
-version does to requests in flight, who fails and who does not notice.
+"""The engine's behaviour: sharing of pages, preemption, results of cache hits, the effect of a new
+version on requests in flight, and the isolation of failures.
 
 Input: tiny random models. Oracle: the same request alone in a plain engine (`solo`), or `score`
 under the version that a token names; bounds are 0 unless stated. How many rows were computed and
@@ -68,7 +68,7 @@ def solo(
 
 
 def arrays(output: rm.RequestOutput) -> list[bytes | None]:
-    """All records but the versions."""
+    """Returns all records except the versions."""
     found: list[Any] = [output.prompt_logprobs]
     for top in (output.prompt_top_logprobs, *(c.top_logprobs for c in output.outputs)):
         found += [top and top.ids, top and top.logprobs]
@@ -92,16 +92,15 @@ def at_rest(gen: rm.Generator) -> bool:
 # -------------------------------------------------------------------------- one prompt, n samples
 @BOTH
 def test_a_prompt_is_computed_once_and_its_pages_are_shared(config: helpers.Config) -> None:
-    """40 positions are 2 full pages and one of 8. Four samples share 3 pages; at their first own
-    write three copy the last."""
+    """40 positions are 2 full pages and one of 8. Four samples share 3 pages; at their first
+    separate write three of them copy the last page."""
     params = Params(n=4, max_tokens=12, seed=3)
     with engine(config) as gen:
         gen.submit([prompt(40)], params)
         gen.poll()
         assert gen.metrics()["rows"] == 40
-        assert (
-            gen.metrics()["generated_tokens"] == 4
-        )  # all four first tokens come from one row of logits
+        # All four first tokens come from one row of logits.
+        assert gen.metrics()["generated_tokens"] == 4
         assert held(gen) == 3
         gen.poll()
         assert gen.metrics()["rows"] == 44
@@ -118,7 +117,8 @@ def test_a_prompt_is_computed_once_and_its_pages_are_shared(config: helpers.Conf
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32])
 def test_samples_that_share_no_partial_page_copy_nothing(length: int) -> None:
-    """Pages after the second step: full ones shared, and one each that was copied or is new."""
+    """Counts pages after the second step: full pages are shared, and each sample has one that was
+    copied or is new."""
     with engine() as gen:
         gen.submit([prompt(length)], Params(n=3, max_tokens=4, seed=0))
         gen.poll()
@@ -129,7 +129,8 @@ def test_samples_that_share_no_partial_page_copy_nothing(length: int) -> None:
 @BOTH
 @pytest.mark.parametrize("caching", [False, True])
 def test_more_samples_than_places(config: helpers.Config, caching: bool) -> None:
-    """Seven samples on three places: started in pieces, the same answer."""
+    """Seven samples with room for three at a time start one after another and give the same
+    answer."""
     params = Params(n=7, max_tokens=10, seed=5, temperature=0.9, prompt_logprobs=0, logprobs=2)
     want = solo(config, prompt(37), params)
     with engine(
@@ -143,7 +144,7 @@ def test_more_samples_than_places(config: helpers.Config, caching: bool) -> None
 
 
 def test_siblings_go_on_when_one_ends_at_its_first_token() -> None:
-    """The leader's pages survive the leader."""
+    """The leader's pages stay when the leader ends."""
     whole = solo(DENSE, prompt(20), Params(n=6, max_tokens=8, seed=1))
     leader_stops_at = int(whole.outputs[0].token_ids[0])
     params = Params(n=6, max_tokens=8, seed=1, stop_token_ids=(leader_stops_at,))
@@ -163,7 +164,7 @@ def test_siblings_go_on_when_one_ends_at_its_first_token() -> None:
 
 @BOTH
 def test_a_draw_depends_on_seed_and_position_only(config: helpers.Config) -> None:
-    """Going on from any point of a sample with its seed gives the rest of the sample."""
+    """Continuing from any point of a sample with its seed gives the rest of the sample."""
     whole = solo(config, prompt(20), Params(max_tokens=12, seed=2**64 - 1, n=2))
     for c, seed in zip(whole.outputs, (2**64 - 1, 0)):  # sample i has seed + i mod 2^64
         for cut in (1, 5, 11):
@@ -192,15 +193,13 @@ def test_what_a_hit_serves() -> None:
         assert cached(70) == 0
         assert cached(70) == 64
         assert cached(50) == 48
-        assert cached(64) == 63  # its last row is fed again for the logits, and written nowhere
-        assert cached(64, with_records) == 0  # nobody recorded these logprobs
+        assert cached(64) == 63  # its last row is computed again for the logits, and not stored
+        assert cached(64, with_records) == 0  # these logprobs were not recorded
         assert cached(64, with_records) == 63
-        assert (
-            cached(60, with_records) == 47
-        )  # row 47 gives the logprob of token 48, which is on no whole page
-        assert (
-            cached(64, dataclasses.replace(with_records, prompt_logprobs=2)) == 0
-        )  # pages do not keep the top-k
+        # Row 47 gives the logprob of token 48, which is not on a complete page.
+        assert cached(60, with_records) == 47
+        # Pages do not keep the top-k.
+        assert cached(64, dataclasses.replace(with_records, prompt_logprobs=2)) == 0
         gen.reset_prefix_cache()
         assert cached(70) == 0
         assert cached(70) == 64
@@ -212,18 +211,18 @@ def test_what_a_hit_serves() -> None:
 
 @BOTH
 def test_a_hit_returns_the_records_that_a_recomputation_would(config: helpers.Config) -> None:
-    """Prompt logprobs and routed experts of cached prompt tokens, also of ones that were generated
-    the first time."""
+    """Covers prompt logprobs and routed experts of cached prompt tokens, including tokens that were
+    generated the first time."""
     params = Params(n=2, max_tokens=40, seed=1, prompt_logprobs=0)
     with engine(config) as gen:
         first = gen.generate(prompt(53), params, use_tqdm=False)[0]
-        for c in first.outputs:  # one wrote on in the prompt's last page, the other in its copy
+        for c in first.outputs:  # one continued in the prompt's last page, the other in its copy
             turn = [*prompt(53), *c.token_ids.tolist(), *prompt(10, 4)]
             for _ in range(2):
                 second = gen.generate(turn, params, use_tqdm=False)[0]
-                assert (
-                    second.num_cached_tokens >= 79
-                )  # 92 positions have KV, 5 pages are whole; with records the last row is fed again
+                # 92 positions have KV, so 5 pages are complete; with records the last row is
+                # computed again.
+                assert second.num_cached_tokens >= 79
                 assert arrays(second) == arrays(solo(config, turn, params))
             scored = gen.score([turn])[0]
             assert second.prompt_logprobs is not None
@@ -243,8 +242,8 @@ def test_logits_and_scores_do_not_care_for_the_cache(config: helpers.Config) -> 
 
 
 def test_a_page_is_found_behind_its_own_prefix_only() -> None:
-    """Pages a, c and b are cached; b + c begins with b, and the page of c behind a is of another
-    content."""
+    """Pages a, c and b are cached. b + c begins with b, and the cached page of c after a has
+    different contents."""
     a, b, c = (prompt(PAGE, seed) for seed in range(3))
     params = Params(max_tokens=3, seed=0)
     with engine() as gen:
@@ -255,8 +254,8 @@ def test_a_page_is_found_behind_its_own_prefix_only() -> None:
 
 
 def test_the_cache_gives_way_oldest_first() -> None:
-    """20 pages; six prompts of 5 whole pages: the last ones are still there, the first one is not;
-    nothing held is evicted."""
+    """20 pages; six prompts of 5 whole pages: the cache still has the last prompts but not the
+    first; pages in use are not evicted."""
     with engine(pages=20) as gen:
         for seed in range(6):
             gen.generate(prompt(80, seed), Params(max_tokens=2), use_tqdm=False)
@@ -275,7 +274,7 @@ def test_the_cache_gives_way_oldest_first() -> None:
 
 
 def test_exhaustion_the_oldest_is_not_disturbed() -> None:
-    """It gets a token a step, whatever is added after it."""
+    """The oldest request gets a token in every step, whatever is added after it."""
     with engine(pages=8) as gen:
         oldest = gen.submit([prompt(20)], Params(max_tokens=90, ignore_eos=True))
         for step in range(90):
@@ -287,7 +286,8 @@ def test_exhaustion_the_oldest_is_not_disturbed() -> None:
 
 
 def test_exhaustion_what_can_never_fit_is_refused_and_the_rest_served() -> None:
-    """4 pages hold 64 positions; the last token is never fed, so 30 + 35 fit and 30 + 36 do not."""
+    """4 pages hold 64 positions; the last token is never computed, so 30 + 35 fit and 30 + 36 do
+    not."""
     with engine(pages=4) as gen:
         assert (
             len(
@@ -331,8 +331,8 @@ def test_the_longest_context_ends_a_sample() -> None:
 
 # ------------------------------------------------------------------------------------------ stops
 def test_min_tokens_bans_what_would_stop() -> None:
-    """Stops are the greedy tokens of the first six places: under min_tokens=4 none comes before,
-    and the fifth on may."""
+    """Stop tokens are the greedy tokens of the first six places: with min_tokens=4 the first four
+    are banned, and the fifth may stop."""
     free = (
         solo(DENSE, prompt(12), Params(max_tokens=6, temperature=0.0)).outputs[0].token_ids.tolist()
     )
@@ -357,9 +357,8 @@ def test_min_tokens_bans_what_would_stop() -> None:
         half = Params(
             n=8, max_tokens=60, min_tokens=10, seed=1, stop_token_ids=tuple(range(0, 151, 2))
         )
-        for c in gen.generate(prompt(12), half, use_tqdm=False)[
-            0
-        ].outputs:  # banned before the eleventh, and then likely
+        # The token is banned before the eleventh, and likely afterwards.
+        for c in gen.generate(prompt(12), half, use_tqdm=False)[0].outputs:
             assert 10 < len(c.token_ids) < 40
             assert (c.token_ids % 2 == 0).tolist() == [False] * (len(c.token_ids) - 1) + [True]
             assert c.stop_reason == c.token_ids[-1]
@@ -396,7 +395,7 @@ def test_abort_disturbs_nobody(config: helpers.Config) -> None:
 @BOTH
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_kv_sleep_costs_recomputation_and_no_bit(config: helpers.Config, steps: int) -> None:
-    """Also while a prompt is half computed: 50 positions in chunks of 32."""
+    """The KV cache also sleeps while a prompt is half computed: 50 positions in chunks of 32."""
     params = Params(n=3, max_tokens=20, seed=8, prompt_logprobs=1, logprobs=1)
     with engine(config, max_num_batched_tokens=32) as gen:
         ids = gen.submit([prompt(50), prompt(9, 1)], [params, params])
@@ -417,8 +416,8 @@ def test_kv_sleep_costs_recomputation_and_no_bit(config: helpers.Config, steps: 
 def in_flight(
     gen: rm.Generator, config: helpers.Config, how: dict[str, Any]
 ) -> list[tuple[list[int], rm.RequestOutput]]:
-    """Six requests of one to three samples; a new version after 9 steps, when some have ended, some
-    run and some wait."""
+    """Six requests of one to three samples; a new version comes after 9 steps, when some have
+    ended, some run and some wait."""
     prompts = [prompt(11 + 17 * i, i) for i in range(6)]
     params = [
         Params(n=1 + i % 3, max_tokens=5 + 6 * i, seed=i, prompt_logprobs=0) for i in range(6)
@@ -449,8 +448,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 def test_in_flight_every_token_is_scores_at_its_version(
     config: helpers.Config, policy: str, pages: int
 ) -> None:
-    """But for tokens computed from stale KV, which carry no contract. 14 pages: preempted requests
-    are in flight, too."""
+    """Every token's logprob equals the score under its version, except for tokens computed from
+    stale KV, which carry no contract. With 14 pages some requests in flight are preempted."""
     with engine(config, pages=pages, max_num_seqs=6, max_num_batched_tokens=64) as gen:
         results = in_flight(gen, config, POLICIES[policy])
     seen: dict[int, int] = {1: 0, 2: 0}
@@ -459,7 +458,7 @@ def test_in_flight_every_token_is_scores_at_its_version(
         for x, output in results:
             for c in output.outputs:
                 versions = c.versions.tolist()
-                assert versions == sorted(versions)  # a sample never goes back
+                assert versions == sorted(versions)  # a sample never goes back to an older version
                 mixed += len(set(versions)) == 2
                 if c.contract is None:
                     stale += len(c.token_ids) > 0
@@ -472,9 +471,8 @@ def test_in_flight_every_token_is_scores_at_its_version(
                         gen.score([ids])[0][len(x) - 1 :][at].tobytes() == c.logprobs[at].tobytes()
                     )
                     seen[version] += int(at.sum())
-                    if (
-                        c.routed_experts is not None and at.any()
-                    ):  # a token is fed for the next one; the prompt for the first
+                    # The row of a token draws the next token; the prompt's rows draw the first one.
+                    if c.routed_experts is not None and at.any():
                         routed = (
                             gen.generate(ids, Params(max_tokens=1), use_tqdm=False)[0]
                             .outputs[0]
@@ -517,8 +515,8 @@ def test_in_flight_restart_is_the_new_version_from_the_beginning(config: helpers
 
 @BOTH
 def test_in_flight_a_prompt_in_the_making_is_of_one_version(config: helpers.Config) -> None:
-    """70 positions in chunks of 32: a sync comes after the second. Records of the prompt, and of a
-    score, are all new."""
+    """70 positions in chunks of 32; a sync comes after the second chunk. All records of the prompt,
+    and of a score, are of the new version."""
     for policy in ("keep", "keep_kv"):
         with engine(config, max_num_batched_tokens=32) as gen:
             gen.submit([prompt(70)], Params(max_tokens=6, seed=4, prompt_logprobs=0))
@@ -534,7 +532,7 @@ def test_in_flight_a_prompt_in_the_making_is_of_one_version(config: helpers.Conf
 
 def test_in_flight_keep_never_mixes_records_into_the_cache() -> None:
     """A kept request has the old version's prompt logprobs on the new version's pages; a later
-    score must not find them."""
+    score must not return them."""
     with engine() as gen:
         gen.submit([prompt(64)], Params(max_tokens=30, seed=4, prompt_logprobs=0))
         gen.poll()
@@ -548,7 +546,7 @@ def test_in_flight_keep_never_mixes_records_into_the_cache() -> None:
 
 
 def push_between_steps(gen: rm.Generator, config: helpers.Config, fail: bool) -> None:
-    """A sync to version 2 with a step after every tenth of it."""
+    """Makes a sync to version 2 with a step after every tenth of it."""
     state = list(WEIGHTS[id(config), 2].items())
     with gen.begin_sync(version=2, inflight="keep") as block:
         for i, (name, tensor) in enumerate(state):
@@ -561,7 +559,8 @@ def push_between_steps(gen: rm.Generator, config: helpers.Config, fail: bool) ->
 
 @BOTH
 def test_in_flight_steps_go_on_while_a_sync_is_open(config: helpers.Config) -> None:
-    """Pushes between steps change no bit before the commit; an aborted sync changes none at all."""
+    """Pushes between steps do not change a result before the commit; an aborted sync does not
+    change any result."""
     params = Params(max_tokens=60, seed=1)
     want = solo(config, prompt(20), params)
     with engine(config) as gen:
@@ -598,8 +597,8 @@ BAD = 77  # a token whose embedding is not finite: every K row made from it is N
 @BOTH
 @pytest.mark.parametrize("value", [np.inf, np.nan], ids=str)
 def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, value: float) -> None:
-    """In prompts (at a page's start, inside, last) and generated; the others' bits are those of an
-    engine without bad requests."""
+    """Bad tokens in prompts (at a page's start, inside, last) and generated ones; the other
+    requests are bit-identical to those of an engine without bad requests."""
     weights = dict(WEIGHTS[id(config), 1])
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
     weights["model.embed_tokens.weight"][BAD] = value
@@ -620,8 +619,7 @@ def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, valu
         bad = [poisoned(40, 0), poisoned(40, 16), poisoned(40, 21), poisoned(33, 32)]
         for attempt in range(
             2
-            # again: had a poisoned page been cached, its zeros would now be served as if they were
-            # right
+            # Again: a cached poisoned page would be served now.
         ):
             mixed = [x for pair in zip(good, [*bad, bad[1]]) for x in pair]
             outputs = gen.generate(
@@ -641,8 +639,8 @@ def test_nonfinite_a_bad_row_ends_its_request_alone(config: helpers.Config, valu
 
 
 def test_nonfinite_a_generated_bad_token_keeps_what_came_before() -> None:
-    """Drawn by chance in some of 60 samples: feeding it back fails, and it and what came before
-    stay readable."""
+    """Some of 60 samples draw the bad token: the next step on it fails, and the token and all
+    before it stay readable."""
     weights = dict(WEIGHTS[id(DENSE), 1])
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].copy()
     weights["model.embed_tokens.weight"][BAD] = np.nan
@@ -668,8 +666,8 @@ def test_nonfinite_a_generated_bad_token_keeps_what_came_before() -> None:
 
 @pytest.mark.parametrize("rows", [[5], list(range(151))], ids=["one", "all"])
 def test_nonfinite_logits_that_are_not_finite(rows: list[int]) -> None:
-    """Every request fails at its first token (all -inf included); after a sound sync all is
-    well."""
+    """Every request fails at its first token (all -inf included); after a valid sync all requests
+    succeed."""
     weights = dict(WEIGHTS[id(DENSE), 1])
     weights["lm_head.weight"] = weights["lm_head.weight"].copy()
     weights["lm_head.weight"][rows] = -np.inf
@@ -693,9 +691,9 @@ def test_nonfinite_logits_that_are_not_finite(rows: list[int]) -> None:
 @BOTH
 @pytest.mark.parametrize("trial", range(4))
 def test_any_order_of_calls(config: helpers.Config, trial: int, rng: np.random.Generator) -> None:
-    """300 random calls (add, step, abort, pause, KV sleep, cache reset) on few pages. Whatever
-    finished is what `solo` gives, whatever was aborted is its beginning, and at the end no page and
-    no request is left."""
+    """300 random calls (add, step, abort, pause, KV sleep, cache reset) on few pages. Finished
+    requests equal `solo`, aborted requests are a prefix of it, and at the end all pages and
+    requests are released."""
     stem = prompt(60, 50)
     asked: dict[int, tuple[list[int], Params]] = {}
     done: dict[int, rm.RequestOutput] = {}

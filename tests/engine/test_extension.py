@@ -1,9 +1,9 @@
 """rollmesh._core as an extension module: its objects are garbage collected, and it refuses a
 subinterpreter.
 
-Input: a cycle through each type that keeps an object of its caller's; a subinterpreter, in a
-process of its own. Oracle: a weak reference to the caller's object is dead after gc.collect(); the
-exception in the subinterpreter. Bound: none.
+Input: a cycle through each type that keeps an object of its caller; a subinterpreter, in a separate
+process. Oracle: a weak reference to the caller's object is dead after gc.collect(); the exception
+in the subinterpreter. Bound: equality.
 """
 
 from __future__ import annotations

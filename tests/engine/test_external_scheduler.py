@@ -1,11 +1,10 @@
-"""An engine that a host schedules (csrc/scheduler/external_scheduler.h), without vLLM: the host
-here decides by dice.
+"""An engine with a host's scheduler (csrc/scheduler/external_scheduler.h), without vLLM: the host
+here decides at random.
 
-Oracle: rm.Generator with the same weights, one for each version. A token is what it draws after the
-same tokens, and its logprob what its score gives, bit for bit: whatever the chunks, the pages
-(shared, replaced, taken again), the preemptions, the tokens that the host drops, and the versions
-that come meanwhile without a word about the prefix cache. Bound: equality of bits.
-"""
+Oracle: rm.Generator with the same weights, one for each version. A token equals the Generator's
+draw after the same tokens, and its logprob equals the Generator's score, bit for bit, whatever the
+chunks, the pages (shared, replaced, reused), the preemptions, the tokens that the host drops, and
+the versions that come meanwhile without a reset of the prefix cache. Bound: bit equality."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ NOTHING = (None, None)
 
 
 def asked(**changes: Any) -> Any:
-    """A request as ext/engine/engine.c reads it."""
+    """Makes a request in the form that ext/engine/engine.c reads."""
     plain = {
         "n": 1, "max_tokens": 24, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "min_p": 0.0,
         "top_k": -1, "has_seed": True, "seed": 7,
@@ -104,23 +103,22 @@ def oracles(module_generator: Callable[..., Any]) -> list[Any]:
 
 
 class Host:
-    """Requests, pages and a prefix cache, and a step of some of them at a time."""
+    """A host with requests, pages and a prefix cache, which schedules some requests in each
+    step."""
 
     def __init__(self, engine: Any, rng: np.random.Generator):
         self.engine, self.rng = engine, rng
         self.free, self.held = list(range(PAGES)), dict[int, list[int]]()  # request → pages
         self.users = dict.fromkeys(range(PAGES), 0)
-        self.cached: dict[
-            tuple[int, ...], int
-        ] = {}  # all tokens up to a full page's end → the page
+        # All tokens up to the end of a full page → the page.
+        self.cached: dict[tuple[int, ...], int] = {}
         self.tokens, self.computed, self.prompts = (
             dict[int, list[int]](),
             dict[int, int](),
             dict[int, int](),
         )
-        self.drawn: dict[
-            int, list[tuple[int, float, int]]
-        ] = {}  # request → (token, logprob, version) of each
+        # request → (token, logprob, version) of each drawn token
+        self.drawn: dict[int, list[tuple[int, float, int]]] = {}
         self.resumed: set[int] = set()
         self.version = 0
 
@@ -133,7 +131,7 @@ class Host:
         )
 
     def release(self, number: int) -> None:
-        """Its pages; those in the cache stay there until they are needed."""
+        """Releases the request's pages; cached pages stay until they are needed."""
         for page in self.held.pop(number, []):
             self.users[page] -= 1
             if not self.users[page]:
@@ -147,7 +145,7 @@ class Host:
         return page
 
     def start(self, number: int) -> list[int]:
-        """The cached pages that its tokens begin with; the last token is always fed."""
+        """Starts with the cached pages of its prefix; the last token is always computed."""
         tokens, pages = self.tokens[number], list[int]()
         while (len(pages) + 1) * PAGE < len(tokens) and tuple(
             tokens[: (len(pages) + 1) * PAGE]
@@ -164,9 +162,8 @@ class Host:
         self.release(number)
         self.engine.external_preempt(number)
         self.resumed.add(number)
-        if (
-            self.rng.random() < 0.3 and self.drawn[number]
-        ):  # a token that the host drops is drawn again
+        # A token that the host drops is drawn again.
+        if self.rng.random() < 0.3 and self.drawn[number]:
             self.drawn[number].pop()
             self.tokens[number].pop()
             self.engine.external_tokens(
@@ -188,9 +185,8 @@ class Host:
         part = number, self.computed[number], rows, pages, replace or number in self.resumed
         self.resumed.discard(number)
         self.computed[number] += rows
-        for end in range(
-            PAGE, self.computed[number] + 1, PAGE
-        ):  # at once, as vLLM does: a later part of this step may hit it
+        # Pages are registered immediately, like in vLLM: a later part of this step may hit them.
+        for end in range(PAGE, self.computed[number] + 1, PAGE):
             self.cached.setdefault(
                 tuple(self.tokens[number][:end]), self.held[number][end // PAGE - 1]
             )
@@ -226,7 +222,7 @@ class Host:
 
 
 def prompts_of(rng: np.random.Generator) -> list[list[int]]:
-    """Some with the same beginnings."""
+    """Makes prompts, some with common beginnings."""
     stem = rng.integers(2, 150, size=40).tolist()
     return [
         stem[: int(rng.integers(0, 41))]
@@ -238,8 +234,8 @@ def prompts_of(rng: np.random.Generator) -> list[list[int]]:
 def served(
     engine: Any, rng: np.random.Generator, prompts: list[list[int]], pushes: tuple[int, ...] = ()
 ) -> Host:
-    """A host that has served them all, each with its number as its seed. pushes: the steps after
-    which the next version comes."""
+    """Returns a host that has served all prompts, each with its number as seed. pushes: the steps
+    after which the next version comes."""
     host, steps = Host(engine, rng), 0
     for seed, prompt in enumerate(prompts):
         host.add(prompt, seed=seed)
@@ -309,8 +305,7 @@ def test_kv_that_slept_is_made_again(engine: Any, oracles: list[Any]) -> None:
 
 
 def test_records_of_a_prompt_are_of_one_version(engine: Any, oracles: list[Any]) -> None:
-    """A version comes in the middle of a prompt whose logprobs, their likeliest tokens and ranks
-    are wanted."""
+    """A version comes in the middle of a prompt that records logprobs, top logprobs and ranks."""
     prompt = np.random.default_rng(0).integers(2, 150, size=70).tolist()
     number = add(engine, prompt, prompt_logprobs=2, logprobs=2, ranks=True)
     step(engine, (number, 0, 40, [4, 9, 2], True))
@@ -339,8 +334,8 @@ def test_records_of_a_prompt_are_of_one_version(engine: Any, oracles: list[Any])
 
 
 def test_ranks_of_samples_that_share_a_row(oracles: list[Any]) -> None:
-    """Without a host: the first tokens of a prompt's samples are drawn from one row of logits,
-    beside rows that want no ranks."""
+    """The request is drawn without a host: the first tokens of a prompt's samples come from one row
+    of logits, beside rows without ranks."""
     made = make_engine(external_pages=0, kv_bytes=1 << 22, seed=3)
     push(made, 0)
     prompt = list(range(9, 40))
@@ -366,9 +361,8 @@ def test_routing_of_a_shared_prompt_is_that_of_who_computed_it(
 ) -> None:
     prompt = np.random.default_rng(1).integers(2, 150, size=40).tolist()
     first, second, third = (add(engine, prompt) for _ in range(3))
-    step(
-        engine, (first, 0, 20, [1, 2], True), (second, 16, 8, [1, 4], True)
-    )  # a hit within the batch
+    # A hit within the batch.
+    step(engine, (first, 0, 20, [1, 2], True), (second, 16, 8, [1, 4], True))
     step(
         engine,
         (first, 20, 20, [3], False),
@@ -389,8 +383,8 @@ def test_routing_of_a_shared_prompt_is_that_of_who_computed_it(
 
 # ----------------------------------------------------------------------- rows that the host edits
 def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) -> None:
-    """Left as they are, the logits give the engine's own draw; with tokens forbidden, the draw of
-    the rest; the logprob is the model's."""
+    """Unedited logits give the engine's own draw; with banned tokens, the draw among the rest. The
+    logprob is the model's."""
     prompt = list(range(5, 25))
     plain, edited = (
         add(engine, prompt, seed=11, temperature=0.8),
@@ -418,9 +412,8 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
     tokens = engine.sample(edited, 0)["token_ids"].tolist()
     assert np.float32(logprob).tobytes() == oracles[0].score([prompt + tokens])[0][-1:].tobytes()
     assert rank == (logits[0] >= logits[0, token]).sum()
-    hot = add(
-        engine, prompt, seed=11, external_draws=True
-    )  # at temperature 1 the two logprobs are still of two rows
+    # At temperature 1 the two logprobs still come from two rows.
+    hot = add(engine, prompt, seed=11, external_draws=True)
     step(engine, (hot, 0, 20, [5, 6], True), logits=(logits, stats))
     assert np.isclose(
         engine.external_draw(np.array([hot], np.uint64), logits, stats, only)[2][0],
@@ -465,8 +458,8 @@ def test_a_row_of_nothing_is_not_drawn(engine: Any) -> None:
 
 # ------------------------------------------------------------------------ pages that were not fed
 def test_pages_of_who_was_not_fed_hold_nothing(engine: Any, oracles: list[Any]) -> None:
-    """They are another prompt's, of the serving version; the host believes that the one who got
-    them was fed. It says so (forget), or hands them to a request that has ended."""
+    """The pages belong to another prompt of the serving version, but the host assumes that their
+    owner was computed. The host says so (forget), or passes them to a request that has ended."""
     old, prompt = list(range(2, 42)), list(range(60, 100))
     wanted = (
         oracles[0]
@@ -500,7 +493,7 @@ def test_pages_of_who_was_not_fed_hold_nothing(engine: Any, oracles: list[Any]) 
 
 
 def test_all_generated_tokens_dropped(engine: Any, oracles: list[Any]) -> None:
-    """The records of the prompt are those of the version that draws the first token again."""
+    """The records of the prompt come from the version that draws the first token again."""
     prompt = np.random.default_rng(2).integers(2, 150, size=20).tolist()
     number = add(engine, prompt, prompt_logprobs=0)
     step(engine, (number, 0, 20, [1, 2], True))
@@ -532,7 +525,7 @@ def test_all_generated_tokens_dropped(engine: Any, oracles: list[Any]) -> None:
     ],
 )
 def test_a_part_that_breaks_a_rule(part: Any, words: str, engine: Any) -> None:
-    """Nothing is done, also not for a part before it."""
+    """The call changes nothing, including the parts before the bad part."""
     number, other = add(engine, [5, 6, 7, 8, 9]), add(engine, [5, 6, 7, 8, 9])
     assert number == 1
     with pytest.raises(rm.RequestError, match=words):
@@ -570,7 +563,7 @@ def test_other_refusals(engine: Any, tiny_generator: Callable[..., Any]) -> None
         engine.external_step(np.array([number], np.uint64), *columns, *NOTHING)
     first = step(engine, (number, 0, 3, [1], True))[0]
     assert first[0] >= 0
-    step(engine, (number, 3, 1, [], False))  # one more than asked for: a host may know a step later
+    step(engine, (number, 3, 1, [], False))  # one more than requested, if the host is late
     with pytest.raises(rm.RequestError, match="expected at most 2 generated tokens"):
         step(engine, (number, 4, 1, [], False))
     with pytest.raises(rm.RequestError, match="expected generated token"):
@@ -613,8 +606,8 @@ def test_without_weights_nothing_is_taken() -> None:
 
 
 def test_a_failed_request_leaves_no_page_to_others(engine: Any, oracles: list[Any]) -> None:
-    """Its weights make NaN of one token's row; who shares its pages and does not have that token is
-    not touched."""
+    """The weights give NaN for one token's row; requests that share its pages but not the token are
+    not affected."""
     poisoned = weights(1)
     embed = poisoned["model.embed_tokens.weight"].copy()
     embed[77] = np.nan

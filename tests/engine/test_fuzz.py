@@ -1,11 +1,11 @@
-"""Mutators of everything that comes in from outside: state dicts, requests, sequences of calls and
-configs. The drivers are tests/support/native/fuzz_*.c and tests/support/config_fuzz.py; each says
-at its head what it changes and what its oracle is. Every oracle is shown its injected faults first.
+"""Fuzzers of all external input: state dicts, requests, sequences of calls and configs. The drivers
+are tests/support/native/fuzz_*.c and tests/support/config_fuzz.py; the head of each one states its
+mutations and its oracle. Each driver must first detect its injected faults.
 
-Of configs RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), of each other kind half as many,
-shared by the plain and the sanitized build, from a seed fixed by the test's id: what decides
-whether a change is accepted must not be a throw of dice. RM_TEST_SEED=n replaces it, and
-`python -m benchmarks.fuzz --seed n` runs them by count."""
+The config fuzzer runs for RM_FUZZ_SECONDS seconds (.ci/run: 60; else 2), each other one for half as
+long, divided between the plain and the sanitized build. The seed is fixed by the test's id, because
+acceptance of a change must not depend on chance. RM_TEST_SEED=n replaces the seed, and `python -m
+benchmarks.fuzz --seed n` runs the drivers by count."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from test_native import MEMORY, note, passes, run
 
 Build = Callable[..., Path]
 SECONDS = int(os.environ.get("RM_FUZZ_SECONDS", "2"))
-# Of each driver: how many faults it can plant, and cases in which each of them shows and everything
-# is tried that it tries.
+# For each driver: the number of faults it can inject, and enough cases to detect each of them and
+# to cover all kinds of mutations.
 DRIVERS = {"fuzz_weights": (6, 400_000), "fuzz_requests": (4, 40_000), "fuzz_calls": (5, 300)}
 REFUSALS = (
     *(
@@ -48,8 +48,8 @@ def test_planted_faults_are_seen(native: Build, driver: str) -> None:
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_everything_is_tried(native: Build, driver: str, pytestconfig: pytest.Config) -> None:
-    """By count and not by the clock: each refusal, each broken rule, each call with and without
-    success."""
+    """Runs a fixed number of cases instead of a time: each refusal, each broken rule, each call
+    with and without success must occur."""
     printed = passes([native(driver), "--cases", str(DRIVERS[driver][1])])
     met = {word: int(n) for word, n in re.findall(r"(\w+Error) (\d+)", printed)}
     assert driver != "fuzz_weights" or set(REFUSALS) <= {word for word, n in met.items() if n}

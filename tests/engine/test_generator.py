@@ -1,7 +1,6 @@
-"""The generator's API on tiny models: what comes back, in which order, and what each call does to
-the others. Numbers are held against the engine itself (score, other batches, other generators);
-whether they are right is test_parity.py's question.
-"""
+"""The generator's API on tiny models: the outputs, their order, and the effect of each call on the
+others. The oracle is the engine itself (score, other batches, other generators); test_parity.py
+tests whether the numbers are right."""
 
 from __future__ import annotations
 
@@ -309,8 +308,8 @@ def test_requests_without_a_seed_follow_the_engines() -> None:
 
 
 def cut(texts: Sequence[str], stops: Sequence[str], min_tokens: int) -> tuple[int, str, str] | None:
-    """Oracle: after which token, with which text before it, does which stop string first stand in
-    the joined texts?"""
+    """Returns the oracle: the token and the preceding text after which a stop string first occurs
+    in the joined texts, and that string."""
     for n in range(min_tokens + 1, len(texts) + 1):
         text, before = "".join(texts[:n]), "".join(texts[: n - 1])
         found = [
@@ -327,8 +326,8 @@ def cut(texts: Sequence[str], stops: Sequence[str], min_tokens: int) -> tuple[in
 
 @pytest.mark.parametrize("min_tokens", [0, 12])
 def test_stop_strings(tokenizer: Any, min_tokens: int) -> None:
-    """Tokens up to the one that completed the string, text up to where the string begins; across
-    token borders too."""
+    """Keeps the tokens up to the one that completes the string, and the text up to the string;
+    strings may cross token borders."""
     with make(tokenizer=tokenizer) as generator:
         generator.sync_weights(STATES[0])
         free = generator.generate(
@@ -375,7 +374,8 @@ def test_a_stop_string_in_the_last_token_counts(tokenizer: Any) -> None:
 
 
 def test_incremental_text_of_a_byte_level_tokenizer() -> None:
-    """Characters of up to four bytes, each byte a token. Oracle: all tokens decoded at once."""
+    """Input: characters of up to four bytes, each byte a token. Oracle: all tokens decoded at
+    once."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from rollmesh.request.text import Detokenizer, TextCodec
@@ -398,7 +398,7 @@ def test_incremental_text_of_a_byte_level_tokenizer() -> None:
             assert found[0] == text[at]
             break
     detokenizer = Detokenizer(codec, [], stops=["never"])
-    for token in codec.encode("𝄞")[:2] * 20:  # no token completes a character
+    for token in codec.encode("𝄞")[:2] * 20:  # single tokens do not complete a character
         assert (detokenizer.push(token), detokenizer.text) == (None, "")
     detokenizer.push(codec.encode("a")[0])
     assert detokenizer.text == "\ufffd" * 20 + "a"
@@ -456,9 +456,8 @@ def test_submit_and_poll_give_what_generate_gives(gen: rm.Generator) -> None:
     want = gen.generate(many, params, use_tqdm=False)
     ids = gen.submit(many, params)
     assert len(set(ids)) == 3
-    inside = gen.generate(
-        [[1]], rm.SamplingParams(max_tokens=3), use_tqdm=False
-    )  # steps the others too
+    # This steps the other requests too.
+    inside = gen.generate([[1]], rm.SamplingParams(max_tokens=3), use_tqdm=False)
     assert len(inside) == 1
     got = {output.request_id: output for output in drain(gen)}
     assert sorted(got) == sorted(ids)
@@ -478,7 +477,7 @@ def test_abort_keeps_what_was_generated(gen: rm.Generator) -> None:
     for _ in range(8):
         gen.poll()
     gen.abort(first)
-    gen.abort([first, 10**9])  # finished or unknown: nothing
+    gen.abort([first, 10**9])  # finished or unknown ids have no effect
     done = {output.request_id: output.outputs[0] for output in drain(gen)}
     assert done[first].finish_reason == "abort"
     assert 0 < len(done[first].token_ids) < 50
@@ -622,10 +621,11 @@ def test_logprobs_in_vllms_form(gen: rm.Generator) -> None:
         assert [form[i].rank for i in ids.tolist()] == list(range(1, 51))
         assert [form[i].logprob for i in ids.tolist()] == values.tolist()
         assert token in ids.tolist() or form[token].rank is None
+    # Both kinds were drawn.
     assert {form[token].rank is None for form, token in zip(forms, tokens, strict=True)} == {
         True,
         False,
-    }  # both were drawn
+    }
     prompt = output.vllm_prompt_logprobs()
     assert prompt is not None
     assert prompt[0] is None

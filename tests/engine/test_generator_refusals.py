@@ -1,6 +1,6 @@
 """Calls that end early or are refused: aborted scores, a poll that fails half way, seeds after a
-refusal, wrong arguments. The oracle is the same as in test_requests.py: nothing that can be
-observed has changed, and no number comes out that was not computed.
+refusal, wrong arguments. The oracle is the same as in test_requests.py: the observable state is
+unchanged, and results contain only computed values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gen() -> Iterator[rm.Generator]:
 
 # --------------------------------------------------------------- what ends early, what is refused
 def after_steps(gen: rm.Generator, steps: int, act: Callable[[], Any]) -> threading.Thread:
-    """A thread that acts once the generator has made so many more steps."""
+    """A thread that acts once the generator has made that many more steps."""
     start = gen.metrics()["steps"]
 
     def wait_and_act() -> None:
@@ -51,9 +51,8 @@ def test_an_aborted_score_is_an_error_not_zeros(how: str, call: str) -> None:
         "pause": lambda gen: gen.pause("abort"),
         "sync": lambda gen: gen.sync_weights(OTHER_STATE, inflight="abort"),
     }
-    with make(
-        max_num_batched_tokens=2, enable_prefix_caching=False
-    ) as gen:  # some 2000 steps: the other thread comes in between
+    # Some 2000 steps, so that the other thread calls in between.
+    with make(max_num_batched_tokens=2, enable_prefix_caching=False) as gen:
         gen.sync_weights(STATE, version=3)
         thread = after_steps(gen, 5, lambda: acts[how](gen))
         with pytest.raises(rm.StateError, match="aborted"):
@@ -81,7 +80,7 @@ def test_prompt_logprobs_of_an_aborted_prefill_are_nan_where_not_computed() -> N
 
 
 class FailingTokenizer:
-    """Decodes to "x"es; fails on a text with the token `bad` with `error`."""
+    """Decodes to "x"es; raises `error` on a text with the token `bad`."""
 
     bad = -1
     error: BaseException = ZeroDivisionError("user code")
@@ -125,7 +124,8 @@ SHORT_AND_LONG = [rm.SamplingParams(max_tokens=count, ignore_eos=True) for count
 
 @pytest.fixture
 def long_gen() -> Iterator[rm.Generator]:
-    """Room for a request that runs long enough for another thread to come in between."""
+    """A generator with room for a request that runs long enough for another thread to call in
+    between."""
     with make(max_model_len=4096, kv_cache_gib=0.1) as generator:
         generator.sync_weights(STATE, version=3)
         yield generator
@@ -285,7 +285,8 @@ def test_a_prompt_in_vllms_form_says_what_to_give(
 
 
 class Long(Sequence[Any]):
-    """Of one item over and over; whoever asks for more than any list may have asks for all."""
+    """A sequence that repeats one item. A read beyond the maximum length of a list counts as a read
+    of all items."""
 
     def __init__(self, item: Any, length: int):
         self.item, self.length = item, length
@@ -304,9 +305,8 @@ def endless(item: Any, most: int) -> Iterator[Any]:
     raise AssertionError("walked on")
 
 
-LISTS: dict[
-    str, tuple[type[Exception], Any, int, Callable[[rm.Generator, Any], object]]
-] = {  # an item, how many there may be
+# The error, an item, the limit of their number, the call.
+LISTS: dict[str, tuple[type[Exception], Any, int, Callable[[rm.Generator, Any], object]]] = {
     "parts": (rm.ConfigError, "kv", 2, lambda gen, value: gen.sleep(value)),
     "parts to wake": (rm.ConfigError, "kv", 2, lambda gen, value: gen.wake(value)),
     "eos_token_ids": (rm.ConfigError, 7, VOCAB, lambda gen, value: make(eos_token_ids=value)),

@@ -1,11 +1,10 @@
 """A Ctrl-C at any moment of a call.
 
-CPython looks for signals where a Python function begins, after a call of a C function and at the
-end of a loop's body. A profile function is called at the first two of these, and what it raises
-comes out there: so each call is run again and again, interrupted at its first such place, its
-second and so on, until it ends. What real signals hit by chance (test_requests.py) is hit here for
-certain.
-"""
+CPython checks for signals at the beginning of a Python function, after a call of a C function and
+at the end of a loop's body. A profile function is called at the first two of these, and its
+exception is raised there. So each call is repeated and interrupted at its first such place, its
+second and so on, until it finishes. This covers with certainty what real signals (test_requests.py)
+hit by chance."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Letters:
 
 
 class Workers:
-    """vLLM's four calls, of workers that take everything."""
+    """vLLM's four calls, for workers that accept everything."""
 
     def init_weight_transfer_engine(self, info: Any) -> None: ...
 
@@ -74,10 +73,10 @@ def gen() -> Iterator[rm.Generator]:
 
 
 class Alarm(Exception):
-    """What a signal's handler may raise as well."""
+    """An exception other than KeyboardInterrupt from a signal handler."""
 
 
-PLACES = ("call", "c_return")  # where CPython 3.11 looks for signals
+PLACES = ("call", "c_return")  # where CPython 3.11 checks for signals
 
 
 def interrupted_at(
@@ -97,8 +96,8 @@ def interrupted_at(
                 sys.setprofile(None)
                 raise error
 
-    # a collection calls gc.callbacks (hypothesis' one), which would count as places of some calls
-    # and not of others
+    # A collection calls gc.callbacks (hypothesis has one), which would count as places of some
+    # calls only.
     gc.disable()
     try:
         sys.setprofile(count)
@@ -171,8 +170,8 @@ CALLS: dict[str, Callable[[rm.Generator], Any]] = {
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_anywhere_leaves_nothing_behind(gen: rm.Generator, name: str) -> None:
-    """No call is refused as re-entry, nothing stays in the engine, and it serves as before. What a
-    poll had taken, the next one brings."""
+    """Later calls are not refused as re-entry, the engine is empty, and it serves as before. The
+    next poll returns what the interrupted poll had taken."""
     call = CALLS[name]
     call(gen)
     gen.abort()
@@ -217,16 +216,15 @@ def test_a_handler_that_raises_undoes_a_submit(gen: rm.Generator) -> None:
 
 
 def test_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
-    """What it had taken the next one brings, once, with the tokens of a poll that nothing cuts
-    short, up to their stop strings."""
+    """The next poll returns, once, the outputs that the interrupted poll had taken, with the tokens
+    of an uninterrupted poll, up to their stop strings."""
     prompts = [PROMPT, PROMPT[:2], PROMPT[:3]]
     free = [
         output.outputs[0].text
         for output in gen.generate(prompts, rm.SamplingParams(max_tokens=9, seed=7), use_tqdm=False)
     ]
-    params = rm.SamplingParams(
-        max_tokens=9, seed=7, stop=[free[0][-3:], free[1][2:5]]
-    )  # one with the last token that is allowed
+    # One stop string ends with the last allowed token.
+    params = rm.SamplingParams(max_tokens=9, seed=7, stop=[free[0][-3:], free[1][2:5]])
 
     def told(outputs: list[rm.RequestOutput]) -> list[Any]:
         return [
@@ -251,17 +249,16 @@ def test_an_interrupted_poll_loses_nothing(gen: rm.Generator) -> None:
 
 
 def test_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
-    """Whichever version serves then, a request that ran gives what it gives alone, its stop string
-    found where it is."""
+    """Whichever version serves then, a running request gives the same result as alone, with the
+    stop string at the same place."""
     states = [OTHER_STATE, STATE]  # by the version's lowest bit
     free = rm.SamplingParams(max_tokens=12, seed=7)
     texts = []
     for version in (4, 5):
         gen.sync_weights(states[version % 2], version)
         texts.append(gen.generate(PROMPT, free, use_tqdm=False)[0].outputs[0].text)
-    letters = set("".join(texts)) - {
-        letter for text in texts for letter in text[:5]
-    }  # none ends the request before the sync
+    # The stop strings cannot end the request before the sync.
+    letters = set("".join(texts)) - {letter for text in texts for letter in text[:5]}
     params = rm.SamplingParams(max_tokens=12, seed=7, stop=sorted(letters))
     wanted = []
     for version in (6, 7):
@@ -295,16 +292,15 @@ def test_an_interrupted_restart_is_one_or_none(gen: rm.Generator) -> None:
 def test_an_interrupted_send_leaves_no_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To vLLM's workers, in blocks that grow. The sender sends on."""
+    """Sends to vLLM's workers, in blocks that grow. The sender keeps working."""
     monkeypatch.setattr(segment, "FOLDER", tmp_path)
     source = {f"t{i}": np.zeros((4, 5), np.float32) for i in range(3)}
     sender, place, hit = WeightSender(Workers(), block_bytes=170), 0, True
     cut_short = 0
     while hit:
         hit = interrupted_at(place, lambda: sender.send(source, 1))
-        cut_short += any(
-            tmp_path.iterdir()
-        )  # in the midst of its own clean-up; the next send takes it away
+        # Interrupted during its clean-up; the next send removes the file.
+        cut_short += any(tmp_path.iterdir())
         sender.send(source, 2)
         assert not any(path for path in tmp_path.iterdir()), place
         place += 1
@@ -316,8 +312,8 @@ def test_an_interrupted_send_leaves_no_block(
     "ignore:Exception ignored in. <posix.ScandirIterator:pytest.PytestUnraisableExceptionWarning"
 )
 def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
-    """The writer knows which version readers find, it is whole, and nothing else is left in the
-    store, nor a store that was closed."""
+    """After the interrupt, the writer's version equals the readers' version, that version is
+    complete, and the store contains nothing else and no closed store."""
     states = [
         {"x": np.full(3, value, np.float32), "y": np.full((2, 2), value, np.float64)}
         for value in range(2)
@@ -349,13 +345,12 @@ def test_an_interrupted_publish_is_one_or_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # hits inside finalizers
+# Some interrupts hit inside finalizers.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupted_publish_of_a_folder_is_one_or_none(tmp_path: Path, threads: int) -> None:
-    """The writer has the version that readers find. The call can be repeated, and the next one is a
-    delta again, against a base that readers have."""
+    """The writer's version equals the readers' version. The call can be repeated, and the next
+    publish is again a delta against a base that readers have."""
     pytest.importorskip("zstandard")
     states = [
         {"x": np.full(3, value, np.float32), "y": np.full((2, 2), float(value))}
@@ -379,9 +374,8 @@ def test_an_interrupted_publish_of_a_folder_is_one_or_none(tmp_path: Path, threa
     assert not list(tmp_path.glob("*.being-written"))
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # hits inside finalizers
+# Some interrupts hit inside finalizers.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_interrupted_delta_is_applied_or_not(threads: int) -> None:
     """Each tensor is of one version, and the next delta fits."""

@@ -1,4 +1,4 @@
-"""The number is the same number everywhere: bit for bit, zero tolerance.
+"""Results do not depend on how they are computed: bit for bit, zero tolerance.
 
 Input: tiny models (dense and MoE, full and sliding window, tied, float32 and bfloat16) and two
 loads each: `SHORT`, 28 requests of 1 … 200 prompt tokens with 1 … 4 samples, some with common
@@ -9,7 +9,7 @@ logprobs, top-k and routed experts, over batch composition and order, chunk size
 hits, preemption, threads, the reference kernels against the fast ones, and the caller's
 floating-point mode; and `score` of the generated sequences.
 
-The last test asserts that a million logprobs were compared, when all of the file ran.
+The last test asserts that a million logprobs were compared, if all tests of the file ran.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def shuffled(gen: rm.Generator, load: Load) -> Outputs:
 
 
 def staggered(gen: rm.Generator, load: Load) -> Outputs:
-    """One more request a step, newest lengths among oldest."""
+    """Adds one more request a step, so that new and old lengths mix."""
     done: dict[int, rm.RequestOutput] = {}
     ids = []
     for prompt, params in zip(load.prompts, load.params):
@@ -187,7 +187,7 @@ def staggered(gen: rm.Generator, load: Load) -> Outputs:
 
 
 def twice(gen: rm.Generator, load: Load) -> Outputs:
-    """The second time most prompts are found in the cache."""
+    """Generates twice; the second time most prompts are found in the cache."""
     together(gen, load)
     before = gen.metrics()["cached_tokens"]
     outputs = together(gen, load)
@@ -204,7 +204,7 @@ def crowded(gen: rm.Generator, load: Load) -> Outputs:
 
 # ------------------------------------------------------------------------------------- comparison
 def pieces(output: rm.RequestOutput) -> Iterator[tuple[str, np.ndarray | None]]:
-    """Every array of an output, logprobs under names that contain the word."""
+    """Returns every array of an output; names of logprob arrays contain "logprob"."""
     yield "prompt_logprobs", output.prompt_logprobs
     if output.prompt_top_logprobs is not None:
         yield "prompt_top.ids", output.prompt_top_logprobs.ids
@@ -245,8 +245,8 @@ BASE: dict[tuple[str, str], Outputs] = {}
 
 
 def base(model: str, which: str) -> Outputs:
-    """Each request alone: what everything is held against. Not dull, too: tokens vary, though less
-    with tied embeddings."""
+    """The oracle: each request alone. Also checks that the tokens vary, though less with tied
+    embeddings."""
     if (model, which) not in BASE:
         with engine(model) as gen:
             BASE[model, which] = alone(gen, SHORT if which == "short" else LONG)
@@ -318,17 +318,16 @@ def test_across_the_segment(model: str, variant: str) -> None:
     run_variant(model, "long", variant)
 
 
-OTHERS = [
-    isa for isa in ops.available_isas() if isa != ops.best_isa()
-]  # the plain loops and what else runs here
+# The plain loops and the other variants of this machine.
+OTHERS = [isa for isa in ops.available_isas() if isa != ops.best_isa()]
 
 
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("isa", OTHERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_other_kernels(model: str, isa: str) -> None:
-    """The plain loops of kernels/cpu/ref.c give the bits of the chosen variant, with another batch,
-    chunk and page as well."""
+    """The plain loops of kernels/cpu/ref.c are bit-identical to the chosen variant, also with a
+    different batch, chunk and page."""
     picks = [0, 3, 4, 7, 9, 13, 18, 21, 23]
     with engine(
         model, isa=isa, block_size=64, max_num_batched_tokens=150, enable_prefix_caching=True
@@ -360,7 +359,7 @@ def rounding_upward() -> Iterator[None]:
     assert libm.fesetround(FE_UPWARD) == 0
     try:
         yield
-        assert float("1") + 2.0**-60 > 1.0  # left as it was found (fegetround would ask the x87)
+        assert float("1") + 2.0**-60 > 1.0  # restored (fegetround would ask the x87)
     finally:
         libm.fesetround(before)
 
@@ -383,8 +382,8 @@ def flushing_denormals() -> Iterator[None]:
 def test_floating_point_mode_of_the_caller(
     model: str, mode: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> None:
-    """Created, synced and stepped under a mode that is not the contract's, which is also there
-    again afterwards."""
+    """Creates, syncs and steps under another floating-point mode than the contract's; the mode is
+    restored after each call."""
     dtype, config = MODELS[model]
     weights = helpers.numpy_state_dict(config, dtype=dtype)
     want = base(model, "short")
@@ -402,8 +401,8 @@ def test_floating_point_mode_of_the_caller(
 @pytest.mark.parametrize("which", ["short", "long"])
 @pytest.mark.parametrize("model", MODELS)
 def test_generate_is_score(model: str, which: str) -> None:
-    """.logprobs and .prompt_logprobs are score's, .sampling_logprobs are score's under the same
-    params; cached or not."""
+    """.logprobs and .prompt_logprobs equal those of score, .sampling_logprobs those of score with
+    the same params; cached or not."""
     load, outputs = SHORT if which == "short" else LONG, base(model, which)
     pairs = [
         (load.params[i], output, c) for i, output in enumerate(outputs) for c in output.outputs
@@ -418,7 +417,7 @@ def test_generate_is_score(model: str, which: str) -> None:
         assert gen.metrics()["cached_tokens"] > 0
         params = [dataclasses.replace(p, min_tokens=0, n=1) for p, _, _ in pairs]
         for (p, output, c), scores in zip(pairs, gen.score(ids, params)):
-            if p.min_tokens == 0:  # what min_tokens bans is not known to score
+            if p.min_tokens == 0:  # score does not know the bans of min_tokens
                 sampled = scores[len(output.prompt_token_ids) - 1 :]
                 assert sampled.tobytes() == c.sampling_logprobs.tobytes(), (
                     output.request_id,
@@ -430,8 +429,8 @@ def test_generate_is_score(model: str, which: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_logits(model: str) -> None:
-    """Whole rows of logits, over chunk, page, threads and company; and their log-softmax, which
-    fixes what a logprob is."""
+    """Compares whole rows of logits over chunk sizes, page sizes, threads and batches; and their
+    log-softmax, which defines a logprob."""
     ids = [*SHORT.prompts[8:14], LONG.prompts[1]]
     with engine(model) as gen:
         want = [gen.logits([x])[0] for x in ids]

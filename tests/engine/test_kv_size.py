@@ -1,13 +1,12 @@
-"""Generator(kv_cache_gib=None) on meshes: how many pages each rank gets where ranks share a card,
-where one card is fuller than another, and where weights do not fit; ranks as threads and as
+"""Generator(kv_cache_gib=None) on meshes: the number of pages of each rank if ranks share a card,
+if one card has less free memory than another, and if weights do not fit; ranks as threads and as
 processes.
 
-Oracle: of each card what is free without the KV caches (asked of the device from outside), less
-what `rollmesh plan` counts for its ranks' weights and what a sync sends them through
-(parallel_copy.c); of the mesh the least. Bound: what rounds each parameter up to 64 bytes, which
-plan leaves out; else equality, in pages. Bits: those of a mesh that was told the number, and of one
-rank.
-"""
+Oracle: for each card the free memory without the KV caches (read from the device), minus the sizes
+that `rollmesh plan` computes for its ranks' weights and for the buffers of a sync
+(parallel_copy.c); for the mesh the minimum. Bound: the rounding of each parameter up to 64 bytes,
+which plan omits; otherwise equality, in pages. Results are bit-identical to a mesh with the given
+number of pages, and to one rank."""
 
 from __future__ import annotations
 
@@ -31,17 +30,16 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH
 
 MIB = 1 << 20
 MEMORY = 24 * MIB  # of each card
-SOON = 15.0  # seconds in which what is wrong with one rank has to be known
-UNEVEN = helpers.tiny_config(
-    num_attention_heads=6, num_key_value_heads=2, vocab_size=300
-)  # with tp=3 no two ranks hold as much
+SOON = 15.0  # seconds within which a failure of one rank must be reported
+# With tp=3 all ranks hold different sizes.
+UNEVEN = helpers.tiny_config(num_attention_heads=6, num_key_value_heads=2, vocab_size=300)
 Make = Callable[..., rm.Generator]
 Run = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
 def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The simulated device, also where there is a GPU: its memory is what a test says."""
+    """The simulated device, even if there is a GPU, because a test sets its memory."""
     monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(MEMORY))
     return simt_library
@@ -65,12 +63,13 @@ def machine_has() -> int:
 
 
 def with_staging(weights: int) -> int:
-    """Two copies of a rank's weights, and what a sync sends them through."""
+    """Two copies of a rank's weights, and the buffers of a sync."""
     return 2 * weights + 2 * min(max(4 * weights, 64 << 10), 32 * MIB) + 4096 * 24
 
 
 def taken(config: helpers.Config, mesh: rm.Mesh, rounding: int = 0) -> list[int]:
-    """Of each rank in bfloat16; with so many bytes more for each parameter."""
+    """Returns the weight bytes of each rank in bfloat16, plus `rounding` bytes for each
+    parameter."""
     spec = rm.ModelSpec.from_hf(config)
     wholes = list(matrices(spec))
     return [
@@ -82,7 +81,7 @@ def taken(config: helpers.Config, mesh: rm.Mesh, rounding: int = 0) -> list[int]
 def pages_that_fit(
     share: float, free_of: dict[int, int], card_of: list[int], sizes: list[int], page: int
 ) -> int:
-    """The most of which every card holds those of all its ranks."""
+    """The largest number of pages that fits on every card for all its ranks."""
     rooms = []
     for card, bytes_free in free_of.items():
         there = [size for size, its in zip(sizes, card_of, strict=True) if its == card]
@@ -110,8 +109,8 @@ def test_all_ranks_get_the_pages_that_fit_where_there_is_least_room(
     mesh: rm.Mesh, device: str, cards: int,
     fuller: int | None, share: float,
 ) -> None:  # fmt: skip
-    """With memory_fraction=1 nothing is left over, and two versions of the weights still go in:
-    nothing was forgotten."""
+    """With memory_fraction=1 all memory is used, and two versions of the weights still fit: the
+    estimate is complete."""
     monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", str(cards))
     if fuller is not None:
         make(DENSE, f"cuda:{fuller}", kv_cache_gib=0.004)  # a stranger
@@ -171,8 +170,8 @@ def test_where_the_weights_of_a_rank_do_not_fit(
     device: str,
     words: str,
 ) -> None:
-    """The ranks that could be made are given back too, and what serves on the card serves on. Each
-    of the ranks alone would fit."""
+    """Ranks that were already made are freed too, and another generator on the card keeps serving.
+    Each rank alone would fit."""
     big = helpers.tiny_config(vocab_size=2048, hidden_size=128)
     stranger = make(DENSE, "cuda:1", kv_cache_gib=0.004)
     stranger.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
@@ -195,8 +194,8 @@ def test_where_the_weights_of_a_rank_do_not_fit(
 def test_a_rank_that_cannot_be_made_ends_the_making_of_all(
     make: Make, library: Path, device: str
 ) -> None:
-    """Each allocation of three ranks fails once, wherever the others are then: they wait for
-    nobody, and all is given back."""
+    """Each allocation of three ranks fails once, at any state of the other ranks: no rank waits,
+    and all memory is freed."""
     blocks, before = _core.memory_blocks(), free(library, 0)
     for site in range(1, 1000):
         _core.memory_fail_at(site, False)
@@ -219,7 +218,7 @@ def test_a_rank_that_cannot_be_made_ends_the_making_of_all(
 
 
 def test_ranks_on_the_cpu_share_the_machines_memory(make: Make) -> None:
-    """What is free there changes by itself: half as many pages, within a fifth."""
+    """Free memory changes during the test: half as many pages, within a fifth."""
     share = 0.001
     one = make(DENSE, "cpu", kv_cache_gib=None, memory_fraction=share)
     alone = one.metrics()["kv_pages"]
@@ -233,9 +232,9 @@ def test_ranks_on_the_cpu_share_the_machines_memory(make: Make) -> None:
 
 
 def test_what_the_cpu_has_only_promised_counts(make: Make) -> None:
-    """A workspace that nobody has written to yet, and the records of pages, 8 bytes a position
-    here: a tenth of a page of one small layer. What is free changes by itself; it is asked in
-    between, and may by a thirtieth."""
+    """Counts a workspace that has not been written yet, and the records of pages, 8 bytes a
+    position here: a tenth of a page of one small layer. Free memory changes during the test, so it
+    is measured in between and may vary by a thirtieth."""
     small = helpers.tiny_config(
         num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8
     )
@@ -262,8 +261,8 @@ def test_what_the_cpu_has_only_promised_counts(make: Make) -> None:
 # -------------------------------------------------------------------------------------- processes
 @pytest.fixture
 def ranks(servers: dict[str, Server], library: Path) -> Run:
-    """Processes on simulated devices, each with a memory of its own for every card: who shares one
-    is told by its name alone."""
+    """Processes on simulated devices, each with separate memory for every card: only the card's
+    name shows that ranks share it."""
 
     def run(
         do: str, mesh: tuple[int, int, int], host: str = "shm", **job: Any
@@ -300,7 +299,7 @@ def ranks(servers: dict[str, Server], library: Path) -> Run:
 def test_processes_agree(
     ranks: Run, host: str, mesh: tuple[int, int, int], device: str, less: int
 ) -> None:
-    """less: bytes that rank 1 sees fewer of than rank 0."""
+    """less: the number of bytes that rank 1 sees less than rank 0."""
     options, victims = {"device": device}, {"ROLLMESH_SIMT_MEMORY": str(MEMORY - less)}
     got = results(
         ranks("sized", mesh, host, model="moe", options=options, victim=1, victims=victims)
@@ -333,7 +332,7 @@ def test_processes_on_the_cpu_share_the_machines_memory(ranks: Run) -> None:
 
 @pytest.mark.parametrize("host", ["shm", full("torch")])
 def test_weights_that_do_not_fit_one_process_are_an_error_on_all(ranks: Run, host: str) -> None:
-    """Said to all by the same words, although each gives up its groups as soon as it knows."""
+    """All ranks raise the same words, although each releases its groups as soon as it fails."""
     for rank in ranks(
         "sized",
         (1, 3, 1),

@@ -1,7 +1,7 @@
-"""The C core without Python, under what finds faults that no result shows: races under TSan, every
-allocation and thread refused under ASan, UBSan and the leak detector, and the whole engine under
-valgrind. The drivers are tests/support/native/*.c; each says at its head what it does and what its
-oracle is. Every measure is shown a injected fault first."""
+"""The C core without Python, under tools that find faults without a visible effect: races under
+TSan, every allocation and thread refused under ASan, UBSan and the leak detector, and the whole
+engine under valgrind. The drivers are tests/support/native/*.c; the head of each states its input
+and its oracle. Each tool must first detect an injected fault."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MEMORY = "address,undefined"
 REPORT = re.compile(r"WARNING: ThreadSanitizer|ERROR: (?:Address|Leak)Sanitizer|runtime error:")
 
 
-# What a sanitizer says that cannot work on this machine: its shadow has no place (randomised
-# addresses, a limit on memory), or it may not stop threads to look for leaks (a debugger is there,
-# or a container forbids it).
+# Messages of a sanitizer that cannot work on this machine: its shadow memory cannot be placed
+# (randomised addresses, a memory limit), or it may not stop threads to look for leaks (under a
+# debugger, or in a container that forbids it).
 CANNOT = re.compile(
     r"unexpected memory mapping|Shadow memory range interleaves|memory layout is "
     r"incompatible|ReserveShadowMemoryRange"
@@ -34,9 +34,9 @@ CANNOT = re.compile(
 
 @functools.cache
 def launchers() -> list[list[str]]:
-    """Without randomised addresses first, where that is allowed: under strong ones the sanitizers
-    of older compilers may find no place for their shadow, and ASan of gcc 12 may loop on its own
-    trap instead of saying so."""
+    """Launchers of the program, first without randomised addresses if that is allowed: under strong
+    randomisation the sanitizers of older compilers may not find room for their shadow memory, and
+    ASan of gcc 12 may loop on its own trap without a message."""
     fixed = ["setarch", "-R"]
     try:
         allowed = subprocess.run([*fixed, "true"], capture_output=True, check=False).returncode == 0
@@ -78,7 +78,7 @@ def passes(command: list[str | Path], timeout: float = 300, **environment: str) 
 
 
 def note(config: pytest.Config, how: str, printed: str) -> None:
-    """Leaves the driver's last line, which has its counts, in the summary."""
+    """Adds the driver's last line, which has its counts, to the summary."""
     config.stash[SUMMARY].append(f"native, {how}: {printed.splitlines()[-1]}")
 
 
@@ -103,14 +103,14 @@ def test_races_touch_only_their_memory(native: Build, driver: str) -> None:
 
 
 def test_second_lines_of_defence(native: Build) -> None:
-    """Guards that no test above reaches: versions in the store, versions and zeroing in the page
-    cache, the mode of workers."""
+    """Tests guards that no other test reaches: versions in the store, versions and zeroing in the
+    page cache, the mode of workers."""
     assert passes([native("second_line")]) == "3 guards hold\n"
 
 
 def test_the_scheduler_alone(native: Build, pytestconfig: pytest.Config) -> None:
-    """Random requests, limits and page counts, without a model or a device; oracle and faults are
-    at the head of the driver."""
+    """Runs random requests, limits and page counts, without a model or a device; the head of the
+    driver states oracle and faults."""
     program = native("scheduler", MEMORY)
     for fault in ("1", "2"):
         assert run([program, "--plant", fault]).returncode == 1
@@ -119,8 +119,8 @@ def test_the_scheduler_alone(native: Build, pytestconfig: pytest.Config) -> None
 
 @pytest.mark.full
 def test_exp_never_rises_below_zero(native: Build) -> None:
-    """Over every float32 that is not above 0: so the tokens that the filters keep are the first of
-    the row's top logprobs."""
+    """Covers every float32 that is not above 0: so the tokens that the filters keep are the first
+    of the row's top logprobs."""
     assert passes([native("exp_order")]) == "exp never rises over 2139095041 numbers\n"
 
 
@@ -135,8 +135,8 @@ def sites(printed: str) -> list[tuple[int, int]]:
 
 @pytest.mark.full
 def test_every_allocation_may_fail(native: Build, pytestconfig: pytest.Config) -> None:
-    """The driver compares state, bits and held blocks after each failure; here, that it met the
-    sites there are: some 20 of create, two or three of each sync, one of each of 91 requests."""
+    """The driver compares state, results and held blocks after each failure; this test checks the
+    number of sites: some 20 of create, two or three of each sync, one of each of 91 requests."""
     printed = passes([native("alloc_fail")])
     assert len(sites(printed)) == 3
     assert all(allocations > 110 and threads == 3 for allocations, threads in sites(printed))
@@ -156,8 +156,8 @@ def test_every_allocation_may_fail_under_the_sanitizers(
 
 @pytest.mark.full
 def test_sanitizers_and_instruction_sets_agree(native: Build) -> None:
-    """Six rollouts of tiny models, hashed: one thread, three, each instruction set, and under the
-    sanitizers."""
+    """Hashes six rollouts of tiny models: with one thread, three, each instruction set, and under
+    the sanitizers."""
     program, checked = native("tiny_run"), native("tiny_run", MEMORY)
     for fault, report in (
         ("1", "LeakSanitizer: detected memory leaks"),
@@ -169,20 +169,16 @@ def test_sanitizers_and_instruction_sets_agree(native: Build) -> None:
     want = passes([program])
     assert len(set(want.split())) >= 6 + 3
     assert passes([checked, "--threads", "3"]) == want
-    for isa in (
-        "ref",
-        "avx2",
-        "avx512f",
-        "avx512bf16",
-        "amx",
-    ):  # a cap: one that this processor lacks gives the next below
+    # The value is an upper limit: for a variant that this processor lacks, the next lower one is
+    # used.
+    for isa in ("ref", "avx2", "avx512f", "avx512bf16", "amx"):
         for threads in ("1", "3"):
             assert passes([program, "--threads", threads], RM_ISA=isa) == want, (isa, threads)
 
 
 @pytest.mark.full
 def test_emulated_instruction_sets_agree(native: Build) -> None:
-    """The sources of every variant, whatever this processor has, and a model with sizes of several
+    """Runs the sources of every variant, on any processor, and a model with sizes of several
     tiles."""
     program, every = native("tiny_run", emulate=True), ["--kinds", "4", "--requests", "6"]
     want = passes([program, *every], RM_ISA="ref")

@@ -1,7 +1,7 @@
-"""What a generator tells of itself: the logger "rollmesh", and Prometheus.
+"""Observability of a generator: the logger "rollmesh", and Prometheus.
 
 Input: a tiny model that is synced, generates and sleeps. Oracle: Generator.metrics(), and the text
-format as prometheus_client parses it. By default nothing is printed and nothing is registered."""
+format as prometheus_client parses it. By default the library prints and registers nothing."""
 
 from __future__ import annotations
 

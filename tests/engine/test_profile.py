@@ -1,8 +1,7 @@
-"""Generator(profile=True) and `rollmesh bench --profile`: what each op takes.
+"""Generator(profile=True) and `rollmesh bench --profile`: the time of each op.
 
-Input: generations of tiny random models. Oracle: the same without a profile, in bits; the FLOPs of
-the model's products by hand.
-"""
+Input: generations of tiny random models. Oracle: the same without a profile, bit for bit; the FLOPs
+of the model's products, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Promises of the library that one rank could break: it neither ends the process nor prints,
-reaches no network, keeps deadlines, runs no code from data, and close() gives everything back. That
-a failed call changes nothing and that every token is of one whole version is held by test_sync,
-test_requests and test_engine; the ban on what turns data into code by test_layers.
+"""Promises of the library that a single rank could break: it does not end the process, print, or
+use the network; it keeps deadlines, runs no code from data, and close() frees everything.
+test_sync, test_requests and test_engine test that a failed call changes nothing and that every
+token is of one whole version; test_layers tests the ban on functions that turn data into code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENDS_OR_PRINTS = (
     "abort|exit|_exit|_Exit|quick_exit|raise|kill|v?f?printf|__v?f?printf_chk|"
     "puts|putchar|fputs|fputc|fwrite|perror|write"
 )
-LATE = 4.0  # seconds behind a deadline, far above what the end of a call takes on a busy machine
+LATE = 4.0  # seconds after a deadline, far above the duration of a call's end on a busy machine
 REACHES_OUT = "socket|listen|bind|accept4?|connect|system|popen|exec[lv]p?e?|posix_spawnp?"
 
 
@@ -57,8 +57,8 @@ def imported_symbols() -> set[str]:
     ("promise", "banned"), [("ends or prints", ENDS_OR_PRINTS), ("reaches out", REACHES_OUT)]
 )
 def test_the_extension_cannot(promise: str, banned: str) -> None:
-    """What is not among the imported symbols cannot be called. An assertion (test builds only) is
-    the one way to end."""
+    """The extension cannot call functions that it does not import. An assertion (test builds only)
+    is its only way to end the process."""
     names = imported_symbols()
     assert "pthread_create" in names  # nm found the right table
     assert sorted(name for name in names if re.fullmatch(banned, name)) == [], promise
@@ -70,7 +70,7 @@ def listening() -> set[str]:
     for fd in os.listdir("/proc/self/fd"):
         try:
             held.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:  # the listing's own
+        except OSError:  # the listing's own descriptor
             continue
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -98,7 +98,8 @@ def test_nothing_listens() -> None:
 
 
 def test_generate_ends_at_its_deadline() -> None:
-    """Far more work than fits in 0.3 s ends with the error, and the generator keeps serving."""
+    """The work takes much longer than 0.3 s: the call ends with the error, and the generator keeps
+    serving."""
     prompts = [[1, 2, 3]] * 64
     with make(max_model_len=4096, kv_cache_gib=0.2) as gen:
         gen.sync_weights(numpy_state_dict(tiny_config()))
@@ -121,8 +122,8 @@ def test_generate_ends_at_its_deadline() -> None:
 
 
 def test_a_sync_that_waits_ends_at_its_deadline() -> None:
-    """inflight="wait" behind requests that take seconds: a DeadlineError, the old version, the
-    requests untouched."""
+    """inflight="wait" behind requests that take seconds: raises DeadlineError, keeps the old
+    version and does not change the requests."""
     with make(max_model_len=4096, kv_cache_gib=0.2) as gen:
         gen.sync_weights(numpy_state_dict(tiny_config()))
         gen.submit([[1, 2, 3]] * 64, rm.SamplingParams(max_tokens=4000, ignore_eos=True))
@@ -135,7 +136,7 @@ def test_a_sync_that_waits_ends_at_its_deadline() -> None:
         gen.abort()
 
 
-# As bytes, since nothing here may import what it is about: unpickled, it calls
+# Written as bytes, because this module must not import the modules under test: unpickling it calls
 # os.putenv("ROLLMESH_TRAP", "sprung").
 TRAP = b"cposix\nputenv\n(S'ROLLMESH_TRAP'\nS'sprung'\ntR."
 NPY_HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117) + b"\n"
@@ -145,8 +146,8 @@ NPY_HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }".ljust(117
     "name", ["model.safetensors", "pytorch_model.bin", "weights.npy", "weights.npz"]
 )
 def test_a_folder_of_pickles_is_no_source(tmp_path: Path, name: str) -> None:
-    """Files that torch.load or numpy.load would have executed are refused unread, whatever they are
-    called."""
+    """Files that torch.load or numpy.load would have executed are refused unread, whatever their
+    names."""
     trapped = TRAP
     if name.endswith(".npy"):
         trapped = b"\x93NUMPY\x01\x00" + len(NPY_HEADER).to_bytes(2, "little") + NPY_HEADER + TRAP
@@ -197,14 +198,15 @@ def held() -> tuple[int, int, int, int]:
     "state", ["new", "synced", "syncing", "running", "asleep", "paused", "failed"]
 )
 def test_close_gives_everything_back(state: str) -> None:
-    """Memory, file descriptors and threads, from every state that a generator can be closed in."""
+    """Memory, file descriptors and threads are freed, from every state in which a generator can be
+    closed."""
     weights = numpy_state_dict(tiny_config())
-    with make() as warm:  # what the process itself allocates once
+    with make() as warm:  # permanent allocations of the process
         warm.sync_weights(weights)
     before, threads = held(), threading.active_count()
     gen = make()
     assert held()[0] > before[0]
-    assert held()[3] == before[3] + 2  # the engine's thread, and one more of its team
+    assert held()[3] == before[3] + 2  # the engine's thread, and one worker of its team
     if state not in ("new", "failed"):
         gen.sync_weights(weights)
     if state == "syncing":

@@ -1,7 +1,7 @@
-"""Nothing piles up: weight syncs, lives of generators and requests, repeated through the public API
-(benchmarks/soak; its growth.py says what is read and when it has grown). Each run is a process of
-its own, since what other tests have left behind would count too. A leak that is planted in the
-driver is seen first, at counts below those of the test."""
+"""Memory does not grow: weight syncs, lives of generators and requests, repeated through the public
+API (benchmarks/soak; its growth.py lists the measurements and when they count as growth). Each run
+is a separate process, because memory left by other tests would count too. The test first checks
+that a leak injected into the driver is detected, at smaller counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def soak(
 
 
 def grown(*plant: str) -> list[set[str]]:
-    """The measures that each part reports when this is planted."""
+    """Returns the measures that each part reports with these injected faults."""
     done = soak(300, 300, 5000, plant=plant)
     assert done.returncode == 1, f"{done.stdout}\n{done.stderr[-4000:]}"
     parts = done.stdout.split("GROWTH")[1:]
@@ -44,8 +44,8 @@ def grown(*plant: str) -> list[set[str]]:
 
 @pytest.mark.full
 def test_planted_memory_is_reported() -> None:
-    """64 bytes for each operation, by every part, and nothing else is. A glibc before 2.33 does not
-    count its heap."""
+    """Each part reports a leak of 64 bytes per operation, and no other measure grows. A glibc
+    before 2.33 does not report the size of its heap."""
     for names in grown("leak-memory"):
         assert ("heap" if hasattr(ctypes.CDLL(None), "mallinfo2") else "rss") in names
         assert names <= {"heap", "rss"}

@@ -1,5 +1,5 @@
-"""The library's own threads (runtime/threads.py). Where the system refuses threads, work is done in
-the caller's thread or raises CapacityError."""
+"""The library's own threads (runtime/threads.py). If the system refuses threads, work runs in the
+caller's thread or raises CapacityError."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_results_are_in_order(count: int, num_threads: int) -> None:
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_error_ends_all(num_threads: int, error: type[BaseException]) -> None:
-    """It is raised when no thread works any more, and no further item begins."""
+    """The error is raised when all threads have stopped, and no further item begins."""
     begun: list[int] = []
     before = threading.enumerate()  # an interrupt of another test may have left a thread
 
@@ -57,8 +57,8 @@ def test_an_error_ends_all(num_threads: int, error: type[BaseException]) -> None
 
 
 def test_an_interrupt_while_the_caller_waits() -> None:
-    """The caller ends its own work and waits when the signal comes. The signal is raised once the
-    helper has ended."""
+    """The caller has finished its part and waits when the signal comes. The exception is raised
+    once the helper has ended."""
     ended: list[int] = []
     interrupted = threading.Event()
 
@@ -97,7 +97,7 @@ def test_other_errors_are_left_as_they_are() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes a user without processes")
 def test_a_system_without_threads() -> None:
-    """RLIMIT_NPROC: deltas use the caller's thread; calls that need a thread raise
+    """With RLIMIT_NPROC deltas use the caller's thread; calls that need a thread raise
     CapacityError."""
     pytest.importorskip("zstandard")
     script = """

@@ -21,8 +21,8 @@ change in a copy of that, builds, and runs the fault's tests until the first fai
 A test counts only if it passes without any fault, so all named tests run once on the clean tree
 first. A fault is caught if a test fails (exit status 1 of pytest), if a signal kills the process,
 or if the simulated device ends it (tests/gpu/simt). A fault is not caught if it does not build, if
-pytest cannot collect the tests, or if none ends in time. The exit status is 1 if some fault was not
-caught.
+pytest cannot collect the tests, or if all tests exceed their time limit. The exit status is 1 if
+some fault was not caught.
 
     python tests/faults/run.py [NAME …] [--list] [--into DIR]
 """
@@ -124,7 +124,7 @@ class Scratch:
         )
         if self.clean.exists():
             self.restore()
-            # Objects are kept; modules that the tree no longer has would stay.
+            # Objects are kept; deleted modules would stay.
             shutil.rmtree(self.lib, ignore_errors=True)
         copy_tree(self.tree)
 

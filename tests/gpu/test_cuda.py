@@ -1,7 +1,7 @@
-"""kernels/cuda. On a CPU, as C++ over the fibres of tests/gpu/simt: every op is held to the
-reference bit for bit over shapes around the tile widths and values of every kind, and the shim to
-what it says it catches. With nvcc: the library builds without a warning, spills no register and
-loads where there is no driver. With a GPU: the same comparison on the hardware."""
+"""Tests of kernels/cuda. On a CPU, as C++ over the fibres of tests/gpu/simt: every op must be
+bit-identical to the reference over shapes around the tile widths and values of every kind, and the
+shim must detect what its documentation lists. With nvcc: the library builds without a warning, does
+not spill registers and loads without a driver. With a GPU: the same comparison on the hardware."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import pytest
 from cuda_device import no_gpu
 from marks import SUMMARY, full, some
 
-# Cases that tests/gpu/simt/check.cpp must come to: an output of an op, in one order of the threads.
+# The number of cases that tests/gpu/simt/check.cpp must reach: an output of an op, in one order of
+# the threads.
 OPS = {
     "embed": 300,
     "gather_rows": 900,
@@ -40,8 +41,8 @@ OPS = {
     "ranks": 160,
     "pack": 1200,
 }
-# The same of the family cuda_mma, of the ops that are not the other's; its oracle is the reference
-# over that family's sums.
+# The same for the ops of the family cuda_mma that differ; the oracle is the reference with that
+# family's sums.
 MMA_OPS = {
     name: OPS[name]
     for name in (
@@ -92,8 +93,8 @@ CASES = [("fma", *case) for case in OPS.items()] + [("mma", *case) for case in M
 def test_simt_gives_the_references_bits(
     check: Path, family: str, op: str, least: int, share: str, seed: int
 ) -> None:
-    """mma: against a model of the instruction (tests/gpu/simt/mma_model.h): order, layouts and
-    barriers are held, its own rounding is not."""
+    """The mma kernels are compared with a model of the instruction (tests/gpu/simt/mma_model.h):
+    this checks order, layouts and barriers, but not the rounding of the hardware."""
     status, text = said(check, op, str(seed), family, share)
     found = re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)
     assert status == 0, text
@@ -103,7 +104,7 @@ def test_simt_gives_the_references_bits(
 
 @pytest.mark.parametrize("op", ["gemm", full("sample")])
 def test_touch_makes_the_same_launches_once(check: Path, op: str) -> None:
-    """What a memory checker is given: as many cases in one order as the comparison has in two."""
+    """Under a memory checker, one order runs as many cases as the comparison runs in two."""
     found = [
         re.fullmatch(r"OK cases=(\d+) elements=\d+\n", said(check, op, "3", "fma", *words)[1])
         for words in ((), ("touch",))
@@ -115,8 +116,8 @@ def test_touch_makes_the_same_launches_once(check: Path, op: str) -> None:
 
 @pytest.mark.parametrize("what", ["mma_places", "mma_company", full("mma_tiles")])
 def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int) -> None:
-    """Packings, units and places tile what they should; a row's bits do not depend on the rows
-    beside it."""
+    """Packings, units and places are bijections; a row's bits do not depend on the rows beside
+    it."""
     status, text = said(check, what, str(seed), "mma")
     assert status == 0, text
 
@@ -150,8 +151,8 @@ def test_the_shim_catches(check: Path, fault: str, message: str) -> None:
 @pytest.mark.full
 @needs_nvcc
 def test_no_kernel_spills(library: Path, cuda_folder: Path, pytestconfig: pytest.Config) -> None:
-    """Each __global__ of the sources for each architecture that was asked for, in ptxas' own words.
-    The largest are told in the summary, all in a file, before anything is found fault with."""
+    """Checks each __global__ of the sources for each requested architecture, from ptxas' report.
+    The summary shows the largest kernels and a file shows all, before any assertion."""
     archs = os.environ.get("ROLLMESH_CUDA_ARCHS", "sm_90a").split(",")
     sources = "".join(path.read_text() for path in cuda_build.ROOT.glob("kernels/cuda/*.cu"))
     names = re.findall(
@@ -171,11 +172,11 @@ def test_no_kernel_spills(library: Path, cuda_folder: Path, pytestconfig: pytest
     assert [kernel for kernel in found if kernel.stack or kernel.spilled] == []
 
 
-# Operations of PTX on floating point that the contract knows: rounded to nearest even, denormals
-# taken and given as zeros, nothing fused that is not written fmaf, nothing approximate. What moves,
-# compares and chooses has no rounding; abs is what nvcc makes of a mask over the bits for sm_100,
-# and flushes as they do. A pair of bf16 is rounded as rm_f32_to_bf16 rounds what is no denormal and
-# no NaN.
+# The floating-point operations of PTX that the contract allows: rounded to nearest even, denormal
+# inputs and outputs flushed to zero, only explicit fmaf fused, no approximations. Moves,
+# comparisons and selections do not round. nvcc compiles a mask over the bits to abs for sm_100,
+# which flushes like the contract. A pair of bf16 is rounded as rm_f32_to_bf16 rounds values that
+# are neither denormal nor NaN.
 CONTRACT = re.compile(
     r"(fma|add|sub|mul|div|sqrt|rcp)\.rn\.ftz\.f32|(neg|abs|max)\.ftz\.f32|setp\.\w+\.ftz\.f32|selp\.f32|mov\.f32"
     r"|cvt\.rn\.f32\.[su](32|64)|cvt\.rn\.bf16x2\.f32|(ld|st)(\.(global|shared|param))?(\.v[24])?\.f32|mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32"
@@ -184,12 +185,11 @@ CONTRACT = re.compile(
 
 @pytest.mark.full
 @needs_nvcc
-@pytest.mark.parametrize(
-    "arch", ["80", "90a", "100"]
-)  # the ends of what CI compiles for, and the one that is written for
+# The oldest and newest architecture that CI compiles for, and the main target.
+@pytest.mark.parametrize("arch", ["80", "90a", "100"])
 def test_kernels_compute_with_the_contracts_operations_alone(tmp_path: Path, arch: str) -> None:
-    """What the fibres cannot see: flags that are lost, a contraction, an intrinsic, a double; a
-    branch of the preprocessor for one architecture."""
+    """Detects what the fibres cannot show: missing flags, a contraction, an intrinsic, a double, or
+    a preprocessor branch for one architecture."""
     flags = re.search(
         r"^CUDA_FLAGS = \[(.*?)\]", (cuda_build.ROOT / "setup.py").read_text(), re.MULTILINE
     )[1]  # type: ignore[index]

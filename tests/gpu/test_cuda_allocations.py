@@ -1,8 +1,8 @@
-"""Nothing is allocated on the step path of a device: memory of the device and pinned memory are
-taken when a generator is made and when it is given weights, graphs in the first steps of each
-number of rows. The host's own memory is test_allocations.py's.
+"""A device's step path does not allocate. Device memory and pinned memory are allocated when a
+generator is made and when it receives weights, graphs in the first steps of each number of rows.
+test_allocations.py tests host memory.
 
-Oracle: the calls that the runtime of tests/gpu/simt counts. Bound: none at all.
+Oracle: the allocation calls that the runtime of tests/gpu/simt counts. Bound: zero calls.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import rollmesh as rm
 
 Make = Callable[..., rm.Generator]
 KINDS = ("blocks of a device", "pinned blocks", "graphs", "streams", "events")  # of simt_made
-MESHES: dict[
-    str, tuple[helpers.Config, dict[str, Any]]
-] = {  # of ranks that are threads, by way of the host
+# Ranks are threads that exchange through the host.
+MESHES: dict[str, tuple[helpers.Config, dict[str, Any]]] = {
     "dense": (DENSE, {}),
     "moe": (MOE, {}),
     "eager": (DENSE, {"enforce_eager": True}),
@@ -53,7 +52,8 @@ CALLS: dict[str, Callable[[rm.Generator], Any]] = {
 
 @pytest.fixture
 def counted(library: Path, simt: None) -> Callable[[], dict[str, int]]:
-    """How many of each kind were asked for so far, of the library that the engine has loaded."""
+    """Returns the number of requests of each kind so far, in the library that the engine has
+    loaded."""
     loaded = ctypes.CDLL(str(library))
 
     def counts() -> dict[str, int]:
@@ -71,7 +71,8 @@ def test_steps_allocate_nothing(
     config: helpers.Config,
     changes: dict[str, Any],
 ) -> None:
-    """Memory: not in the first call of its kind either. Graphs: not in the second and the third."""
+    """Memory is not allocated even in the first call of a kind; graphs are not made in the second
+    and the third."""
     before, eager = counted(), changes.get("enforce_eager", False)
     generator = make(config, **changes)
     generator.sync_weights(helpers.numpy_state_dict(config, seed=1), cast=True)

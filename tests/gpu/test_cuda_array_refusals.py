@@ -1,9 +1,9 @@
-"""What rollmesh.ops refuse of a CUDA device's arrays, and what they say where a device is missing,
-full, broken or another process's.
+"""The arrays of a CUDA device that rollmesh.ops refuses, and the errors when a device is missing,
+full, broken or owned by another process.
 
-Input: as in test_cuda_arrays.py, arguments and arrays that no call may have. Oracle: the class of
-the error and its words, and the bits of the CPU from the next call. Bound: zero differing bits.
-After every test the device has all of its memory again.
+Input: as in test_cuda_arrays.py, plus arguments and arrays that every call must refuse. Oracle: the
+class of the error and its words, and the CPU's result for the next call. Bound: zero differing
+bits. After every test all of the device's memory is free again.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def test_arrays_of_two_places(trainer: Trainer, second: Trainer, rng: np.random.
     ):
         with pytest.raises(errors.UnsupportedTensorError, match=message):
             kernels.run("gemm", {"out": there[0], "x": there[1], "w": other, "n": 17})
-    assert (
-        ops.gemm(second.tensor(x), second.tensor(w), 17).numpy() == ops.gemm(x, w, 17)
-    ).all()  # the other device alone
+    # The other device alone works.
+    assert (ops.gemm(second.tensor(x), second.tensor(w), 17).numpy() == ops.gemm(x, w, 17)).all()
 
 
 def test_a_family_belongs_to_its_arrays(rng: np.random.Generator) -> None:
@@ -208,8 +207,8 @@ def attend(positions: Any, seqs: Any, tables: Any) -> Any:
 @pytest.mark.parametrize("there", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("name", INDICES)
 def test_indices_out_of_range(name: str, there: bool) -> None:
-    """Wherever they are: a kernel that followed them would end the device. The next call has its
-    own indices."""
+    """Indices on the host and on the device: a kernel that used them would end the device. The next
+    call uses its own indices."""
     kind, message, call = INDICES[name]
     with pytest.raises(kind, match=message):
         call(
@@ -224,8 +223,8 @@ def test_indices_out_of_range(name: str, there: bool) -> None:
 
 
 def test_indices_of_a_call_that_was_refused_come_to_no_other(rng: np.random.Generator) -> None:
-    """A call that is refused for its output has asked for its indices already; they arrive when the
-    next call's stand there."""
+    """A call that is refused for its output has requested its indices already; they must not arrive
+    in the buffer of the next call."""
     table = rng.standard_normal((9, 4), np.float32)
     there, wrong = ops.to_device(table), ops.to_device(np.array([7, 7, 7], np.int32))
     out = ops.to_device(np.zeros((3, 5), np.float32))
@@ -283,7 +282,7 @@ def test_no_library_and_no_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_a_device_that_is_full(
     simulated: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    """Nothing is lost: what fits afterwards is computed."""
+    """The arrays are kept: a smaller result that fits is computed afterwards."""
     x, w = matrices(rng)
     there = ops.to_device(x), ops.to_device(w)
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(1 << 20))
@@ -309,8 +308,8 @@ def test_a_device_that_is_full(
 def test_a_fault_of_the_device(
     failing: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    """The op that has failed says so, or on a stream the next call; every later call as well, and
-    memory still goes back."""
+    """The op that failed raises the error, or on a stream the next call does; every later call
+    raises it too, and memory can still be freed."""
     x, w = matrices(rng)
     monkeypatch.setenv("ROLLMESH_SIMT_FAULT", "2")
     there = [ops.to_device(x), ops.to_device(w)]
@@ -336,9 +335,8 @@ def test_a_fault_of_the_device(
     del call
     gc.collect()
     ops.release_devices()
-    assert (
-        ops.gemm(ops.to_device(x), ops.to_device(w), 17).numpy() == ops.gemm(x, w, 17)
-    ).all()  # opened anew
+    # The device was opened again.
+    assert (ops.gemm(ops.to_device(x), ops.to_device(w), 17).numpy() == ops.gemm(x, w, 17)).all()
 
 
 def test_a_forked_child_is_told(rng: np.random.Generator) -> None:

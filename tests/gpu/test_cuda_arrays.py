@@ -1,10 +1,10 @@
-"""Arrays of a CUDA device as arguments and results of rollmesh.ops: other libraries' tensors,
-streams, consumers. What is refused, and what breaks, is in test_cuda_array_refusals.py.
+"""Arrays of a CUDA device as arguments and results of rollmesh.ops: tensors of other libraries,
+streams, consumers. Refusals and failures are in test_cuda_array_refusals.py.
 
-Input: tensors of another library of this process (gpu_trainer.Trainer), whose work nobody has
-waited for, on the simulated device (tests/gpu/simt), which does nothing before something waits for
-it. Oracle: the CPU's ops; for bf16 on tensor cores the order of docs/numerics.md §10 in exact sums.
-Bound: zero differing bits. After every test the device has all of its memory again."""
+Input: tensors of another library in this process (gpu_trainer.Trainer) whose work is still pending,
+on the simulated device (tests/gpu/simt), which runs work only when a thread waits for it. Oracle:
+the CPU's ops; for bf16 on tensor cores the order of docs/numerics.md §10 in exact sums. Bound: zero
+differing bits. After every test all of the device's memory is free again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DL_INT32, DL_INT64, DL_BFLOAT16 = (dlpack.INT, 32, 1), (dlpack.INT, 64, 1), (dlp
 
 @pytest.fixture
 def simulated(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Its library; every test leaves both devices as it has found them."""
+    """The library of the simulated devices; every test must restore both devices."""
     library = str(simt_library)
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", library)
     before = [_core.cuda_available(library, ordinal) for ordinal in (0, 1)]
@@ -61,7 +61,7 @@ def second(simt_library: Path) -> Iterator[Trainer]:
 
 
 def read(trainer: Trainer, tensor: OnGpu) -> np.ndarray:
-    """What the trainer itself finds there, on its own stream."""
+    """Reads the tensor through the trainer's own stream."""
     with trainer.current():
         data = trainer.device.read(tensor._managed.tensor.data, tensor.array.nbytes)
     return np.frombuffer(data, tensor.array.dtype).reshape(tensor.array.shape)
@@ -76,7 +76,7 @@ def matrices(
 
 # ----------------------------------------------------------------------- other libraries' tensors
 def test_a_tensor_that_is_still_being_written(trainer: Trainer, rng: np.random.Generator) -> None:
-    """Its producer's copies are enqueued when the op is called: the op comes after them."""
+    """The producer's copies are enqueued when the op is called: the op runs after them."""
     x, w = matrices(rng)
     y = ops.gemm(trainer.tensor(x), trainer.tensor(w), 17)
     assert isinstance(y, ops.DeviceArray)
@@ -99,8 +99,8 @@ def test_bfloat16_is_a_type_and_not_words(trainer: Trainer, rng: np.random.Gener
 
 
 def test_outputs_that_are_the_callers(trainer: Trainer, rng: np.random.Generator) -> None:
-    """out=, a residual and a KV cache of another library are written where they are, and it sees
-    that on its own stream at once."""
+    """out=, a residual and a KV cache of another library are written in place, and its own stream
+    sees the result immediately."""
     x, w = matrices(rng)
     out = trainer.tensor(np.full((5, 17), np.nan, np.float32))
     ops.gemm(trainer.tensor(x), trainer.tensor(w), 17, out=out)
@@ -166,7 +166,7 @@ def test_indices_of_the_host_and_of_the_device(trainer: Trainer, rng: np.random.
         assert (ops.embed(given, trainer.tensor(table)).numpy() == table[ids]).all()
     empty = ops.embed(np.zeros(0, np.int32), trainer.tensor(table))
     assert (empty.shape, empty.numpy().shape) == ((0, 40), (0, 40))
-    many = rng.integers(0, 9, 5000).astype(np.int32)  # more than what indices had room in
+    many = rng.integers(0, 9, 5000).astype(np.int32)  # larger than the buffer for indices
     assert (ops.gather_rows(ops.to_device(table), ops.to_device(many)).numpy() == table[many]).all()
 
 
@@ -194,8 +194,8 @@ def test_weights_are_packed_where_they_are(trainer: Trainer, rng: np.random.Gene
 
 
 def test_every_op_takes_and_gives_arrays_of_a_device(rng: np.random.Generator) -> None:
-    """A mixture of experts, then the head in three parts of the vocabulary, the last without a row,
-    and what is drawn."""
+    """Runs a mixture of experts, then the head in three parts of the vocabulary, the last without a
+    row, and the sampling."""
     x, router, head = (
         rng.standard_normal(shape, np.float32) for shape in ((7, 33), (8, 33), (300, 33))
     )
@@ -253,7 +253,8 @@ def test_every_op_takes_and_gives_arrays_of_a_device(rng: np.random.Generator) -
 
 
 def test_what_another_library_left_in_the_thread(simulated: str, rng: np.random.Generator) -> None:
-    """Its failed call is found neither in the next op nor in a copy, and ends no device."""
+    """A failed call of the other library is not reported by the next op or by a copy, and does not
+    end the device."""
     x, w = matrices(rng)
     leave_error = C.CDLL(simulated).simt_leave_error
     leave_error()
@@ -267,8 +268,8 @@ def test_what_another_library_left_in_the_thread(simulated: str, rng: np.random.
 
 # ---------------------------------------------------------------------------------------- streams
 def test_on_a_stream_ops_take_their_turn(trainer: Trainer, rng: np.random.Generator) -> None:
-    """Behind what the stream has, before what it gets: the trainer writes its tensor before the op
-    and over it after, and waits for nothing in between."""
+    """An op runs after the stream's earlier work and before its later work: the trainer writes its
+    tensor before the op and overwrites it after the op, without a wait."""
     x, w = matrices(rng)
     tensor, weights = trainer.tensor(x), trainer.tensor(w)
     out = trainer.tensor(np.zeros((5, 17), np.float32))
@@ -289,8 +290,8 @@ def test_on_a_stream_ops_take_their_turn(trainer: Trainer, rng: np.random.Genera
 def test_streams_that_ops_cannot_be_ordered_with(
     trainer: Trainer, second: Trainer, rng: np.random.Generator
 ) -> None:
-    """None's, another device's, one that is being captured: by on_stream and by a consumer. Ops and
-    arrays go on as before."""
+    """Invalid streams, streams of another device and capturing streams are refused, in on_stream
+    and from a consumer. Ops and arrays work as before afterwards."""
     x, w = matrices(rng)
     mine, weights = ops.to_device(x), ops.to_device(w)
     before = ops.gemm(mine, weights, 17)
@@ -317,17 +318,17 @@ def test_streams_that_ops_cannot_be_ordered_with(
         with pytest.raises(
             errors.CapacityError, match="operation not permitted when stream is capturing"
         ):
-            ops.gemm(mine, weights, 17)  # a capture of this thread: nothing can be allocated
-        assert (
-            capturing.end_capture()[0] == cuda_device.CAPTURE_INVALIDATED
-        )  # by the other device of this thread
+            ops.gemm(mine, weights, 17)  # this thread captures, so the op cannot allocate
+        # The other device of this thread has invalidated the capture.
+        assert capturing.end_capture()[0] == cuda_device.CAPTURE_INVALIDATED
     assert (ops.gemm(mine, weights, 17).numpy() == before.numpy()).all()
 
 
 def test_an_array_of_ours_that_a_stream_has_written(
     trainer: Trainer, rng: np.random.Generator
 ) -> None:
-    """What DLPack gave away is written by its consumer; on its stream the next op sees that."""
+    """A consumer writes an array that was exported by DLPack; the next op on the consumer's stream
+    reads the new values."""
     x, w = matrices(rng)
     mine, weights = ops.to_device(np.zeros_like(x)), ops.to_device(w)
     view = taken(mine, trainer.device.table.stream)
@@ -360,8 +361,8 @@ def test_streams_that_are_none(rng: np.random.Generator) -> None:
 def test_arrays_that_go_while_their_op_is_under_way(
     trainer: Trainer, rng: np.random.Generator
 ) -> None:
-    """Memory goes back when what is enqueued is done with it; the device that is dropped altogether
-    finishes too."""
+    """Memory is freed when the enqueued work is done with it; a device that is dropped completely
+    finishes its work too."""
     x, w = matrices(rng)
     out = trainer.tensor(np.zeros((5, 17), np.float32))
     with ops.on_stream(trainer.device.table.stream, "cuda:0"):
@@ -376,8 +377,8 @@ def test_arrays_that_go_while_their_op_is_under_way(
 
 
 def test_threads_share_a_device(rng: np.random.Generator) -> None:
-    """Each with indices of its own, of the device and of the host, at once and on its own streams
-    or none."""
+    """Each thread uses different indices, on the device and on the host, concurrently with the
+    others, with and without its own stream."""
     table = rng.standard_normal((50, 40), np.float32)
     there = ops.to_device(table)
 
@@ -396,8 +397,8 @@ def test_threads_share_a_device(rng: np.random.Generator) -> None:
 
 # -------------------------------------------------------------------------------------- consumers
 class Taken:
-    """A capsule as a consumer has it: renamed, so that the producer leaves it alone, and deleted
-    when the consumer says."""
+    """A capsule in its consumer's hands: renamed, so that the producer does not free it, and
+    deleted on the consumer's request."""
 
     def __init__(self, capsule: Any, name: str) -> None:
         get = C.pythonapi.PyCapsule_GetPointer
@@ -433,7 +434,7 @@ def test_who_takes_an_output_keeps_its_memory(simulated: str) -> None:
     assert (t.shape[:2], t.strides[:2], t.data - old.data) == ([2, 4], [4, 1], 16)
     assert (view.managed.major, view.managed.flags) == (1, 0)
     assert (part.numpy() == np.arange(4, 12, dtype=np.float32).reshape(2, 4)).all()
-    del array, part, capsule  # one that nobody has taken gives its array back itself
+    del array, part, capsule  # a capsule that was never consumed frees its array
     for holder in (old, view):
         assert _core.cuda_available(simulated, 0) == free - 48
         holder.delete()
@@ -473,8 +474,8 @@ def test_how_an_array_may_be_asked_for() -> None:
 
 
 def test_an_array_is_not_copied_unasked() -> None:
-    """NumPy would make an array of one object of it. A length it has, as any array with dims; the
-    truth of its elements it does not say."""
+    """NumPy would make an array with one object. Like any array with dims it has a length; its
+    truth value is an error."""
     array = ops.to_device(np.zeros((3, 2), np.float32))
     for ask in (
         np.asarray,
@@ -515,7 +516,7 @@ def test_a_read_only_tensor_is_read_and_not_written(
 
 # ----------------------------------------------------------------------- products of tensor cores
 def mma_dot(x: Any, w: Any) -> np.float32:
-    """docs/numerics.md §10 of one output, its MMA16 exact and rounded once."""
+    """docs/numerics.md §10 for one output, with exact MMA16 sums that are rounded once."""
     k = -(-len(x) // 32) * 32
     xs, ws = (
         np.concatenate([ops_cases.values(row).astype(np.float64), np.zeros(k - len(row))])
@@ -531,17 +532,16 @@ def mma_dot(x: Any, w: Any) -> np.float32:
 
 
 def test_products_of_tensor_cores(rng: np.random.Generator) -> None:
-    """gemm, lm_head and embed over weights that the same family has packed; a row alone is what it
-    is in a batch."""
+    """gemm, lm_head and embed over weights that the same family has packed; a row gives the same
+    result alone and in a batch."""
     x, w = ops_cases.normal(rng, (9, 700), "bfloat16"), ops_cases.normal(rng, (35, 700), "bfloat16")
     source = ops_cases.values(w)
     there, matrix = ops.to_device(x), ops.pack(ops.to_device(source), isa="cuda_mma")
     y = ops.gemm(there, matrix, 35, float32_out=True, isa="cuda_mma").numpy()
     want = np.array([[mma_dot(row, column) for column in w] for row in x])
     assert (ops_cases.bits(y) == ops_cases.bits(want)).all()
-    assert (
-        y != ops.gemm(x, ops.pack(source), 35, float32_out=True)
-    ).any()  # the CPU's order is another
+    # The CPU adds in a different order.
+    assert (y != ops.gemm(x, ops.pack(source), 35, float32_out=True)).any()
     head = ops.lm_head(there, matrix, 35, isa="cuda_mma")
     assert head.logits is not None
     assert (ops_cases.bits(head.logits.numpy()) == ops_cases.bits(y)).all()
@@ -554,8 +554,8 @@ def test_products_of_tensor_cores(rng: np.random.Generator) -> None:
 
 
 def test_a_layer_on_tensor_cores_keeps_rows_apart(rng: np.random.Generator) -> None:
-    """Keys and values written and read in the family's own layout: each row of a batch alone, bit
-    for bit; and near the CPU's."""
+    """Keys and values are written and read in the family's own layout: each row of a batch equals
+    the row alone, bit for bit, and is close to the CPU's."""
     rows, heads, kv_heads, head_dim, page_size = 40, 4, 2, 32, 16
     case = ops_cases.qkv_case(rng, "bfloat16", rows, heads, kv_heads, head_dim, page_size, "normal")
     case["slots"], case["positions"] = (
@@ -591,6 +591,6 @@ def test_a_layer_on_tensor_cores_keeps_rows_apart(rng: np.random.Generator) -> N
             ops.attention(one, k, v, **at, **how, isa="cuda_mma").numpy()[0] == whole[row]
         ).all()
     # Two bf16 roundings of a convex combination of values, and the sums' own: 2^-6 of the largest
-    # value is far more.
+    # value is a generous bound.
     bound = 2.0**-6 * np.abs(ops_cases.values(case["qkv"])).max()
     assert np.abs(ops_cases.values(whole) - ops_cases.values(of_cpu)).max() < bound

@@ -1,8 +1,8 @@
-"""What captures and threads of a process do to one another (kernels/cuda/device.cu): a wait of
-another thread that invalidates a capture, another thread's capture, the thread's own mode. On the
-simulated device, and on a GPU where there is one.
+"""How captures and threads of a process affect one another (kernels/cuda/device.cu): a wait of
+another thread that invalidates a capture, another thread's capture, and the thread's capture mode.
+Runs on the simulated device, and on a GPU if there is one.
 
-Bound: equality; an invalidated capture has done nothing, and ends nothing."""
+Bound: equality. An invalidated capture runs none of its work and does not end the process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # cudaStreamCaptureMode
 def test_a_recording_that_another_thread_spoils(
     simt: Library, monkeypatch: pytest.MonkeyPatch, work: int
 ) -> None:
-    """At a put, an op, a copy, the device's own, or a get: nothing of it was done, and the next
-    recording is whole."""
+    """The capture becomes invalid at a put, an op, a copy, one of the device's own calls, or a get.
+    None of its work runs, and the next recording is complete."""
     monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", str(work))
     with simt.open() as device:
         ids, table, out, host = (
@@ -70,7 +70,8 @@ def test_a_spoilt_recording_forgives_no_fault(
 
 
 def test_what_another_thread_captures_in_global_mode(library: Library) -> None:
-    """As torch.cuda.graph does: it forbids a device's calls nothing, and none of them ends it."""
+    """torch.cuda.graph captures like this. It does not block a device's calls, and the calls do not
+    end the capture."""
     driver, graph = library.driver(), ctypes.c_void_p()
 
     def work() -> None:

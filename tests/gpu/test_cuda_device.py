@@ -1,9 +1,9 @@
-"""What kernels/device.h promises of a device, held on the fibres of tests/gpu/simt and, where there
-is one, on a GPU.
+"""The promises of kernels/device.h about a device, tested on the fibres of tests/gpu/simt and on a
+GPU if there is one.
 
-The stand-in is lazy: what is enqueued is done when something waits for it. So a promise to wait
-shows (the bytes are there), and so does a host that reads too early or writes again too early:
-those bytes are not what an eager machine would give.
+The stand-in is lazy: enqueued work runs when a thread waits for it. So a test can see whether a
+call that promises to wait has waited (the bytes are there), and whether the host reads or writes
+too early: the bytes then differ from those of an eager machine.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def simt(simt_library: Path) -> Library:
 
 
 def seen(at: int, size: int) -> bytes:
-    """Host memory as it is now."""
+    """Returns the current contents of host memory."""
     return ctypes.string_at(at, size)
 
 
@@ -88,7 +88,8 @@ def test_the_structures_of_these_tests_are_the_headers(
 
 
 def split_names(line: str) -> list[str]:
-    """The declarators of one line: "int64_t rows, hidden" declares two, a function pointer one."""
+    """Returns the declared names of one line: "int64_t rows, hidden" declares two, a function
+    pointer one."""
     return [line] if "(" in line else line.split(",")
 
 
@@ -119,9 +120,8 @@ def test_available_follows_what_is_mapped(library: Library, device: Device) -> N
     block = device.alloc(32 << 20)
     assert device.available() <= before - (32 << 20)
     device.drop(block)
-    assert (
-        before - (4 << 20 if library.is_simt else 64 << 20) <= device.available()
-    )  # a GPU's driver keeps what it was given back
+    # A GPU's driver keeps some of the freed memory.
+    assert before - (4 << 20 if library.is_simt else 64 << 20) <= device.available()
 
 
 def test_out_of_memory_lives_on(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_put_and_get(device: Device, rng: np.random.Generator, pinned: bool) -> 
 
 
 def test_the_queue_keeps_its_order(device: Device) -> None:
-    """A chain in which every step undoes or moves what the step before it has done."""
+    """Runs a chain in which every step undoes or moves the result of the step before."""
     a, b, host = device.alloc(64), device.alloc(64), device.alloc_pinned(64 * 4)
     for i, fill in enumerate((0x11, 0x22)):
         ctypes.memset(host + 64 * i, fill, 64)
@@ -187,7 +187,7 @@ def test_the_queue_keeps_its_order(device: Device) -> None:
 
 
 def runs(rng: np.random.Generator) -> tuple[int, int, int]:
-    """Width, rows, and a pitch that keeps the runs apart."""
+    """Returns width, rows, and a pitch that separates the runs."""
     width, rows = (
         int(rng.choice([1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 48, 100, 257, 1024, 3000])),
         int(rng.choice([1, 2, 3, 7, 33, 130])),
@@ -196,7 +196,7 @@ def runs(rng: np.random.Generator) -> tuple[int, int, int]:
 
 
 def test_copies_of_any_pitch(device: Device, rng: np.random.Generator) -> None:
-    """The whole of both blocks is compared: what lies between the runs stays."""
+    """Compares both blocks completely: the bytes between the runs must not change."""
     size = 700_000
     a, b = device.alloc(size), device.alloc(size)
     for _ in range(40):
@@ -282,7 +282,7 @@ def test_marks_are_reached_in_any_order(device: Device) -> None:
         assert seen(host, 1024 * (number + 1)) == b"\x77" * 1024 * (number + 1)
     ctypes.memset(host, 0, 1024)
     device.copy_to_host(host, block, 1024)
-    device.record_event(0)  # a number names the place where it was set last
+    device.record_event(0)  # a number refers to the place where it was set last
     assert device.wait_event(0) == OK
     assert seen(host, 1024) == b"\x77" * 1024
 
@@ -336,8 +336,8 @@ def test_unmap_and_unpin_wait(device: Device) -> None:
 
 # ---------------------------------------------------------------------------------- graph capture
 def test_a_recording_is_kept_and_replayed(device: Device) -> None:
-    """Ops, copies of any pitch, puts and gets; each replay reads what is there at its turn, at the
-    addresses of then."""
+    """Records ops, copies of any pitch, puts and gets; each replay reads the current contents of
+    the recorded addresses."""
     ids, table, out, wide = device.alloc(8), device.alloc(64), device.alloc(32), device.alloc(64)
     host_ids, host_out = device.alloc_pinned(8), device.alloc_pinned(64)
     device.write(table, np.arange(16, dtype=np.float32).tobytes())
@@ -350,7 +350,7 @@ def test_a_recording_is_kept_and_replayed(device: Device) -> None:
     status, recording = device.end_capture()
     assert status == OK, device.message()
     assert device.wait() == OK
-    assert seen(host_out, 64) == bytes(64)  # nothing of it was done
+    assert seen(host_out, 64) == bytes(64)  # the failed work has not run
     assert device.read(out, 32) == bytes(32)
     for pair in ([3, 1], [0, 2], [0, 0]):
         ctypes.memmove(host_ids, np.array(pair, np.int32).tobytes(), 8)
@@ -368,8 +368,8 @@ def test_a_recording_is_kept_and_replayed(device: Device) -> None:
 
 
 def test_replays_stand_in_the_queue(device: Device) -> None:
-    """Replays and what is enqueued between them: done in that order, one recording several times
-    before anything waits."""
+    """Replays and the work enqueued between them run in that order, with one recording several
+    times before a wait."""
     block, host = device.alloc(16), device.alloc_pinned(64)
     assert device.begin_capture() == OK
     device.copy_2d(block + 4, 4, block, 4, 4, 1)
@@ -387,8 +387,8 @@ def test_replays_stand_in_the_queue(device: Device) -> None:
 
 
 def alone(library: Library, body: str) -> str:
-    """What `body` prints, with a device in a process of its own: one in which nothing was launched
-    before."""
+    """Returns what `body` prints, with a device in a separate process, which has not launched a
+    kernel before."""
     script = f"""
 import sys
 sys.path.insert(0, {str(SUPPORT)!r})
@@ -405,8 +405,8 @@ with Library(Path({library.path!r})).open() as device:
 
 
 def test_an_op_that_was_never_launched_is_captured(library: Library) -> None:
-    """CUDA loads a kernel at its first launch, here inside a recording: that may neither fail nor
-    break it."""
+    """CUDA loads a kernel at its first launch, here inside a recording: the launch must not fail or
+    invalidate the recording."""
     body = """ids, table, out = device.alloc(4), device.alloc(8), device.alloc(8)
 device.write(table, b"the bits")
 assert device.begin_capture() == OK, device.message()
@@ -454,7 +454,7 @@ def test_a_recording_that_waits_is_a_fault(library: Library, call: str) -> None:
 
 # ----------------------------------------------------------------------------------------- faults
 def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second launch fails some time after its call; what was done before it stands, what comes
+    """The second launch fails some time after its call; the work before it is kept, and the work
     after it is dropped."""
     monkeypatch.setenv("ROLLMESH_SIMT_FAULT", "2")
     with simt.open() as device:
@@ -490,13 +490,13 @@ def test_a_fault_is_named_and_final(simt: Library, monkeypatch: pytest.MonkeyPat
         assert device.message() == first
         assert seen(host, 64) == (bytes(4) + b"x" * 4) * 8
     monkeypatch.delenv("ROLLMESH_SIMT_FAULT")
-    with simt.open() as device:  # a context lives from a stream to the last
+    with simt.open() as device:  # a context lives from the first stream to the last
         device.drop(device.alloc(4))
 
 
 def test_a_kernels_fault_is_named_and_final_on_a_gpu(library: Library) -> None:
-    """CUDA gives up the context: the process may end, and nothing of it hangs. The stand-in ends
-    the program, as another test says."""
+    """CUDA destroys the context: the process can exit without a hang. The stand-in ends the
+    program, which another test checks."""
     if library.is_simt:
         pytest.skip("on a GPU only")
     body = """block = device.alloc(64)
@@ -513,8 +513,7 @@ print(device.wait() == FAULT, device.poll() == FAULT, device.available())"""
 
 
 def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
-    """A grid of more than 2^31 − 1 rows: refused by the call itself, which has no status to say
-    so."""
+    """A grid of more than 2^31 − 1 rows: the call itself refuses it but cannot return a status."""
     assert device.wait() == OK
     device.embed(device.alloc(4), device.alloc(4), device.alloc(4), (1 << 32) - 1, 1)
     assert device.poll() == FAULT
@@ -522,7 +521,7 @@ def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
 
 
 def test_a_refused_launch_is_its_own_devices(library: Library) -> None:
-    """Also where the thread leaves it before any status was asked for."""
+    """Also if the thread leaves the device before a status is read."""
     with library.open() as device, library.open() as broken:
         block = broken.alloc(4)
         saved = broken.enter()
@@ -594,7 +593,7 @@ def test_fetch_brings_runs_with_any_pitch(library: Library, rng: np.random.Gener
             (9, 4, 9, 5),
         ]:
             first = 3 - min((rows - 1) * from_pitch, 0)
-            with library.open(0) as device:  # each asks for leave to read the other anew
+            with library.open(0) as device:  # each device asks for peer access again
                 here, host = device.alloc(to_pitch * rows), device.alloc_pinned(to_pitch * rows)
                 device.copy_2d_from_peer(
                     here, to_pitch, there + first, 1, from_pitch % 2**64, width, rows
@@ -710,7 +709,7 @@ else: body()
 def test_the_shim_ends_a_program_that_touches_what_it_must_not(
     simt_library: Path, body: str, message: str, threaded: bool
 ) -> None:
-    """Inside Python, whose own handlers of signals are in place, on its main thread and on
+    """Runs inside Python, whose own signal handlers are installed, on its main thread and on
     another."""
     script = SCRIPT.format(tests=str(SUPPORT), path=str(simt_library), body=body, threaded=threaded)
     command = [sys.executable, "-X", "faulthandler", "-c", script]
@@ -779,9 +778,9 @@ def test_what_a_device_is(library: Library) -> None:
 
 
 def test_a_thread_gets_back_what_it_had(simt_library: Path) -> None:
-    """The context of a device, or none: else another runtime of the process would take ours for the
-    thread's choice, and a context of its device 0 would be some hundred MiB of a device that nobody
-    uses."""
+    """The thread gets back the context of its device, or none. Otherwise another runtime of the
+    process would use our device as the thread's choice, and a context of its device 0 would waste
+    some hundred MiB."""
     script = f"""
 import sys
 sys.path.insert(0, {str(SUPPORT)!r})
@@ -814,8 +813,8 @@ assert library.loaded.simt_contexts() == 10, library.loaded.simt_contexts()
 
 
 def test_devices_of_several_threads(library: Library, rng: np.random.Generator) -> None:
-    """Each thread its own device, at the same time: copies there and back, ops, recordings,
-    waits."""
+    """Each thread uses a separate device at the same time: copies in both directions, ops,
+    recordings, waits."""
     ordinals = [i % library.devices() for i in range(6)]
     failures: list[str] = []
 

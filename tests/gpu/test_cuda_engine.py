@@ -1,11 +1,10 @@
-"""rm.Generator(device="cuda"): the whole engine on a CUDA device, here on the fibres of
-tests/gpu/simt, whose device memory the host cannot touch and whose queue does nothing before
-something waits; on a GPU where there is one.
+"""rm.Generator(device="cuda"): the whole engine on a CUDA device. Runs on the fibres of
+tests/gpu/simt, whose device memory the host cannot access and whose queue runs work only when a
+thread waits; or on a GPU if there is one.
 
 Oracle: the same calls with device="cpu". The kernels that run here compute with the contract's own
-FMA chains, so tokens, logprobs, logits, routed experts and digests are the CPU's, bit for bit.
-Bound: equality.
-"""
+FMA chains, so tokens, logprobs, logits, routed experts and digests are bit-identical to the CPU's.
+Bound: equality."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ DENSE, MOE = helpers.tiny_config(), helpers.tiny_config(moe=True)
 
 @pytest.fixture(autouse=True)
 def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GPU's where there is one."""
+    """The library of the GPU, if there is one."""
     real = library_path()
     if real.exists() and _core.cuda_count(str(real)) > 0:
         return real
@@ -77,7 +76,7 @@ def simt(library: Path) -> None:
 
 
 def bits(value: Any) -> Any:
-    """What a value is made of, arrays as bytes."""
+    """Returns the contents of a value, with arrays as bytes."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, rm.TopLogprobs):
@@ -88,7 +87,7 @@ def bits(value: Any) -> Any:
 
 
 def told(outputs: list[rm.RequestOutput]) -> Any:
-    """All that a caller sees, but for the family and the number of a request."""
+    """Returns all fields of an output except the family and the request's number."""
     return [
         (bits(o.prompt_token_ids), o.num_cached_tokens, bits(o.prompt_logprobs),
         bits(o.prompt_top_logprobs), str(o.error),
@@ -131,8 +130,8 @@ def test_all_that_a_caller_sees_is_the_cpus(
 def test_tensor_cores_are_a_family_of_their_own(
     make: Callable[..., rm.Generator], config: helpers.Config
 ) -> None:
-    """On the shim over a model of the instruction: near the CPU's numbers, and the same bits alone,
-    in company, in chunks, scored."""
+    """On the shim over a model of the instruction: close to the CPU's numbers, and bit-identical
+    alone, in a batch, in chunks, and scored."""
     state = helpers.numpy_state_dict(config, seed=1)
     cpu = make(config, "cpu")
     gpu, small = (
@@ -157,9 +156,8 @@ def test_tensor_cores_are_a_family_of_their_own(
         )
         scored = gpu.score([[*one.prompt_token_ids.tolist(), *tokens.tolist()]])[0]
         assert scored[-len(tokens) :].tobytes() == logprobs.tobytes()
-        assert re.fullmatch(
-            r"cuda_mma_sm\d+", one.outputs[0].contract.family
-        )  # of the card's architecture
+        # The family of the card's architecture.
+        assert re.fullmatch(r"cuda_mma_sm\d+", one.outputs[0].contract.family)
     with pytest.raises(rm.ConfigError, match="isa: expected one of cuda_fma, cuda_mma, got 'avx2'"):
         make(config, isa="avx2")
 
@@ -167,9 +165,9 @@ def test_tensor_cores_are_a_family_of_their_own(
 def test_each_device_gives_the_large_kernels_their_shared_memory(
     make: Callable[..., rm.Generator], library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More rows in a step than the gemm of few takes: the same bits as by it, on a second device of
-    the process too. Of a card with one multiprocessor, or so small a model would have the smallest
-    tiles."""
+    """A step has more rows than the gemm for few rows accepts: the result is bit-identical to that
+    gemm's, on a second device of the process too. The card has one multiprocessor, because
+    otherwise so small a model would use the smallest tiles."""
     if _core.cuda_count(str(library)) < 2:
         pytest.skip("one GPU here")
     monkeypatch.setenv("ROLLMESH_SIMT_PROCESSORS", "1")
@@ -195,7 +193,7 @@ def test_logits_of_each_shape(make: Callable[..., rm.Generator], case: helpers.C
 
 @pytest.mark.full
 def test_results_that_do_not_fit_are_fetched_in_between(make: Callable[..., rm.Generator]) -> None:
-    """Top logprobs over the whole vocabulary: 1.1 MB of one prompt, and a step keeps 1
+    """Top logprobs over the whole vocabulary: 1.1 MB for one prompt, and a step keeps 1
     (RESULTS_BYTES of csrc/engine/engine.c)."""
     wide = 1600
     config = helpers.tiny_config(vocab_size=wide)
@@ -232,7 +230,7 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(
     mesh: rm.Mesh,
     changes: dict[str, Any],
 ) -> None:
-    """Each rank on a device of its own, or all on one; activations by way of the host
+    """Each rank on a separate device, or all on one; activations are exchanged through the host
     (csrc/comm/staged.h)."""
     if changes.get("device") == "cuda:1" and _core.cuda_count(str(library)) < 2:
         pytest.skip("one GPU here")
@@ -242,9 +240,8 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(
     for generator in (cpu, gpu):
         generator.sync_weights(state, cast=True)
         generated, _, *scored = everything(generator)
-        found.append(
-            ([output[:1] + output[2:] for output in generated], scored)
-        )  # prefix hits depend on what a replica has seen
+        # Prefix hits depend on the prompts that a replica has seen.
+        found.append(([output[:1] + output[2:] for output in generated], scored))
     assert found[0] == found[1]
 
 
@@ -342,7 +339,8 @@ def test_a_tied_head_that_differs_is_named(make: Callable[..., rm.Generator]) ->
 
 
 def updated_in_mid_generation(generator: rm.Generator, how: dict[str, Any]) -> Any:
-    """What is told of requests of a MOE that gets other weights after their second poll."""
+    """Returns the results of requests of a MOE that receives new weights after their second
+    poll."""
     ids = generator.submit(PROMPTS, PARAMS)
     done = []
     for step in range(3):
@@ -373,7 +371,7 @@ def test_updates_in_mid_generation(make: Callable[..., rm.Generator], how: dict[
 
 # -------------------------------------------------------------------------- tensors of the device
 class OnDevice(dlpack.Producer):
-    """An array in the device's memory, as torch would give it: it makes the reader's stream
+    """An array in the device's memory that behaves like torch's: it makes the reader's stream
     wait."""
 
     def __init__(self, device: cuda_device.Device, array: np.ndarray, **fields: Any) -> None:
@@ -459,8 +457,8 @@ def free(library: Path) -> int:
 
 
 def slack(library: Path) -> int:
-    """What a GPU's own runtime may take or keep meanwhile, and the parts of 2 MiB that it gives
-    memory in; the stand-in is exact."""
+    """Memory that a GPU's runtime may allocate or keep meanwhile, including rounding to 2 MiB; zero
+    on the stand-in."""
     return 0 if is_simt(library) else 64 << 20
 
 
@@ -490,7 +488,7 @@ def test_sleep_gives_memory_back_and_wake_restores(
 
 def test_close_gives_everything_back(make: Callable[..., rm.Generator], library: Path) -> None:
     cache = {} if is_simt(library) else {"kv_cache_gib": 0.5}
-    if cache:  # what a first use of each kernel takes stays with the process
+    if cache:  # memory that a kernel's first use allocates stays with the process
         warm = make(MOE)
         warm.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
         everything(warm)
@@ -508,7 +506,7 @@ def test_close_gives_everything_back(make: Callable[..., rm.Generator], library:
 def test_more_than_the_card_has_is_refused(
     make: Callable[..., rm.Generator], library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device lives on: the next generator has it."""
+    """The device stays usable: the next generator gets its memory."""
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(64 << 20))
     wanted = 1.5 * free(library) / 2**30
     with pytest.raises(
@@ -579,8 +577,8 @@ def test_the_cache_takes_what_is_left(
 def test_a_device_with_next_to_no_memory(
     make: Callable[..., rm.Generator], simt: None, monkeypatch: pytest.MonkeyPatch, memory: int
 ) -> None:
-    """Whatever is the first that has no room, of one rank and where ranks exchange; the figures
-    show how little there is."""
+    """Any allocation may be the first that fails, on one rank and on ranks that exchange; the
+    parameters show how little memory there is."""
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(memory))
     for changes in (
         {},
@@ -652,8 +650,8 @@ def test_devices_that_are_not_here(
 def test_ranks_on_gpus_of_two_architectures(
     make: Callable[..., rm.Generator], simt: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tensor cores of each have bits of their own; the contract's arithmetic has the same on
-    both."""
+    """The tensor cores of the two architectures give different bits; the contract's arithmetic
+    gives the same bits on both."""
     monkeypatch.setenv("ROLLMESH_SIMT_SM", "90,80")
     assert make(mesh=rm.Mesh(tp=2)).metrics()["family"] == "cuda_fma"
     with pytest.raises(
@@ -669,8 +667,8 @@ def test_ranks_on_gpus_of_two_architectures(
 
 # -------------------------------------------------------------------------- a host that schedules
 def test_a_host_schedules_on_a_device(library: Path) -> None:
-    """As vLLM does (csrc/scheduler/external_scheduler.h): pages shared and taken again, chunks,
-    preemptions, a version in between."""
+    """The host schedules like vLLM (csrc/scheduler/external_scheduler.h): shared and reused pages,
+    chunks, preemptions, a version in between."""
     found = []
     for where in ({}, {"cuda_library": str(library), "cuda_ordinal": 0}):
         engine = test_external_scheduler.make_engine(**where)

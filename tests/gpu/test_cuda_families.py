@@ -1,9 +1,8 @@
-"""Every model family on a CUDA device: the fibres of tests/gpu/simt, or a GPU where there is one.
+"""Every model family on a CUDA device: the fibres of tests/gpu/simt, or a GPU if there is one.
 
-Oracle: one rank of the CPU. The kernels compute with the contract's FMA chains, so tokens,
-logprobs, logits, routed experts and digests are the CPU's. Bound: equality. Steps of one device are
-replayed as captured graphs but for the first of a size.
-"""
+Oracle: one rank on the CPU. The kernels compute with the contract's FMA chains, so tokens,
+logprobs, logits, routed experts and digests equal the CPU's. Bound: equality. Steps of one device
+are replayed as captured graphs except for the first step of a size."""
 
 from __future__ import annotations
 
@@ -22,12 +21,8 @@ from rollmesh.distributed.traffic import step_traffic
 pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
 test_families = importlib.import_module("test_families")
-QUICK = {
-    "olmoe",
-    "glm4_moe",
-    "qwen2_moe",
-    "arcee",
-}  # norms over all heads; groups, a shared expert, half heads; its switch; no gate
+# Norms over all heads; groups, a shared expert, half heads; a switch for biases; no gate.
+QUICK = {"olmoe", "glm4_moe", "qwen2_moe", "arcee"}
 WITH_EXPERTS = QUICK - {"arcee"}
 
 
@@ -102,7 +97,7 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(family: str, seed: int) -> None:
 def test_ranks_replay_captured_graphs(
     make: Make, family: str, mesh: rm.Mesh, options: dict[str, Any], seed: int
 ) -> None:
-    """Over NCCL or its stand-in. A replayed step of four rows a replica moves the bytes of
+    """Over NCCL or its stand-in. A replayed step of four rows a replica transfers the bytes of
     rollmesh.distributed.traffic."""
     model, found = test_families.cut(family, seed), []
     prompts, params = (

@@ -1,11 +1,11 @@
-"""rm.Generator(fast=True): dense gemms by cuBLASLt, here on the simulated device of tests/gpu/simt
-and the stand-in for the library of tests/support/native/standin, which has an algorithm whose sums
-depend on the rows and one whose do not; on a GPU with cuBLASLt itself.
+"""rm.Generator(fast=True): dense gemms by cuBLASLt. Runs on the simulated device of tests/gpu/simt
+and the stand-in for the library of tests/support/native/standin, which has one algorithm whose sums
+depend on the number of rows and one whose sums do not; on a GPU with the real cuBLASLt.
 
-Oracle: NumPy in float64 for a gemm; for a model its float32 generator on the CPU, from which the
-bf16 one's distance is the measure of what rounding does. Bounds: of a gemm k·ε of float32 and what
-the stand-in cuts off (2⁻¹⁰) of Σ|x·w|, then bf16's rounding; of logprobs a few times that distance
-(`close`); equality for all that is no sum.
+Oracle: NumPy in float64 for a gemm. For a model, its float32 generator on the CPU; the distance
+between that and the bf16 generator measures the effect of rounding. Bounds: for a gemm, k·ε of
+float32 plus the stand-in's truncation (2⁻¹⁰) of Σ|x·w|, then bf16's rounding; for logprobs, a few
+times that distance (`close`); equality for everything that is not a sum.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ F32, BF16 = 2.0**-24, 2.0**-8  # the largest relative errors of one rounding
 
 @pytest.fixture(scope="module")
 def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a GPU and of cuBLASLt itself, or of what stands in for both."""
+    """The environment for a GPU and the real cuBLASLt, or for the stand-ins of both."""
     real = library_path()
     has_gpu = real.exists() and _core.cuda_count(str(real)) > 0
     if not has_gpu and os.environ.get("RM_NEEDS_GPU"):
@@ -80,7 +80,7 @@ def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(autouse=True)
 def library(where: dict[str, str]) -> Iterator[Path]:
-    """All that a test makes of the stand-in has its end."""
+    """All handles that a test makes in the stand-in must be destroyed."""
     loaded = None if LIBRARY_SWITCH not in where else ctypes.CDLL(where[cublas.LIBRARY_SWITCH])
     before = loaded and loaded.standin_cublas_alive()
     yield Path(where.get(LIBRARY_SWITCH, library_path()))
@@ -194,8 +194,8 @@ def test_gate_and_up_become_one(
     monkeypatch: pytest.MonkeyPatch,
     rows_at_once: int,
 ) -> None:
-    """Of as many rows at once as there is room for. Their gemm alone is the oracle's input, by the
-    algorithm that knows no rows."""
+    """The workspace limits the number of rows at once. The oracle is computed from the gemm alone,
+    with the algorithm that does not depend on the number of rows."""
     monkeypatch.setenv("STANDIN_CUBLAS_FIRST", "whole")
     shape, both, most = vendor_gemm.Shape(131, 32, swiglu=True), vendor_gemm.Shape(262, 32), 33
     room = 4 * shape.n * rows_at_once
@@ -276,7 +276,7 @@ def test_one_algorithm_is_pinned_by_the_most_rows(
     standin: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of other numbers of rows nobody asks for one."""
+    """The library is only asked for an algorithm for the largest number of rows."""
     monkeypatch.setenv("STANDIN_CUBLAS_NONE", "4")
     shape = vendor_gemm.Shape(16, 8)
     with vendor_gemm.opened(
@@ -331,7 +331,7 @@ def test_a_shape_that_was_not_named_ends_the_device(
 
 
 def header() -> Path:
-    """cublasLt.h of the wheel nvidia-cublas, or of CUDA; else a skip."""
+    """cublasLt.h of the wheel nvidia-cublas, or of CUDA; otherwise the test is skipped."""
     wheel = (
         Path(cublas.find().path).parents[1] / "include"
         if not os.environ.get(cublas.LIBRARY_SWITCH)
@@ -378,16 +378,16 @@ def test_declarations_are_the_headers(tmp_path: Path, plant: str) -> None:
 
 # ------------------------------------------------------------------------------------ a generator
 def distance(one: list[np.ndarray], other: list[np.ndarray]) -> np.ndarray:
-    """The largest and the mean difference of all logprobs."""
+    """Returns the largest and the mean difference of all logprobs."""
     all_of = np.abs(np.concatenate(one) - np.concatenate(other))
     return np.array([all_of.max(), all_of.mean()])
 
 
 def close(make: Make, config: helpers.Config, scores: list[np.ndarray]) -> None:
-    """Both bf16 generators round the same gemms and activations as often, each as far from float32
-    as that takes it: a mean of 154 logprobs at most twice the other's, with the stand-in's cuts 3
-    times; the worst, which an expert chosen otherwise may be, 6 times. A matrix at a wrong place is
-    as far as other weights are."""
+    """Both bf16 generators round the same gemms and activations equally often, so each differs from
+    float32 by about the same. The mean of 154 logprobs may be at most twice the other's, 3 times
+    with the stand-in's truncation; the maximum, in which an expert may be chosen differently, 6
+    times. A misplaced matrix gives a difference as large as other weights do."""
     exact = make(config, "cpu", dtype="float32").score(SEQUENCES)
     rounding = distance(make(config, "cpu").score(SEQUENCES), exact)
     others = distance(make(config, "cpu", seed=2).score(SEQUENCES), exact)
@@ -442,7 +442,7 @@ def test_what_it_is_is_said(make: Make, where: dict[str, str]) -> None:
 def test_company_changes_bits_only_where_the_library_lets_it(
     make: Make, standin: None, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    """What `invariant` is about: with SPLIT a row alone gets other sums."""
+    """The case that `invariant` excludes: with SPLIT a single row gets different sums."""
     monkeypatch.setenv("STANDIN_CUBLAS_FIRST", first)
     fast = make(enable_prefix_caching=False, max_num_batched_tokens=3)
     eager = make(enable_prefix_caching=False, max_num_batched_tokens=3, enforce_eager=True)
@@ -461,8 +461,8 @@ def test_company_changes_bits_only_where_the_library_lets_it(
 def test_all_dense_gemms_are_the_librarys(
     make: Make, standin: None, monkeypatch: pytest.MonkeyPatch, name: str, per_forward: int
 ) -> None:
-    """The last call of the first forward fails, and is one; of as many and one more the second
-    forward's first."""
+    """The fault is set on the last call of the first forward and is reported; with one call more it
+    is on the second forward's first call."""
     monkeypatch.setenv("STANDIN_CUBLAS_FAIL", f"{per_forward}:13")
     with pytest.raises(rm.DeviceError, match="cublasLtMatmul: a failure"):
         make(CONFIGS[name]).score([[3, 1, 2]])
@@ -476,7 +476,7 @@ def test_all_dense_gemms_are_the_librarys(
 def test_a_failure_in_a_recording_is_an_error(
     make: Make, standin: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill, a decode step that is run, and the one that is recorded."""
+    """Runs a prefill, a decode step that is run, and a decode step that is recorded."""
     monkeypatch.setenv("STANDIN_CUBLAS_FAIL", f"{8 * 2 + 3}:13")
     fast = make()
     with pytest.raises(rm.DeviceError, match="cublasLtMatmul: a failure"):
@@ -486,8 +486,8 @@ def test_a_failure_in_a_recording_is_an_error(
 def test_a_failure_in_a_spoilt_recording_is_none(
     make: Make, standin: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the library says of a recording that another thread spoilt. The step is enqueued in its
-    place."""
+    """The library's error for a recording that another thread has invalidated. The step is enqueued
+    instead."""
     params = rm.SamplingParams(max_tokens=9, ignore_eos=True, seed=1)
     whole = told(make().generate([[3, 1, 2]], params, use_tqdm=False))
     monkeypatch.setenv("STANDIN_CUBLAS_FAIL", f"{8 * 2 + 3}:13")
@@ -516,7 +516,7 @@ def test_syncs_that_fail_leave_the_old_weights_and_others_serve(make: Make, mode
     assert bits_of(fast) == old
     new = bits_of(fresh)[1]
     assert new != old[1]
-    for seed in (2, 1, 2):  # both blocks of the store in turn, with the recordings of each
+    for seed in (2, 1, 2):  # both blocks of the store alternately, with the recordings of each
         fast.sync_weights(helpers.numpy_state_dict(DENSE, seed=seed), cast=True, mode=mode)
         assert bits_of(fast)[1] == (new if seed == 2 else old[1])
 
@@ -540,8 +540,8 @@ def test_ranks_that_are_threads(make: Make, config: helpers.Config, parallel: bo
 
 
 def test_the_self_test_holds_it_to_its_threshold(make: Make) -> None:
-    """It has a bound and not bits, so it serves; here a wider one, for what the stand-in cuts
-    off."""
+    """The self-test has a bound instead of equality, so the generator can serve; here the bound is
+    wider, for the stand-in's truncation."""
     fast, exact = make(), make(DENSE, "cpu", dtype="float32")
     assert 0.0 < fast.self_test(exact.score, threshold=0.3).max_abs_diff <= 0.3
     other = make(DENSE, "cpu", dtype="float32", seed=2)
@@ -671,7 +671,7 @@ def test_the_doctor_names_it(where: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("what", ["versions", "fast"])
 def test_ranks_that_disagree_are_refused(standin: None, tmp_path: Path, what: str) -> None:
-    """Two processes: with other versions of the library, or one without it."""
+    """Two processes: with different versions of the library, or one without it."""
     body = """
 import os, sys, helpers, rollmesh as rm
 rank, name, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]

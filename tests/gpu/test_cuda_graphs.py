@@ -1,10 +1,8 @@
 """Decode steps that are recorded and replayed (csrc/step/graph_replay.h), on the fibres of
-tests/gpu/simt, or on a GPU where there is one.
+tests/gpu/simt, or on a GPU if there is one.
 
-Oracle: the CPU, and the same engine with enforce_eager=True. Bound: equality. That steps are
-replayed at all is seen in metrics()["graph_replays"], so that no test passes by never meeting its
-case.
-"""
+Oracle: the CPU, and the same engine with enforce_eager=True. Bound: equality. The tests check
+metrics()["graph_replays"], so that a test without replays fails."""
 
 from __future__ import annotations
 
@@ -58,9 +56,8 @@ def test_a_replayed_step_gives_the_bits_of_one_enqueued(
     found = []
     for generator in generators:
         generator.sync_weights(state, cast=True)
-        found.append(
-            [rollouts(generator), rollouts(generator)]
-        )  # the second time prompts are prefix hits, and every size was run
+        # The second time prompts are prefix hits, and every size has run before.
+        found.append([rollouts(generator), rollouts(generator)])
     assert found == [found[0]] * len(found)
     steps, replays = steps_and_replays(replayed)
     assert replays > steps // 2
@@ -84,7 +81,7 @@ def test_a_replayed_step_gives_the_bits_of_one_enqueued(
     ids=str,
 )
 def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[str, Any]) -> None:
-    """Steps with prompts, top logprobs or banned tokens are not recorded, and stand between
+    """Steps with prompts, top logprobs or banned tokens are not recorded, and run between
     replays."""
     changes = {**WIDE, **changes}
     if pages := changes.pop("pages", 0):
@@ -127,8 +124,8 @@ def test_replays_among_chunks_preemptions_and_others(make: Make, changes: dict[s
     ids=str,
 )
 def test_which_steps_are_replayed(make: Make, changes: dict[str, Any], replays: int) -> None:
-    """Of 20 tokens the first is the prefill's, and the first step of a size is enqueued. Lists of
-    tokens are not recorded."""
+    """The first of 20 tokens comes from the prefill, and the first step of a size is enqueued.
+    Steps with token lists are not recorded."""
     gpu = make(DENSE)
     gpu.sync_weights(helpers.numpy_state_dict(DENSE, seed=1), cast=True)
     params = rm.SamplingParams(max_tokens=20, temperature=0, **changes)
@@ -137,8 +134,8 @@ def test_which_steps_are_replayed(make: Make, changes: dict[str, Any], replays: 
 
 
 def test_a_sync_costs_no_recording(make: Make) -> None:
-    """A store's two blocks take turns: from the third version on every size that was seen is
-    replayed at once."""
+    """A store's two blocks alternate: from the third version on every known size is replayed
+    immediately."""
     params = rm.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     cpu, gpu = make(DENSE, "cpu"), make(DENSE)
     replays = []
@@ -151,13 +148,8 @@ def test_a_sync_costs_no_recording(make: Make) -> None:
         assert found[0] == found[1]
         replays.append(gpu.metrics()["graph_replays"])
     each = [after - before for before, after in zip([0, *replays], replays, strict=False)]
-    assert each == [
-        7,
-        7,
-        8,
-        8,
-        8,
-    ]  # of nine tokens the first is the prefill's; a new address's first step is enqueued
+    # The first of nine tokens comes from the prefill; a new address's first step is enqueued.
+    assert each == [7, 7, 8, 8, 8]
 
 
 def test_sleep_forgets_recordings_and_wake_makes_new_ones(make: Make) -> None:
@@ -180,7 +172,7 @@ def test_sleep_forgets_recordings_and_wake_makes_new_ones(make: Make) -> None:
 
 
 def test_a_row_that_is_not_finite_ends_its_request_alone(make: Make) -> None:
-    """A token whose embedding is NaN, fed in a replayed step."""
+    """A token whose embedding is NaN is used in a replayed step."""
     state = helpers.numpy_state_dict(DENSE, seed=1)
     found = []
     for device in ("cpu", "cuda"):
@@ -225,7 +217,8 @@ def test_without_memory_for_graphs_steps_are_enqueued(
 def test_a_recording_that_another_thread_spoils(
     make: Make, simt: None, monkeypatch: pytest.MonkeyPatch, work: int
 ) -> None:
-    """By a wait for the whole device: that step is enqueued, the next is recorded."""
+    """A wait for the whole device invalidates the recording: that step is enqueued, and the next is
+    recorded."""
     params = rm.SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     found = []
     for spoilt in (False, True):

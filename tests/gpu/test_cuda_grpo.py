@@ -1,6 +1,6 @@
-"""GRPO with the generator on a CUDA device, here on the fibres of tests/gpu/simt: every metric but
-the times and every weight of the CPU's run, since the default family of kernels has the CPU's bits.
-With a trainer on a GPU too where torch has one."""
+"""GRPO with the generator on a CUDA device, on the fibres of tests/gpu/simt. Oracle: a run on the
+CPU. Bound: every metric but the times and every weight are equal, because the default family of
+kernels is bit-identical to the CPU. If torch has a GPU, the trainer runs there too."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_what_means_nothing_on_a_device_is_refused(changes: list[str], message: 
 
 
 def test_vllms_workers_are_told_themselves() -> None:
-    """The device that they run on is vLLM's platform's, so what goes with one is not refused here
-    but there."""
+    """vLLM's platform selects the device of the workers, so rollmesh does not refuse options that
+    depend on it; the workers do."""
     table = config.load(
         DENSE,
         [
@@ -183,8 +183,8 @@ def test_a_trainer_on_a_gpu_wants_a_generator_that_reads_it() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 def test_a_trainer_on_a_gpu_learns_as_one_on_the_cpu(tmp_path: Path) -> None:
-    """The state dict goes from GPU to GPU. Bound: rounding of the trainer's own arithmetic, three
-    steps long."""
+    """The state dict is transferred from GPU to GPU. Bound: rounding of the trainer's own
+    arithmetic, over three steps."""
     for device in ("cpu", "cuda"):
         run(
             DENSE,

@@ -1,11 +1,10 @@
-"""Weights that lie on a GPU of another process (CUDA IPC), by way of the simulated devices:
+"""Weights on a GPU of another process (CUDA IPC), on the simulated devices:
 SharedWriter.publish(lend_to=…) there, Generator.sync_weights(SharedReader) here. The stand-in opens
-a handle once a process, never its own, gives other numbers to the devices where a test wants it,
-and ends a process that frees memory which another has open.
+a handle once per process and never in the process that made it, can number the devices differently,
+and ends a process that frees memory which another process has open.
 
-Oracle: the same weights from the host, by digest and by logits. Bound: equality. What fails leaves
-the old version serving.
-"""
+Oracle: the same weights from the host, by digest and by logits. Bound: equality. After a failure
+the old version keeps serving."""
 
 # ruff: noqa: F401 (fixtures of another file)
 from __future__ import annotations
@@ -40,7 +39,7 @@ NAME = "model.norm.weight"
 
 
 class Remote:
-    """A trainer in a process of its own: remote.publish(…) is Lending.publish there."""
+    """A trainer in a separate process: remote.publish(…) calls Lending.publish there."""
 
     def __init__(self, path: Path, ordinal: int, folder: Path, settings: dict[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -70,7 +69,7 @@ class Remote:
         self.process.join(60)
 
     def finish(self) -> None:
-        """Exit status 0: the simulated device has found nothing to complain about."""
+        """Expects exit status 0: the simulated device has detected no fault."""
         if self.process.is_alive():
             self.pipe.send(None)
         self.process.join(60)
@@ -92,8 +91,8 @@ def trainer(library: Path, tmp_path: Path) -> Iterator[Callable[..., Remote]]:
 
 @pytest.fixture
 def ranks(library: Path, tmp_path: Path) -> Iterator[Callable[..., Callable[..., list[Any]]]]:
-    """Two processes, gpu_trainer.rank_of_two: what is called with what both are told gives their
-    answers, within 30 seconds."""
+    """Two processes of gpu_trainer.rank_of_two. Calling it sends a message to each and returns
+    their answers, within 30 seconds."""
     context, pipes, processes = multiprocessing.get_context("spawn"), [], []
 
     def answers(victim: int = 0) -> list[Any]:
@@ -140,7 +139,8 @@ def test_weights_of_another_process(
     ordinal: int,
     packed: bool,
 ) -> None:
-    """Two versions, one after the other; after each the trainer may free what it has lent."""
+    """Sends two versions, one after the other; after each the trainer may free the memory that it
+    has lent."""
     remote, gpu = trainer(ordinal), make(config)
     reader = sources.SharedReader(remote.address())
     for version, seed in enumerate((1, 2)):
@@ -193,7 +193,7 @@ def test_some_on_the_host(
 def test_several_readers_and_ranks(
     make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
 ) -> None:
-    """A reader for each generator; one whose ranks are threads on two GPUs opens the memory
+    """Each generator has a reader; a generator whose ranks are threads on two GPUs opens the memory
     once."""
     remote = trainer(1)
     remote.publish(MOE, 1, 0, 2)
@@ -224,7 +224,8 @@ def test_ranks_that_are_processes(
     ranks: Callable[..., Callable[..., list[Any]]],
     readers: int,
 ) -> None:
-    """Two versions; a third, whose trainer ends while it is read, is refused on both ranks."""
+    """Sends two versions; a third, whose trainer exits while it is read, is refused on both
+    ranks."""
     remote = trainer(1)
     cpu = make(MOE, "cpu", dtype="float32")
     answers = ranks(MOE, [remote.address() if rank < readers else None for rank in range(2)])
@@ -245,8 +246,8 @@ def test_ranks_that_are_processes(
 def test_a_rank_that_cannot_give_back(
     trainer: Callable[..., Remote], ranks: Callable[..., Callable[..., list[Any]]]
 ) -> None:
-    """Both have committed, and one leaves by an error: the other learns it, and does not wait for
-    it."""
+    """Both ranks have committed, and one leaves by an error: the other gets the error, and does not
+    wait."""
     remote = trainer(1)
     answers = ranks(MOE, [remote.address()] * 2)
     remote.publish(MOE, 1, 0, 2)
@@ -296,8 +297,8 @@ def test_a_sync_that_fails_may_be_tried_again(
 def test_a_commit_that_fails_may_be_tried_again(
     make: Callable[..., rm.Generator], trainer: Callable[..., Remote]
 ) -> None:
-    """All is staged, and what runs cannot finish: nothing was given back, since nothing of it
-    serves."""
+    """All tensors are staged, but a running request cannot finish. The loan is kept, because its
+    version does not serve yet."""
     remote, gpu = trainer(), make(DENSE)
     gpu.sync_weights(state_of(DENSE, 2), version=0, cast=True)
     remote.publish(DENSE, 1, 1, 1)
@@ -347,7 +348,7 @@ def test_a_trainer_that_goes(
     reader = gpu_trainer.Interrupted(remote.address())
     reader.refresh()
     if in_the_middle:
-        reader.interrupt(len(reader) + 3, happens)  # each is asked for once to be checked
+        reader.interrupt(len(reader) + 3, happens)  # each is read once to be checked
     if not in_the_middle:
         happens()
     with pytest.raises(kind, match=message):
@@ -381,16 +382,16 @@ def test_a_reader_that_ends(
     remote.wait(60)
     reader.close()
     remote.publish(DENSE, 2, 1, 1)
-    with pytest.raises(
-        RuntimeError, match="DeadlineError"
-    ):  # a reader that was closed is not one that has ended
+    # A closed reader differs from a reader whose process has ended.
+    with pytest.raises(RuntimeError, match="DeadlineError"):
         remote.wait(0.05)
     remote.take_back()
     remote.free()
 
 
 def test_a_reader_that_has_read_and_ends(trainer: Callable[..., Remote]) -> None:
-    """Without close: the next version is not lent to it, and does not miss it."""
+    """The reader ends without close: the next version is not lent to it, and does not wait for
+    it."""
     remote = trainer()
     remote.publish(DENSE, 1, 0, 2)
     process = multiprocessing.get_context("spawn").Process(
@@ -419,7 +420,7 @@ def test_a_reader_that_has_read_and_ends(trainer: Callable[..., Remote]) -> None
 
 
 def test_a_reader_that_is_dropped(library: Path, trainer: Callable[..., Remote]) -> None:
-    """It counts as one that has ended, though its process lives."""
+    """A dropped reader counts as ended, although its process lives."""
     remote = trainer()
     remote.publish(DENSE, 1, 0, 1)
     reader = sources.SharedReader(remote.address())
@@ -456,8 +457,8 @@ def open_files() -> list[str]:
 
 
 def test_locks_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's reason, and no file stays open. A lock that cannot be asked for is not one that
-    somebody holds."""
+    """The error has the system's reason, and all files are closed. A lock that cannot be requested
+    does not count as held."""
     writer = sources.SharedWriter(tmp_path)
     writer.publish({"x": np.ones(3, np.float32)})
     path, _, nonce = writer.address.rpartition(":")
@@ -481,7 +482,7 @@ def test_locks_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class Gpus:
-    """Of allocations of 100 bytes; those at `bad` cannot be given back."""
+    """A stand-in with allocations of 100 bytes; those at `bad` cannot be freed."""
 
     def __init__(self, *bad: int) -> None:
         self.bad, self.open = bad, [0, 1, 2]
@@ -507,7 +508,7 @@ def test_all_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size, fits", [(99, True), (100, True), (101, False)])
 def test_sizes_of_allocations(monkeypatch: pytest.MonkeyPatch, size: int, fits: bool) -> None:
-    """They may be mapped more coarsely than they were made."""
+    """Allocations may be mapped in larger units than they were made."""
     gpus = Gpus()
     monkeypatch.setattr(loans, "gpus", lambda: gpus)
     with (
@@ -624,7 +625,8 @@ def test_no_cuda_library(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def flags_of(capsule: Any) -> int:
-    """DLManagedTensorVersioned's, behind two words of its version and two pointers."""
+    """Returns the flags of a DLManagedTensorVersioned, after two words of its version and two
+    pointers."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     return ctypes.c_uint64.from_address(pointer(capsule, b"dltensor_versioned") + 24).value
@@ -632,8 +634,8 @@ def flags_of(capsule: Any) -> int:
 
 @pytest.mark.parametrize("how", ["plain", "transposed", "backwards", "every other"])
 def test_strides_by_way_of_the_host(library: Path, how: str) -> None:
-    """The tensor again, from its place, shape and strides; and nothing of it once it was given
-    back."""
+    """The host rebuilds the tensor from its place, shape and strides, and not after it was
+    returned."""
     wanted = np.arange(48, dtype=np.float16).reshape(6, 8)
     trainer, gpus = gpu_trainer.Trainer(library, 1), _core.Gpus(str(library))
     ordinal, address, dtype, shape, strides, owner = gpus.lend(
@@ -686,7 +688,7 @@ GOOD: dict[str, Any] = {
 
 
 def changed(*path: Any) -> dict[str, Any]:
-    """GOOD with the last of `path` at the place that the others name."""
+    """Returns GOOD with the last of `path` at the place that the others name."""
     made = copy.deepcopy(GOOD)
     at = made
     for step in path[:-2]:

@@ -1,11 +1,10 @@
 """rollmesh.torch.patch with its ops on a CUDA device. This machine's torch has no CUDA, so on the
-simulated device (tests/gpu/simt) the model's tensors stay on the CPU, and the one place where
-tensors meet ops (rollmesh/torch/arrays.py) copies them to the device and, when an op's turn ends,
-back. With a GPU and a torch that sees it the model itself is there.
+simulated device (tests/gpu/simt) the model's tensors stay on the CPU. rollmesh/torch/arrays.py, the
+only place where tensors reach ops, copies them to the device and, when an op's turn ends, back.
+With a GPU and a torch that supports it, the model itself is on the GPU.
 
 Input: the models of test_torch_patch.py. Oracle: the same model on the CPU. Bound: 0 differing bits
-of logprobs, entropies, logits and experts; 1e-5 of a gradient's norm.
-"""
+of logprobs, entropies, logits and experts; 1e-5 of a gradient's norm."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]]
 
 
 class Place:
-    """What stands in for arrays.py: device copies of a turn's tensors, copied back when it ends."""
+    """Replaces arrays.py: makes device copies of a turn's tensors, and copies them back when the
+    turn ends."""
 
     def __init__(self) -> None:
         self.there: list[tuple[Any, Tensor]] = []
@@ -69,9 +69,8 @@ class Place:
         yield
         self.turns += 1
         for array, plain in self.there:
-            plain.data.copy_(
-                self.tensor_of(array, plain.dtype)
-            )  # behind torch's back, as an op writes
+            # Written without torch's knowledge, like the output of an op.
+            plain.data.copy_(self.tensor_of(array, plain.dtype))
         self.there.clear()
 
 

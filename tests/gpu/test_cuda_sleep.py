@@ -1,9 +1,9 @@
-"""sleep(keep_weights=True): the host keeps the weights, the device's memory goes, and wake() has
-the same version serve from a new block.
+"""sleep(keep_weights=True): the host keeps the weights, the device's memory is freed, and after
+wake() the same version serves from a new block.
 
-On the fibres of tests/gpu/simt, or on a GPU where there is one. Oracle: what the same engine
-answered before it slept. Bound: equality. Each refusal leaves all as it was: what was awake serves,
-what slept wakes later. Ranks sleep and wake all of them or none."""
+Runs on the fibres of tests/gpu/simt, or on a GPU if there is one. Oracle: the answers of the same
+engine before it slept. Bound: equality. A refusal changes nothing: awake parts serve, and sleeping
+parts can wake later. Either all ranks sleep or wake, or none."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TWO = {"mesh": rm.Mesh(tp=2, ep=2)}  # ranks that are threads, by way of the hos
 
 
 def of_version(generator: rm.Generator) -> Any:
-    """The bits of the answers, and the number and digest of what gave them. Hits on cached prefixes
-    differ, so they start from none."""
+    """Returns the answers, and the number and digest of their version. Hits on cached prefixes
+    differ, so the cache is empty at the start."""
     generator.reset_prefix_cache()
     return everything(generator), generator.version, generator._engine.sync_state()[1]
 
 
 def served(make: Make, **changes: Any) -> tuple[rm.Generator, Any]:
-    """With its second version, of which the staging block is a block that was written before."""
+    """Returns a generator with its second version, so that the staging block was written before."""
     generator = make(MOE, **changes)
     for seed in (1, 2):
         generator.sync_weights(helpers.numpy_state_dict(MOE, seed=seed), cast=True)
@@ -103,8 +103,8 @@ with rm.Generator(rm.ModelSpec.from_hf(config), device="cuda:0", **options) as g
 def test_processes_of_a_host_ask_it_together(
     simt_library: Path, tmp_path: Path, needs: float
 ) -> None:
-    """Each has room for its own part, and for both only where the host has more than twice as
-    much."""
+    """Each process has room for its own part. Both have room only if the host has more than twice
+    as much."""
     (tmp_path / "other.c").write_text(NO_ROOM)
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", tmp_path / "other.so", tmp_path / "other.c", "-ldl"],
@@ -145,7 +145,8 @@ def test_processes_of_a_host_ask_it_together(
 def test_ranks_of_a_host_without_room_for_all_of_them_stay_awake(
     simt_library: Path, tmp_path: Path
 ) -> None:
-    """What one rank has room for: two take a little more together, each of them less."""
+    """The host has room for one rank's weights. Two ranks together need slightly more, although
+    each of them needs less."""
     (tmp_path / "other.c").write_text(NO_ROOM)
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", tmp_path / "other.so", tmp_path / "other.c", "-ldl"],
@@ -174,7 +175,8 @@ def test_ranks_of_a_host_without_room_for_all_of_them_stay_awake(
     "changes", [{}, {"dtype": "float32"}, TWO, {"device": "cpu"}, {"device": "cpu", **TWO}], ids=str
 )
 def test_what_is_kept_serves_again(make: Make, library: Path, changes: dict[str, Any]) -> None:
-    """The blocks are of several halves of the way to the host, the last of them not whole."""
+    """The blocks have the size of several halves of the transfer buffer, the last half
+    incomplete."""
     generator, before = served(make, **changes)
     is_cuda = generator.metrics()["device"] != "cpu"
     weights, kv = generator.metrics()["weight_bytes"], generator.metrics()["kv_bytes"]
@@ -192,9 +194,8 @@ def test_what_is_kept_serves_again(make: Make, library: Path, changes: dict[str,
         if is_cuda:
             given = sum(_core.cuda_available(str(library), d) - was for d, was in enumerate(awake))
             assert given >= weights + ("kv" in parts) * kv - slack(library)
-            assert (
-                0 <= _core.memory_mapped() - mapped - weights < 2 * 4096
-            )  # the copy, one of each rank, in pages
+            # The copy, one for each rank, in whole pages.
+            assert 0 <= _core.memory_mapped() - mapped - weights < 2 * 4096
         with pytest.raises(rm.StateError, match="asleep"):
             generator.generate([[1]], use_tqdm=False)
         with pytest.raises(rm.StateError, match="weights: expected awake, got asleep"):
@@ -225,8 +226,8 @@ def test_requests_that_run_go_on(make: Make) -> None:
 
 
 def test_recordings_are_of_the_new_block(make: Make) -> None:
-    """What was recorded knew addresses that are gone: a size's first step is enqueued, and then
-    replayed again."""
+    """Recordings contain addresses of the old block: a size's first step is enqueued, and the next
+    steps are replayed again."""
     params = rm.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     gpu, _ = served(make)
     first = gpu.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0]
@@ -263,7 +264,7 @@ def test_a_later_sleep_drops_what_was_kept(
 
 
 def test_an_open_set_is_dropped(make: Make) -> None:
-    """At its begin in place nothing was written yet: what served serves again."""
+    """A set in place has written no weights at its beginning: the previous weights serve again."""
     generator, before = served(make)
     for mode in ("staged", "inplace"):
         pushed = generator.begin_sync(mode=mode, cast=True)
@@ -311,7 +312,7 @@ def test_what_cannot_be_kept_is_refused(make: Make, parts: str, keep: Any, words
 # ---------------------------------------------------------------------------------------- no room
 @pytest.mark.parametrize("changes", [full({}), TWO], ids=str)
 def test_no_room_in_the_host(make: Make, library: Path, changes: dict[str, Any]) -> None:
-    """Whichever allocation fails, and of whichever rank: nothing sleeps and nothing is lost."""
+    """Any allocation of any rank fails: all ranks stay awake and keep their weights."""
     generator, before = served(make, **changes)
     devices, mapped, blocks = (
         [_core.cuda_available(str(library), d) for d in range(2)],
@@ -348,8 +349,8 @@ def test_no_room_on_the_device(
     changes: dict[str, Any],
     left: str,
 ) -> None:
-    """Both parts sleep on, whichever of them had no room; the copy stays, and a later call has it
-    serve."""
+    """Both parts stay asleep, whichever of them had no room; the copy stays, and serves after a
+    later call."""
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(64 << 20))
     generator, before = served(make, **changes)
     generator.sleep(keep_weights=True)
@@ -380,7 +381,7 @@ def test_no_room_on_the_device(
 def test_one_device_of_two_has_no_room(
     make: Make, library: Path, simt: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one gives back what it had taken."""
+    """The other device frees the memory that it had allocated."""
     monkeypatch.setenv("ROLLMESH_SIMT_MEMORY", str(32 << 20))
     generator, before = served(make, **TWO)
     generator.sleep(keep_weights=True)
@@ -410,8 +411,8 @@ def shm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_process_without_room_ends_it_on_all(
     shm: Server, library: Path, simt: None, victim: int
 ) -> None:
-    """The victim's own error there, and who it was elsewhere; afterwards all of them sleep, wake
-    and answer alike."""
+    """The victim raises its own error, and the other ranks an error with the victim's number;
+    afterwards all of them sleep, wake and give equal answers."""
     environment = {
         name: value for name, value in os.environ.items() if name.startswith("ROLLMESH_")
     }

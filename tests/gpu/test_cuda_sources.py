@@ -1,7 +1,7 @@
-"""Weights that lie on GPUs: of another GPU than the engine's, of one GPU into ranks on several. On
-the simulated devices of tests/gpu/simt, where no device can touch another's memory but by the copy
-that is made for it, and where nothing is done before something waits: a tensor is written by a copy
-that its producer has enqueued on a stream of its own and never waited for.
+"""Weights on GPUs: on a GPU other than the engine's, or from one GPU into ranks on several. On the
+simulated devices of tests/gpu/simt, where a device can read another's memory only through a peer
+copy, and work runs only when a thread waits. A tensor is written by a copy that its producer has
+enqueued on a separate stream without waiting for it.
 
 Oracle: the same weights from the host, by digest (of every stored value) and by logits. Bound:
 equality.
@@ -29,7 +29,7 @@ PROMPTS = [[3, 1, 2, 9], [4] * 40]
 
 @pytest.fixture(autouse=True)
 def library(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Several devices that hide from one another: the simulated ones, wherever this runs."""
+    """Several devices that cannot access each other: always the simulated ones."""
     monkeypatch.setenv(LIBRARY_SWITCH, str(simt_library))
     return simt_library
 
@@ -92,7 +92,7 @@ def test_tensors_of_several_gpus_and_of_the_host(
 def test_one_gpus_tensors_into_ranks(
     make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer], mesh: rm.Mesh, device: str
 ) -> None:
-    """Ranks on a GPU each, one of them the tensors', or all on another."""
+    """Each rank has a GPU, one of them the tensors' GPU; or all ranks are on another GPU."""
     state = helpers.numpy_state_dict(MOE, seed=1, dtype="float32")
     gpu = make(MOE, device, mesh=mesh)
     digest = gpu.sync_weights(on_gpu(1).state(state), cast=True).digest
@@ -100,7 +100,7 @@ def test_one_gpus_tensors_into_ranks(
 
 
 def spread(array: np.ndarray, how: str) -> np.ndarray:
-    """A view with the values of `array` that lies otherwise in the memory of its base."""
+    """Returns a view with the values of `array` and another layout in the memory of its base."""
     rows, cols = array.shape
     if how == "transposed":
         return np.ascontiguousarray(array.T).T
@@ -125,7 +125,7 @@ def spread(array: np.ndarray, how: str) -> np.ndarray:
 def test_strides_of_another_gpu(
     make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer], how: str
 ) -> None:
-    """The wide and the tall one spread a matrix over more bytes than are brought at once."""
+    """The wide and the tall view spread a matrix over more bytes than are transferred at once."""
     state: dict[str, Any] = helpers.numpy_state_dict(DENSE, seed=1, dtype="float32")
     trainer, gpu = on_gpu(1), make()
     names = [name for name, array in state.items() if array.ndim == 2]
@@ -137,7 +137,8 @@ def test_strides_of_another_gpu(
 def test_more_than_the_staging_buffer_holds(
     make: Callable[..., rm.Generator], on_gpu: Callable[[int], Trainer]
 ) -> None:
-    """A vocabulary's matrix of float64 goes by way of both halves in turn; so do those after it."""
+    """A vocabulary's matrix of float64 goes through both halves alternately, and so do the tensors
+    after it."""
     config = helpers.tiny_config(vocab_size=40_000)
     state = {
         name: value.astype(np.float64)
@@ -237,7 +238,7 @@ def test_a_gpu_that_fails_while_its_tensors_are_read(
     on_gpu: Callable[[int], Trainer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes its tensors with it, and not the engine, which runs on another."""
+    """The failing GPU loses its tensors, but the engine on the other GPU continues."""
     state = helpers.numpy_state_dict(DENSE, seed=1, dtype="float32")
     gpu, trainer = make(), on_gpu(1)
     gpu.sync_weights(state, cast=True)

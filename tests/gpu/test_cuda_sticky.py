@@ -1,9 +1,7 @@
-"""A fault of a kernel takes the device's context with it, for as long as the process lives: in a
-process of its own, on the fibres of tests/gpu/simt with ROLLMESH_SIMT_STICKY=1, where it does so
-too.
+"""A fault of a kernel breaks the device's context until the process ends. Runs in a separate
+process, on the fibres of tests/gpu/simt, which model this with ROLLMESH_SIMT_STICKY=1.
 
-Oracle: the CPU, for what other devices give meanwhile. Bound: equality; and the error's type and
-words.
+Oracle: the CPU for the results of other devices; the error's type and words. Bound: equality.
 """
 
 from __future__ import annotations
@@ -65,11 +63,8 @@ def nothing_is_served(dead: rm.Generator) -> None:
 
 
 def main(launch: int) -> None:
-    cpu, bystander, beside = (
-        synced("cpu"),
-        synced("cuda:1"),
-        synced("cuda:0"),
-    )  # beside shares the context that will be lost
+    # `beside` shares the context that the fault breaks.
+    cpu, bystander, beside = (synced("cpu"), synced("cuda:1"), synced("cuda:0"))
     expected = tokens(cpu)
     assert tokens(bystander) == tokens(beside) == expected
     os.environ["ROLLMESH_SIMT_FAULT"] = str(launch)
@@ -79,7 +74,7 @@ def main(launch: int) -> None:
     is_refused(lambda: [tokens(dead) for _ in range(20)])
     nothing_is_served(dead)
     nothing_is_served(beside)
-    for closed in (dead, beside, None):  # the last stream goes, and it is no other
+    for closed in (dead, beside, None):  # the last stream closes without clearing the fault
         for name, mesh in (
             ("cuda:0", None),
             ("cuda", None),
@@ -93,9 +88,8 @@ def main(launch: int) -> None:
         other.close()
         if closed is not None:
             closed.close()
-            assert (
-                C.CDLL(os.environ[LIBRARY_SWITCH]).simt_left_error() == 0
-            )  # or a trainer would find it behind its next launch
+            # Otherwise a trainer would get the error at its next launch.
+            assert C.CDLL(os.environ[LIBRARY_SWITCH]).simt_left_error() == 0
             closed.close()
     with pytest.raises(rm.StateError, match="closed"):
         tokens(dead)
@@ -108,7 +102,8 @@ def main(launch: int) -> None:
 
 @pytest.mark.parametrize("launch", [60, 100])
 def test_a_lost_context_stays_lost(simt_library: Path, launch: int) -> None:
-    """In mid-generation: an update takes some 30 launches of these, and a generation a hundred."""
+    """The fault occurs during generation: an update takes some 30 launches, and a generation a
+    hundred."""
     settings = {LIBRARY_SWITCH: str(simt_library), "ROLLMESH_SIMT_STICKY": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__, str(launch)],

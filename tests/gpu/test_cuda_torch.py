@@ -1,10 +1,9 @@
-"""torch's own tensors into a generator on a GPU: of this process, of another one (CUDA IPC), and
-while their writer is at work. Without a GPU torch's tensors are the CPU's and the generator's
-device is simulated: what is shown then is that these tests work.
+"""torch's own tensors into a generator on a GPU: of this process, of another process (CUDA IPC),
+and while their writer is still working. Without a GPU torch's tensors are on the CPU and the
+generator's device is simulated, which only tests the tests.
 
-Input: small models. Oracle: a CPU generator that was given the same numbers by NumPy. Bound: 0
-differing bits.
-"""
+Input: small models. Oracle: a CPU generator that received the same numbers by NumPy. Bound: 0
+differing bits."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ def test_a_state_dict(
 
 
 def test_views(make: Callable[..., rm.Generator], where: str) -> None:
-    """Transposed, one of a stack, a part of a wider one, and a parameter that a gradient is wanted
-    of."""
+    """Views: transposed, one of a stack, a part of a wider tensor, and a parameter that requires a
+    gradient."""
 
     def view(tensor: Any, i: int) -> Any:
         if tensor.ndim < 2:
@@ -76,8 +75,8 @@ def test_views(make: Callable[..., rm.Generator], where: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a stream of torch's: torch sees no GPU")
 def test_an_optimizer_is_still_writing(make: Callable[..., rm.Generator]) -> None:
-    """On a stream of its own, behind work that takes a while: the sync reads what is written in the
-    end."""
+    """The optimizer writes on a separate stream, behind work that takes a while: the sync reads the
+    final values."""
     gpu, state, stream = make(DENSE), on("cuda", DENSE, 1), torch.cuda.Stream()
     final = {name: tensor.clone() for name, tensor in state.items()}
     busy = torch.randn(4096, 4096, device="cuda")
@@ -95,7 +94,7 @@ def test_an_optimizer_is_still_writing(make: Callable[..., rm.Generator]) -> Non
 
 # ----------------------------------------------------------------------------- of another process
 def trainer(pipe: Connection, folder: Path, where: str) -> None:
-    """Publishes a version for each seed that it is told, and changes the tensors in place when
+    """Publishes a version for each seed that it receives, and changes the tensors in place when
     their reader has them."""
     with sources.SharedWriter(folder) as writer:
         pipe.send(writer.address)

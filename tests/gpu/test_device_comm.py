@@ -1,9 +1,9 @@
 """The transports for blocks in a device's memory, on devices that are threads: staged over a group
 of the host, and nccl over a stand-in for NCCL that the tests build.
 
-The drivers are tests/support/native/mesh_device*.c; each says at its head what it does and what its
-oracle is. Bounds: bytes are those of the transport for threads; errors are of the codes that are
-meant, say what happened, and come in time."""
+The drivers are tests/support/native/mesh_device*.c; the head of each states its input and its
+oracle. Bounds: bytes equal those of the transport for threads; errors have the expected code and
+words, and come in time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FAULTS = 36  # of mesh_device_faults.c
 
 
 def beside(program: Path, sanitize: str = "") -> dict[str, str]:
-    """The stand-in, built with the driver's sanitizer into its folder."""
+    """Builds the stand-in with the driver's sanitizer into its folder."""
     return {"STANDIN_LIBRARY": str(standin(program.parent.parent, sanitize))}
 
 
 @pytest.mark.parametrize("fault", [full(1), full(2)])
 def test_planted_faults_are_seen(native: Build, fault: int) -> None:
-    """1: a bit of what a rank sends; 2: a rank that replays once less."""
+    """1: a bit of what a rank sends is flipped; 2: a rank replays once less."""
     program = native("mesh_device")
     done = run([program, "--cases", "5", "--plant", str(fault)], **beside(program))
     assert done.returncode == 1, done.stdout
@@ -93,8 +93,9 @@ def test_every_fault_under_the_sanitizers(native: Build, sanitize: str) -> None:
 
 
 def test_nothing_stays_in_shared_memory() -> None:
-    """After the tests above: what the stand-in's ranks shared is gone, of injected faults too. A
-    name has the process in it that made it, since others may be at work beside this one."""
+    """After the tests above, also those of injected faults, the shared memory of the stand-in's
+    ranks is gone. A name contains the process that made it, because other test processes may run at
+    the same time."""
     if not os.path.isdir("/dev/shm"):
         pytest.skip("no /dev/shm")
     made = (

@@ -1,8 +1,8 @@
-"""benchmarks.gpu on the simulated device, and how benchmarks.gpu_first goes through its parts: what
-a borrowed GPU will run must not have rotted by then.
+"""benchmarks.gpu on the simulated device, and the control flow of benchmarks.gpu_first, so that
+both work when a GPU is available.
 
-Input: tiny models and few steps; parts that pass, fail, hang and need each other. Oracle: the rows
-that the docstring promises, the bytes that the shape's parameters are; the fates that each part
+Input: tiny models and few steps; parts that pass, fail, hang and depend on each other. Oracle: the
+rows that the docstring lists, the bytes of the shape's parameters, and the result that each part
 must have. Bound: equality."""
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_settings_reach_the_generator(simt_library: Path) -> None:
 
 
 def test_a_line_of_bench_mma_is_read() -> None:
-    """As its printf writes it."""
+    """The line has the format of bench_mma's printf."""
     what = "8B gate_up rows=4096 n=12288 k=4096 groups=0"
     line = (
         f"{what:58} {1234.5:9.1f} us {98.0:8.0f} GB/s {2.1:5.1f} % of reading {456.7:8.1f} TFLOP/s"
@@ -151,7 +151,7 @@ def test_parts_have_a_fate_a_log_and_one_turn(tmp_path: Path) -> None:
 
 
 def is_running(process: int) -> bool:
-    """A process that has ended and that nobody has asked for is not."""
+    """Returns whether the process runs; a zombie does not run."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except FileNotFoundError:
@@ -224,9 +224,8 @@ def test_figures_become_one_table(tmp_path: Path) -> None:
     first([Part("good", 20, "true")], tmp_path)
     path = gpu_first.collected(tmp_path, tmp_path)
     assert path.name == "gpu-2026-01-02-nvidia-h200.md"
-    assert (
-        gpu_first.collected(tmp_path, tmp_path).name == "gpu-2026-01-02-nvidia-h200-2.md"
-    )  # what was written before stays
+    # The earlier file is kept.
+    assert gpu_first.collected(tmp_path, tmp_path).name == "gpu-2026-01-02-nvidia-h200-2.md"
     text = path.read_text()
     assert (
         "| decode | x | cuda_fma | 12.500 | 3000.0 GB/s | 75.0% |\n| decode | x | cuda_fma | "
@@ -238,9 +237,9 @@ def test_figures_become_one_table(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_tests_that_find_no_gpu_fail_where_one_is_needed(tmp_path: Path) -> None:
-    """Else a part would pass that has asked nothing of the card."""
+    """Otherwise a part would pass without using the card."""
     environment = gpu_first.environment(tmp_path, 1)
-    environment["PATH"] = str(tmp_path)  # no nvcc, so that none is waited for
+    environment["PATH"] = str(tmp_path)  # without nvcc, so that the test does not wait for it
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     environment.pop("RM_CUDA_BUILD")
     words = [
@@ -282,9 +281,8 @@ def test_the_plan_names_what_there_is() -> None:
     )
     behind += ("test-kernels",)
     half_an_hour = [part for part in plan if not part.name.startswith(behind)]
-    assert (
-        sum(part.limit for part in half_an_hour) < 2 * 30 * 60
-    )  # limits are twice and more what a part should take
+    # Limits are at least twice the expected time of a part.
+    assert sum(part.limit for part in half_an_hour) < 2 * 30 * 60
 
 
 @pytest.mark.parametrize("name", ["build", "programs"])
@@ -294,8 +292,8 @@ def test_the_plan_names_what_there_is() -> None:
 def test_a_warning_of_an_untried_compiler_ends_nothing(
     tmp_path: Path, name: str, fails: str, told: str, status: int
 ) -> None:
-    """`compiler` stands in for what the part calls, and fails with warnings as errors, or whatever
-    it is told."""
+    """`compiler` replaces the part's command, and fails with warnings as errors, or as it is
+    told."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
         f'#!/bin/sh\necho "$ROLLMESH_WERROR" >> "$DIR/told"\ncase $ROLLMESH_WERROR in {fails}) '
@@ -313,8 +311,8 @@ def test_a_warning_of_an_untried_compiler_ends_nothing(
 
 @pytest.mark.full
 def test_the_figures_of_the_plan_are_asked_for_rightly(simt_library: Path) -> None:
-    """Each line of options is parsed as it will be; only then does the device, which is none, end
-    it."""
+    """Each line of options is parsed as in a real run, which then ends because there is no
+    device."""
     lines = [part.words for part in gpu_first.parts() if "benchmarks.gpu " in part.words]
     assert len(lines) >= 7
     for line in lines:

@@ -1,10 +1,11 @@
-"""Dispatch with fixed sizes (csrc/model/moe/static_dispatch.c) on the simulated device: steps of
-few rows use it, whatever their dispatcher, longer ones do not, and both give the bits of one rank
-of the CPU.
+"""Dispatch with fixed sizes (csrc/model/moe/static_dispatch.c) on the simulated device. Steps of
+few rows use it with any dispatcher, longer steps do not, and both are bit-identical to one rank on
+the CPU.
 
-Input: steps of one row and more a replica, ranks without rows and with none of the experts that are
-chosen, rows that no word of four bytes divides. Oracle: bits of one rank of the CPU; bytes of
-distributed/traffic.py, and of the CPU's mesh where the form is the old one. Bound: equality.
+Input: steps of one row and more per replica, ranks without rows and without any of the chosen
+experts, rows whose size is not a multiple of four bytes. Oracle: results of one rank on the CPU;
+byte counts from distributed/traffic.py, and from the CPU's mesh if the dispatch is the dynamic one.
+Bound: equality.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ LIMIT = 240  # seconds of a test
 
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
-    """Ranks of one process that are in different exchanges wait for each other for ever: that ends
-    the process."""
+    """Ranks of one process that are in different exchanges would wait for each other forever: the
+    limit ends the process."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -71,7 +72,7 @@ def told(made: rm.Generator, prompts: list[list[int]], **params: Any) -> Any:
 
 
 def moved(made: rm.Generator, prompts: list[list[int]], **params: Any) -> tuple[int, int, int]:
-    """Steps, bytes that all ranks sent, and calls of one."""
+    """Returns steps, bytes that all ranks sent, and calls of one rank."""
     before = made.metrics()
     told(made, prompts, **params)
     after = made.metrics()
@@ -122,9 +123,9 @@ def test_a_step_of_few_rows_moves_what_its_rows_say(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_long_step_moves_what_is_chosen(backend: str) -> None:
-    """A prompt of more rows than sequences at once: the device's mesh sends what the CPU's does, to
-    the byte, in as many calls. A step of one row then sends what depends on no choice, in fewer
-    calls where rows travel."""
+    """The prompt has more rows than sequences fit at once: the device's mesh sends the same number
+    of bytes and calls as the CPU's. A step of one row then sends a number of bytes that does not
+    depend on the choices, and fewer calls if rows are exchanged."""
     config = helpers.tiny_config(moe=True, **SIZES)
     state = helpers.numpy_state_dict(config, seed=1)
     prompt = [[(7 * i) % 97 for i in range(FEW + 1)]]
@@ -169,8 +170,8 @@ HARD: dict[str, tuple[rm.Mesh, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("backend", TRAVELLING)
 @pytest.mark.parametrize("case", HARD)
 def test_both_forms_give_one_ranks_bits(case: str, backend: str, dtype: str) -> None:
-    """Replicas are in steps of very different rows: prompts of 70 in chunks of 32 beside samples
-    that get token after token."""
+    """The replicas run steps with very different rows: prompts of 70 in chunks of 32 beside samples
+    that decode one token at a time."""
     mesh, changes, options = HARD[case]
     config = helpers.tiny_config(moe=True, **{**SIZES, **changes})
     check(

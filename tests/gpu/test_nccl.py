@@ -1,9 +1,9 @@
-"""NCCL from Python: which one is found, what is said where something is missing, and NCCL itself as
-far as it goes without a GPU.
+"""NCCL from Python: which library is found, the errors if something is missing, and the parts of
+NCCL itself that work without a GPU.
 
-Input: the library of the wheel nvidia-nccl-cu13 where it is installed (its tests skip elsewhere),
-the stand-in of tests/support/native/standin, and files that are none. Oracle: the wheel's own
-version and header, and the rules of the docstrings. Bound: equality."""
+Input: the library of the wheel nvidia-nccl-cu13 if it is installed (its tests are skipped
+otherwise), the stand-in of tests/support/native/standin, and files that are not libraries. Oracle:
+the wheel's own version and header, and the rules of the docstrings. Bound: equality."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def of_wheel() -> tuple[Path, str]:
-    """The wheel's library and version, or a skip."""
+    """Returns the wheel's library and version, or skips."""
     for name in WHEELS:
         try:
             files, version = importlib.metadata.files(name) or [], importlib.metadata.version(name)
@@ -132,7 +132,7 @@ print(nccl.find())
 def test_a_version_is_read(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nccl.find(stand_in) == nccl.Library(stand_in, (2, 32, 3), "as asked for")
     assert nccl.find(Path(stand_in)).path == stand_in
-    # The stand-in reads what C sees, which os.environ sets too.
+    # The stand-in reads C's environment, which os.environ sets too.
     monkeypatch.setenv("STANDIN_VERSION", "21602")
     with pytest.raises(
         rm.ConfigError, match=r"expected NCCL 2.17.1 or later, got 2.16.2 in .*libnccl.so.2"
@@ -167,7 +167,8 @@ def test_nothing_to_find_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_version_is_asked_for_everywhere() -> None:
-    """The extra's, the sentence's and the one from which ranks may share a GPU."""
+    """The version of the extra, of the message, and the version from which ranks may share a GPU
+    are equal."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "optional-dependencies"
     ]
@@ -244,7 +245,7 @@ def not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def heard(stand_in: str, everyone: list[tuple[str, str]]) -> str:
-    """What the environment says when all have told (NCCL, GPU)."""
+    """Returns the environment after the handshake of all ranks' (NCCL, GPU)."""
     rm.comm.nccl(host(), stand_in).accept_handshake(
         [{"NCCL": version, "GPU": gpu} for version, gpu in everyone]
     )
@@ -261,13 +262,12 @@ def test_ranks_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.M
     assert os.environ[BLOCKS] == "4"
     monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
     monkeypatch.setenv(BLOCKS, "7")
-    assert heard(stand_in, [*apart[:2], apart[1]]) == "0"  # what the user has said stands
+    assert heard(stand_in, [*apart[:2], apart[1]]) == "0"  # the user's setting is kept
     assert os.environ[BLOCKS] == "7"
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
     monkeypatch.setenv("STANDIN_VERSION", "22907")
-    assert (
-        heard(stand_in, [("2.29.7", "here 0")] * 2) == "unset"
-    )  # which the engine refuses (tests/gpu/test_nccl_engine.py)
+    # The engine refuses this (tests/gpu/test_nccl_engine.py).
+    assert heard(stand_in, [("2.29.7", "here 0")] * 2) == "unset"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_process_has_the_gpu_of_its_number(
 def test_a_gpu_has_one_name_on_a_machine(
     simt_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its number in a process."""
+    """The name does not depend on the GPU's number in a process."""
     names = [rm._core.cuda_bus(str(simt_library), ordinal) for ordinal in range(3)]
     assert len(set(names)) == 3
     monkeypatch.setenv("ROLLMESH_SIMT_FIRST", "1")
@@ -315,7 +315,7 @@ def test_a_gpu_has_one_name_on_a_machine(
 
 # ------------------------------------------------------------- looking for the others, over torch
 class Exchange:
-    """What a torch group is to the C side."""
+    """The interface of a torch group as the C side uses it."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error, self.looks = error, 0
@@ -338,7 +338,7 @@ def test_an_exchange_is_asked_now_and_then() -> None:
 
 
 class Peers:
-    """comm.Torch, as far as an exchange asks it."""
+    """The part of comm.Torch that an exchange uses."""
 
     def __init__(self, ended: list[int], gave_up: int | None) -> None:
         self._ended, self._gave_up, self.heard = ended, gave_up, False

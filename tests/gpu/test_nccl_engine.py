@@ -1,11 +1,11 @@
-"""rm.Generator(device="cuda", comm=rm.comm.nccl(…)): ranks whose activations travel by NCCL, here
-on the simulated device of tests/gpu/simt and the stand-in for NCCL of tests/support/native/standin;
-on GPUs and with NCCL itself where they are, several ranks on one GPU if need be.
+"""rm.Generator(device="cuda", comm=rm.comm.nccl(…)): ranks that exchange activations by NCCL. Runs
+on the simulated device of tests/gpu/simt and the stand-in for NCCL of tests/support/native/standin,
+or on GPUs with the real NCCL if they are available, with several ranks on one GPU if necessary.
 
-Oracle: one rank on the CPU, whose bits a mesh on devices gives. Bound: equality. What goes wrong on
-one rank is a typed error on all, in time: no rank may stay in a wait for a queue that another will
-never come to. Ranks are threads of this process, or processes that tests/support/mesh_ranks.py
-forks."""
+Oracle: one rank on the CPU, to which a mesh on devices is bit-identical. Bound: equality. A failure
+of one rank raises a typed error on all ranks, in time: a rank must not wait for a queue that
+another rank will never reach. Ranks are threads of this process, or processes that
+tests/support/mesh_ranks.py forks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 
 Make = Callable[..., rm.Generator]
 Run = Callable[..., list[dict[str, Any]]]
-PROOF = 2  # groups of NCCL that prove one when it is made (csrc/comm/nccl/nccl.c)
-SOON = 20.0  # seconds in which a fault has to be known, far above what it takes
+PROOF = 2  # groups of NCCL, each of which is tested when it is made (csrc/comm/nccl/nccl.c)
+SOON = 20.0  # seconds within which a fault must be reported, far above the usual time
 
 
 @pytest.fixture(scope="module")
 def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a GPU and NCCL itself, or of what stands in for both."""
+    """The environment for a GPU and the real NCCL, or for the stand-ins of both."""
     real = library_path()
     has_gpu = real.exists() and _core.cuda_count(str(real)) > 0
     if not has_gpu and shutil.which("gcc") is None:
@@ -61,7 +61,7 @@ def where(simt_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(autouse=True)
 def shares(where: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test puts into the environment for ranks on one GPU goes with it."""
+    """Restores the environment that a test sets for ranks on one GPU."""
     monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
 
@@ -94,10 +94,9 @@ def make(where: dict[str, str], make: Make) -> Make:
 
 @pytest.fixture(scope="module")
 def ranks(where: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Processes on devices, by NCCL over shared memory or over torch."""
-    limit = (
-        40.0 if LIBRARY_SWITCH in where else 150.0
-    )  # seconds; a process on a GPU makes a context and loads kernels first
+    """Runs processes on devices, by NCCL over shared memory or over torch."""
+    # Seconds; a process on a GPU first makes a context and loads kernels.
+    limit = 40.0 if LIBRARY_SWITCH in where else 150.0
     made = {host: Server(host, tmp_path_factory.mktemp("rendezvous")) for host in ("shm", "torch")}
 
     def run(
@@ -117,7 +116,7 @@ def ranks(where: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def alone(ranks: Run) -> Callable[..., Any]:
-    """What one rank on the CPU answers."""
+    """Returns the answers of one rank on the CPU."""
     known: dict[str, Any] = {}
 
     def ask(do: str, model: str) -> Any:
@@ -132,7 +131,8 @@ def alone(ranks: Run) -> Callable[..., Any]:
 
 
 def seen(generator: rm.Generator) -> Any:
-    """What no mesh may change: all but how much of a prompt a replica had seen before."""
+    """Returns the results that must not depend on the mesh: all except the number of cached prompt
+    tokens of a replica."""
     generated, _, *scored = everything(generator)
     return [output[:1] + output[2:] for output in generated], scored
 
@@ -198,8 +198,8 @@ def test_a_mesh_gives_one_ranks_bits(
 def test_steps_of_ranks_are_recorded_with_their_exchanges(
     make: Make, config: helpers.Config, mesh: rm.Mesh, changes: dict[str, Any]
 ) -> None:
-    """Batches of every size between 7 and 1, each replayed with other tokens than it was recorded
-    with, under two versions."""
+    """Batches of every size between 7 and 1, each replayed with different tokens than it was
+    recorded with, under two versions."""
     cpu = make(config, dtype=changes.get("dtype", "bfloat16"), max_num_seqs=7, kv_cache_gib=0.004)
     gpu = make(config, mesh, max_num_seqs=7, kv_cache_gib=0.004, **changes)
     found = []
@@ -217,7 +217,7 @@ def test_steps_of_ranks_are_recorded_with_their_exchanges(
 def test_nccl_is_what_activations_travel_by(
     make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch, mesh: rm.Mesh, call: int
 ) -> None:
-    """A bit that it flips, of what rank 1 sends of the first layer, is a bit of the numbers."""
+    """A bit that the stand-in flips in rank 1's data of the first layer changes the results."""
     state, found = helpers.numpy_state_dict(MOE, seed=1), []
     for flip in ("", f"1:{PROOF + call}"):
         monkeypatch.setenv("STANDIN_FLIP", flip)
@@ -235,14 +235,13 @@ def test_nccl_is_what_activations_travel_by(
 def test_ranks_compare_their_calls_once_a_step(
     make: Make, where: dict[str, str], mesh: rm.Mesh, groups: int
 ) -> None:
-    """Against the same mesh by way of the host, whose every call compares: two calls more for each
-    group that is made, of which there is one where two axes have the same ranks, and one for each
-    step of a rank."""
+    """Compared with the same mesh that exchanges through the host and compares in every call: each
+    group makes two calls more when it is made, axes with the same ranks share a group, and each
+    step of a rank makes one more."""
     state, calls, steps = helpers.numpy_state_dict(MOE, seed=1), [], 0
     for comm in (None, rm.comm.nccl(None, where["NCCL_LIBRARY"])):
-        generator = make(
-            MOE, mesh, comm=comm, enforce_eager=True, max_num_seqs=32
-        )  # all steps are of few rows
+        # All steps have few rows.
+        generator = make(MOE, mesh, comm=comm, enforce_eager=True, max_num_seqs=32)
         generator.sync_weights(state, cast=True)
         generator.generate(PROMPTS, PARAMS, use_tqdm=False)
         stats = generator.metrics()
@@ -348,8 +347,8 @@ def test_a_group_that_cannot_be_made(
 def test_a_thread_that_cannot_be_made(
     make: Make, simt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no code for its GPU. The other stands where groups of NCCL are made, and hears of it
-    there."""
+    """The library has no code for this rank's GPU. The other rank waits where groups of NCCL are
+    made, and gets the error there."""
     monkeypatch.setenv("ROLLMESH_SIMT_SM", "90,70")
     told: list[str] = []
 
@@ -394,13 +393,13 @@ def test_processes_give_the_bits_of_one_rank(
 
 
 def family_aside(answer: dict[str, Any]) -> dict[str, Any]:
-    """A contract names the family, which is the device's own though its bits are the CPU's."""
+    """Removes the family from a contract: it is the device's, although the bits equal the CPU's."""
     return {**answer, "about": answer["about"].replace("family='cuda_fma'", "family='x86'")}
 
 
-# Where the victim is when it goes: anywhere in a step; in a call of NCCL that is never enqueued; in
-# a kernel that never ends, of the forward, of one whose prompt logprobs are behind it, or of what
-# comes last in a step. In the last four the others stand in the kernel.
+# The victim's place when it exits: anywhere in a step; in a call of NCCL that is never enqueued; in
+# a kernel that never ends, of the forward, of one with prompt logprobs after it, or of the last
+# call in a step. In the last four the others wait in the kernel.
 KILLED = {
     "in a step": {"where": "generate", "calls": 9, "delay": 0.004},
     "between steps": {"where": "generate", "calls": 5},
@@ -434,8 +433,8 @@ LONG = {"max_model_len": 4096, "kv_cache_gib": 0.1}
 
 @pytest.mark.full
 def test_an_abort_that_lasts_is_waited_for_by_nobody(ranks: Run, simt: Path) -> None:
-    """NCCL's own waits until no recording knows the communicator, and those go after it: the error
-    has to come before."""
+    """NCCL's own abort waits until all recordings of the communicator are gone, and recordings are
+    freed after it: the error must come before."""
     began = time.monotonic()
     job = {
         "victims": {"STANDIN_HANG": "1:60"},
@@ -469,8 +468,8 @@ def test_a_rank_that_is_killed_is_named(
 
 
 def test_a_rank_that_is_killed_while_another_hands_logits_out(ranks: Run, simt: Path) -> None:
-    """A copy to memory that is not pinned waits inside the driver, where nobody looks for lost
-    ranks: what it would wait for is waited for before."""
+    """A copy to unpinned memory waits inside the driver, where lost ranks cannot be detected, so
+    the engine waits for the queue before the copy."""
     job = {"where": "logits", "calls": 0, "delay": 0.5, "victims": {"STANDIN_HANG": "1:13"}}
     got = ranks(
         "lost", (2, 1, 1), model="dense", victim=1, signal=int(signal.SIGKILL), options=LONG, **job
@@ -493,7 +492,7 @@ def test_a_rank_that_is_killed_while_another_hands_logits_out(ranks: Run, simt: 
 def test_a_fault_of_one_process_is_an_error_on_all(
     ranks: Run, alone: Callable[..., Any], simt: Path, victims: dict[str, str], kinds: set[str]
 ) -> None:
-    """And its own on the rank that has it, where there is one; each can make another generator."""
+    """The rank with the fault raises its own error; each rank can make another generator."""
     got = results(
         ranks(
             "failing", (2, 1, 2), model="moe", victim=1, victims=victims, timeout=2.0, options=LONG
@@ -501,7 +500,7 @@ def test_a_fault_of_one_process_is_an_error_on_all(
     )
     assert {rank["told"][0] for rank in got} <= kinds
     own = kinds - {"RankLostError"}
-    if "STANDIN_HANG" in victims:  # both stand in one wait: either may be the one that gives up
+    if "STANDIN_HANG" in victims:  # both wait in one call: either may be the one that gives up
         assert any(rank["told"][0] in own for rank in got)
     elif own:
         assert got[1]["told"][0] in own
@@ -512,8 +511,8 @@ def test_a_fault_of_one_process_is_an_error_on_all(
 
 
 def test_a_device_that_fails_is_heard_of_where_replicas_meet(ranks: Run, simt: Path) -> None:
-    """Ranks that exchange nothing in a step, by way of the host: who has lost its device gives the
-    mesh up, and is not waited for."""
+    """Ranks do not exchange in a step, except through the host: a rank that has lost its device
+    gives the mesh up, and the others do not wait for it."""
     job = {
         "victims": {"ROLLMESH_SIMT_FAULT": "900"},
         "transport": "shm",
@@ -543,7 +542,8 @@ def test_a_rank_that_stops_is_timed_out(ranks: Run, simt: Path) -> None:
 
 # ----------------------------------------------------------------------------- making and syncing
 def test_a_rank_that_cannot_be_made(ranks: Run, where: dict[str, str]) -> None:
-    """The others stand where groups of NCCL are made, or left, and hear of it there."""
+    """The other ranks wait where groups of NCCL are made, or have finished, and get the error
+    there."""
     got = ranks("construct", (2, 1, 1), each=[{}, {"kv_cache_gib": 500000.0}], timeout=20.0)
     assert got[1]["error"][0] in ("CapacityError", "MemoryError")
     assert got[0]["error"][0] == "RankLostError"
@@ -570,8 +570,8 @@ def test_ranks_that_have_not_the_same_nccl(
 def test_caches_that_take_what_is_free_on_one_gpu(
     make: Make, ranks: Run, alone: Callable[..., Any], simt: Path
 ) -> None:
-    """Two ranks there, threads or processes, have less than half of what ranks with a GPU of their
-    own have: the weights come off twice."""
+    """Two ranks there, threads or processes, have less than half the pages of ranks with separate
+    GPUs, because the weights are subtracted twice."""
     options = {"kv_cache_gib": None, "memory_fraction": 0.05}
     state = helpers.numpy_state_dict(DENSE, seed=1)
     cpu, *gpus = (
@@ -615,15 +615,15 @@ def test_ranks_on_one_gpu_want_an_nccl_that_allows_it(ranks: Run, simt: Path) ->
 
 
 def test_ranks_that_step_with_different_batches(ranks: Run) -> None:
-    """Prompts of one length, so that no exchange has another size."""
+    """The prompts have equal lengths, so that all exchanges have equal sizes."""
     for rank in ranks("apart", (2, 1, 1), model="moe", how="unheard", victim=1, timeout=20.0):
         assert rank["error"][0] == "CollectiveMismatchError"
         assert "another batch" in rank["error"][1]
 
 
 def test_ranks_that_are_asked_for_different_things(ranks: Run) -> None:
-    """Of one batch one rank hands logits out, and the other has no exchange of logits: they compare
-    before the first waits for it."""
+    """For the same batch one rank returns logits, and the other does not exchange logits: they
+    compare before the first one waits for it."""
     for rank in ranks("apart", (2, 1, 1), model="moe", how="handed out", victim=1, timeout=10.0):
         assert rank["error"][0] == "CollectiveMismatchError", rank["error"]
 

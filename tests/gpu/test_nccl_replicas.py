@@ -1,11 +1,11 @@
 """Recorded decode steps where experts span replicas (ep = dp·tp, csrc/step/graph_replay.h): each
-replica has a batch of its own, or none, and all record and replay one size together. On the
+replica has its own batch, or none, and all record and replay one size together. Runs on the
 stand-ins of tests/gpu/test_nccl_engine.py, or on GPUs.
 
-Input: replicas with as many rows, with other numbers of them, one without any, one that ends before
-the other, one that is fed a prompt in chunks while the other decodes. Oracle: one rank of the CPU,
-and the same mesh with enforce_eager=True. Bound: equality. How many steps every replica has
-replayed is in metrics()["graph_replays"], their sum.
+Input: replicas with equal and with different numbers of rows, a replica without rows, a replica
+that ends before the other, a replica that processes a prompt in chunks while the other decodes.
+Oracle: one rank on the CPU, and the same mesh with enforce_eager=True. Bound: equality.
+metrics()["graph_replays"] is the sum of the steps that the replicas have replayed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rollmesh.distributed.traffic import step_traffic
 
 TWO, FOUR = rm.Mesh(dp=2, ep=2), rm.Mesh(dp=2, tp=2, ep=4)
 WIDE = {"max_num_seqs": 7, "kv_cache_gib": 0.004}
-# What one replica has beside the other's one long sequence: requests go to the replica of which
-# least was asked.
+# Requests of one replica beside the other's one long sequence: requests go to the replica with the
+# least requested work.
 LONG = rm.SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
 
 
@@ -41,7 +41,7 @@ def short(n: int, tokens: int) -> list[rm.SamplingParams]:
 
 
 def rollouts(generator: rm.Generator, prompts: Any = PROMPTS, params: Any = PARAMS) -> Any:
-    """All but how much of a prompt a replica had seen before."""
+    """Returns all fields except the number of cached prompt tokens."""
     return [
         output[:1] + output[2:]
         for output in told(generator.generate(prompts, params, use_tqdm=False))
@@ -68,7 +68,7 @@ def counts(generator: rm.Generator) -> tuple[int, int]:
 def test_unequal_batches_are_replayed_together(
     make: Make, mesh: rm.Mesh, changes: dict[str, Any]
 ) -> None:
-    """Batches of all sizes, under three versions, a sleep between two of them."""
+    """Batches of all sizes, under three versions, with a sleep between two of them."""
     dtype = changes.get("dtype", "bfloat16")
     eager = {**changes, "enforce_eager": True}
     generators = [
@@ -97,8 +97,8 @@ def test_unequal_batches_are_replayed_together(
 @pytest.mark.parametrize("mesh", [TWO, full(FOUR)], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_all_replicas_have_the_size_of_the_fullest(make: Make, mesh: rm.Mesh, n: int) -> None:
-    """One replica decodes 40 tokens of one sequence, the other 8 of n − 1, or nothing: of all 40
-    steps the first is of prompts, and the first of each size is enqueued."""
+    """One replica decodes 40 tokens of one sequence, the other 8 of n − 1, or none: the first of
+    all 40 steps has the prompts, and the first step of each size is enqueued."""
     params = [LONG, *short(n - 1, 8)]
     cpu, gpu = make(MOE, **WIDE), make(MOE, mesh, **WIDE)
     found = []
@@ -112,9 +112,9 @@ def test_all_replicas_have_the_size_of_the_fullest(make: Make, mesh: rm.Mesh, n:
 
 @pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 2, 4)], ids=str)
 def test_every_rank_replays(ranks: Run, mesh: tuple[int, int, int]) -> None:
-    """Of processes each counts its own. Twelve tokens of one request: after the prompt's step one
-    is enqueued, and the others are replayed on the replica that has nothing too; of three requests
-    two are in one replica, a size that is new."""
+    """Each process counts its replays. One request has twelve tokens: after the prompt's step one
+    step is enqueued and the others are replayed, on the idle replica too. Of three requests two are
+    in one replica, which is a new size."""
     (one, _), (three, _) = results(
         ranks("replayed", (1, 1, 1), model="moe", transport="none", options={"device": "cpu"})
     )[0]
@@ -123,7 +123,7 @@ def test_every_rank_replays(ranks: Run, mesh: tuple[int, int, int]) -> None:
 
 
 def test_a_replica_that_has_slept_alone(ranks: Run) -> None:
-    """Its recordings are gone, so the others record theirs anew with it."""
+    """The replica has dropped its recordings, so the others record again together with it."""
     (one, _), _ = results(
         ranks("replayed", (1, 1, 1), model="moe", transport="none", options={"device": "cpu"})
     )[0]
@@ -132,8 +132,8 @@ def test_a_replica_that_has_slept_alone(ranks: Run) -> None:
 
 
 def test_a_step_that_one_replica_enqueues_all_enqueue(make: Make) -> None:
-    """While one replica is fed a prompt in eight chunks, or wants top logprobs, the other's decode
-    is not replayed. A prompt of one token is fed in a step like all that follow."""
+    """While one replica processes a prompt in eight chunks, or records top logprobs, the other's
+    decode is not replayed. A prompt of one token is processed in a step like the following ones."""
     chunks = {**WIDE, "max_num_batched_tokens": 7, "enable_prefix_caching": False}
     cpu, gpu = make(MOE, **chunks), make(MOE, TWO, **chunks)
     top = rm.SamplingParams(max_tokens=9, seed=4, logprobs=2, ignore_eos=True)
@@ -150,8 +150,8 @@ def test_a_step_that_one_replica_enqueues_all_enqueue(make: Make) -> None:
 
 
 def test_ranks_of_tokens_that_one_replica_wants(make: Make) -> None:
-    """All replicas then take the recording that has them, and have recorded it at the same step:
-    eight steps and eight without."""
+    """All replicas then use the recording with ranks, and record it at the same step: eight steps
+    with ranks and eight without."""
     cpu, gpu = make(MOE, **WIDE), make(MOE, TWO, **WIDE)
     found = []
     for generator in (cpu, gpu):
@@ -184,7 +184,7 @@ def test_where_one_replica_has_no_memory_for_a_graph_none_replays(
     simt: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is memory for one graph, and two ranks want one."""
+    """There is memory for one graph, and two ranks need one."""
     monkeypatch.setenv("ROLLMESH_SIMT_GRAPHS", "1")
     cpu, gpu = make(MOE, **WIDE), make(MOE, TWO, **WIDE)
     found = []
@@ -200,7 +200,7 @@ def test_where_one_replicas_recording_is_spoilt_all_record_again(
     simt: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By another thread's wait for the second one's device."""
+    """Another thread's wait for the second rank's device invalidates the recording."""
     cpu, whole = make(MOE, **WIDE), make(MOE, TWO, **WIDE)
     monkeypatch.setenv("ROLLMESH_SIMT_SPOIL", "9,1")
     spoilt = make(MOE, TWO, **WIDE)
@@ -219,8 +219,8 @@ def test_where_one_replicas_recording_is_spoilt_all_record_again(
     ids=str,
 )
 def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:
-    """Against the same mesh of the CPU, whose replicas are as far as these when the weights
-    come."""
+    """Compared with the same mesh on the CPU, whose replicas have reached the same step when the
+    weights come."""
     found = []
     for changes in ({"device": "cpu", "comm": None}, {}):
         generator = make(MOE, TWO, dtype="float32", **WIDE, **changes)
@@ -248,9 +248,9 @@ def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:
     ids=str,
 )
 def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[str, Any]) -> None:
-    """Of eight steps of four rows a replica the first is enqueued, the second recorded, and all
-    move as much, the bytes of rollmesh.distributed.traffic. That there is memory for a graph each
-    rank tells its group in a byte."""
+    """Each replica steps eight times with four rows: the first step is enqueued and the second
+    recorded. Every step transfers the bytes of rollmesh.distributed.traffic. Each rank also sends
+    one byte to its group to report that it has memory for a graph."""
     gpu = make(MOE, mesh, **WIDE, **changes)
     gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
     moved = []
@@ -281,7 +281,7 @@ def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[
 def test_long_steps_go_to_experts_run_after_run(
     make: Make, mesh: rm.Mesh, rows: int, changes: dict[str, Any]
 ) -> None:
-    """A prompt of three rows more than a run of 512 for each rank, whose home has the other
+    """For each rank, a prompt has three rows more than a run of 512, and its home has the other
     replica's few rows beside it or none."""
     config = helpers.tiny_config(moe=True, num_hidden_layers=1)
     how = {
@@ -303,8 +303,8 @@ def test_long_steps_go_to_experts_run_after_run(
 
 @pytest.mark.parametrize("backend", ["alltoall", "allgather_reducescatter"])
 def test_by_nccl_no_step_moves_what_is_chosen(make: Make, backend: str) -> None:
-    """Of prompts of more rows than sequences at once: nothing is counted, so whatever is in them,
-    as many bytes go in as many calls."""
+    """The prompts have more rows than sequences fit at once. Rows are not counted, so the number of
+    bytes and calls is the same for all contents."""
     gpu = make(MOE, TWO, max_num_seqs=2, ep_backend=backend, enable_prefix_caching=False)
     gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
     moved = set()

@@ -1,9 +1,8 @@
 """rollmesh.torch on CUDA tensors. This machine's torch has no CUDA, so on the simulated device
-(tests/gpu/simt) a stand-in tensor says what the tensor of torch would, and goes through the one
-place where tensors meet ops (rollmesh/torch/arrays.py).
+(tests/gpu/simt) a stand-in tensor has the attributes of torch's tensor and passes through
+rollmesh/torch/arrays.py, the only place where tensors reach ops.
 
-Input: random rows. Oracle: the same op on the CPU. Bound: zero differing bits.
-"""
+Input: random rows. Oracle: the same op on the CPU. Bound: zero differing bits."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from rollmesh.torch import arrays
 
 
 class Tensor(OnGpu):
-    """As much of a torch.Tensor on cuda:0 as the narrow place looks at."""
+    """The attributes of a torch.Tensor on cuda:0 that rollmesh.torch.arrays reads."""
 
     is_cuda = True
     device = torch.device("cuda", 0)
@@ -37,8 +36,8 @@ class Tensor(OnGpu):
 
 @pytest.fixture
 def trainer(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
-    """torch, as it were: its current stream is the trainer's. It takes arrays without a word about
-    streams, so that only the op's own turn is between the two."""
+    """A stand-in for torch: its current stream is the trainer's. It exports arrays without
+    synchronizing streams, so that only the op's own ordering protects them."""
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
     free = _core.cuda_available(str(simt_library), 0)
     made = Trainer(simt_library, 0)
@@ -62,8 +61,8 @@ def trainer(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tra
 
 @pytest.mark.parametrize("dtype", ops_cases.DTYPES)
 def test_a_sum_on_torchs_stream(trainer: Trainer, dtype: str, rng: np.random.Generator) -> None:
-    """Its tensors are still being written when it is asked for, they are written again behind it,
-    and nobody has waited."""
+    """The op is called while its tensors are still being written, and they are overwritten after
+    it, without a wait."""
     rows, k, width = 5, 3, 40
     choices, gates = (
         ops_cases.normal(rng, (rows * k, width), dtype),

@@ -161,8 +161,8 @@ def test_overrides_are_toml_and_bare_words_are_strings() -> None:
 
 # -------------------------------------------------------------------------------- seeds, schedule
 def test_seeds_are_these_numbers_forever() -> None:
-    """A resumed run depends on them, so they are fixed values; every argument matters and all lie
-    in [0, 2^63)."""
+    """A resumed run depends on the seeds, so they are fixed values; every argument matters and all
+    lie in [0, 2^63)."""
     assert seeds.seed_of(0, 0, "prompts") == 4416943254697907929
     drawn = {seeds.seed_of(r, s, n) for r in range(10) for s in range(10) for n in ("a", "b")}
     assert len(drawn) == 200
@@ -234,7 +234,7 @@ def test_leave_one_out_is_the_mean_of_the_others(rng: np.random.Generator) -> No
 
 # ------------------------------------------------------------------------------------------- loss
 def loss_by_hand(lp: Any, old: Any, a: Any, h: Any, w: Any, t: LossTable, ref: Any = None) -> float:
-    """The docstring of loss.py, token by token, in Python floats."""
+    """Computes the docstring of loss.py, token by token, in Python floats."""
     total = 0.0
     for i in range(len(lp)):
         ratio = math.exp(lp[i] - old[i])
@@ -299,7 +299,7 @@ def test_clipping_stops_the_gradient_on_the_far_side_only() -> None:
 
 
 def test_a_ratio_that_no_float_holds() -> None:
-    """It matters only where the loss grows with it: not where it is clipped, nor where the
+    """The ratio matters only where the loss grows with it: not where it is clipped, nor where the
     advantage or the token's weight is 0."""
     for advantage, correction, is_finite in (
         (1.0, 1.0, True),
@@ -343,8 +343,8 @@ def test_rewards_of_chats_get_messages(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_batches_list_generated_tokens_by_hand(tokenizer: Any) -> None:
-    """Two prompts of 1 and 3 tokens with 2 and 1 generated ones: ids, and for each generated token
-    the position before it."""
+    """Two prompts of 1 and 3 tokens with 2 and 1 generated tokens: the ids, and for each generated
+    token the position before it."""
     prompts = [data.Prompt("", (7,), {}), data.Prompt("", (4, 5, 6), {})]
     this = rollout_of(
         prompts, [[8, 1], [9]], [np.float32([-1, -2]), np.float32([-3])], ["", ""], [True, False]
@@ -463,8 +463,8 @@ def test_the_tokenizer_is_one_token_a_character(tokenizer: Any) -> None:
 
 
 def test_a_reward_sees_special_tokens_but_not_the_end(tokenizer: Any) -> None:
-    """A policy that pads its answer must lose by it: only the eos that ended the completion is left
-    out."""
+    """A policy that pads its answer must lose reward: only the eos that ended the completion is
+    left out."""
     a, unk, eos = tokenizer.convert_tokens_to_ids(["A", "<|unk|>", tokenizer.eos_token])
 
     def completion(ids: list[int], finish: str, stop: int | str | None = None) -> Any:
@@ -526,8 +526,8 @@ def test_a_line_separator_inside_a_string_ends_no_line(tokenizer: Any, tmp_path:
 
 
 def test_the_heldout_share_depends_on_the_text_only(tokenizer: Any, tmp_path: Path) -> None:
-    """Whatever the order and the rest of the file: a prompt stays on its side, and no prompt is on
-    both."""
+    """The split does not depend on the order or the other rows of the file: a prompt stays on its
+    side, and prompts are not on both."""
     rows = [{"prompt": f"p{i}", "answer": "x"} for i in range(400)]
     sets = []
     for name, part in (("a", rows), ("b", rows[::-1][:300])):
@@ -573,8 +573,8 @@ def test_draws_depend_on_seed_and_step_and_open_stages(tokenizer: Any, tmp_path:
 
 @pytest.mark.parametrize("name", ["upper_heldout", "upper_train", "sort_heldout"])
 def test_no_constant_completion_is_worth_more_than_030(name: str) -> None:
-    """The best completion that ignores the prompt, exactly: at each length the best character of
-    each position."""
+    """Computes exactly the best completion that ignores the prompt: at each length the best
+    character of each position."""
     rows = [json.loads(line) for line in (ROOT / f"data/{name}.jsonl").read_text().splitlines()]
     answers = [row["answer"] for row in rows]
     characters = sorted(set("".join(answers)))
@@ -632,7 +632,8 @@ def test_metrics_of_a_killed_run_are_cut_at_the_resumed_step(tmp_path: Path) -> 
 # --------------------------------------------------------------------------------------- the loop
 @pytest.fixture(autouse=True)
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """draw_curves, which takes longer than all else of these small runs: only one test calls it."""
+    """Runs draw_curves, which takes longer than the rest of these small runs: only one test calls
+    it."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     return metrics.draw_curves
 
@@ -662,9 +663,9 @@ def moments_of(this: loop.Run) -> list[bytes]:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("file", [MOE, DENSE], ids=["moe", "dense"])
 def test_a_resumed_run_is_the_same_run_bit_for_bit(file: Path, tmp_path: Path) -> None:
-    """Four steps at once against two steps, a new process's worth of objects, and two more. Bound:
-    no bit of weights, moments or metrics (times apart) differs. The reference model and a sampled
-    evaluation are on, so that they are covered too."""
+    """Compares four steps at once with two steps, new objects as in a new process, and two more.
+    Bound: weights, moments and metrics (except times) are bit-identical. The reference model and a
+    sampled evaluation are on, so that they are covered too."""
     changes = ["loss.kl=0.01", "eval.temperature=0.7", "train.minibatches=true"]
     whole = run(file, tmp_path / "whole", [*changes, "train.steps=4"])
     first = run(file, tmp_path / "parts", [*changes, "train.steps=2"])
@@ -768,7 +769,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_prompts_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
-    """A file that was edited since; unless an option says that the data are others."""
+    """The file was edited since the run; an option can declare that the data differ."""
     rows = [json.dumps({"prompt": f"{c}=", "answer": c}) + "\n" for c in "abcdefgh"]
     sets = [
         f'data.train=["{tmp_path}/rows"]',
@@ -819,7 +820,7 @@ def test_tokens_of_another_version_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernels", ["torch", "rollmesh"])
 def test_trainer_and_generator_must_agree_after_a_sync(kernels: str) -> None:
     """The self-test with the trainer's scorer passes at 1e-3 in float32, with rollmesh's kernels at
-    0, and fails once the trainer has moved on."""
+    0, and fails after the trainer's next step."""
     this = loop.prepare(config.load(MOE, [*TINY_RUN, f'train.kernels="{kernels}"']))
     try:
         this.generator.sync_weights(this.trainer.state_dict(), version=0)

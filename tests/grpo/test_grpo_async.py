@@ -1,9 +1,8 @@
 """`[rollout] async_level`: rollouts that a thread generates while the trainer learns.
 
-Oracles: the same schedule without a thread, the same run without a break, the trainer's logprobs
-under each version. Bound: no bit of weights, metrics (times apart) or logprobs differs. An engine
-that is held between its steps makes "during a batch" certain.
-"""
+Oracles: the same schedule without a thread, an uninterrupted run, the trainer's logprobs under each
+version. Bound: weights, metrics (except times) and logprobs are bit-identical. An engine that is
+held between its steps makes "during a batch" certain."""
 
 from __future__ import annotations
 
@@ -59,7 +58,8 @@ def _no_thread_is_left() -> Iterator[None]:
 
 
 def rollout_threads() -> list[threading.Thread]:
-    """Those that run; one whose start was interrupted may never have begun, and stays listed."""
+    """Returns the running rollout threads. A thread whose start was interrupted may never have
+    begun, but stays in the list."""
     return [
         thread
         for thread in threading.enumerate()
@@ -77,7 +77,7 @@ def prepared(*changes: str, resume: Path | None = None) -> loop.Run:
 def run(
     out: Path, *changes: str, resume: Path | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """The lines without times, the weights at the end."""
+    """Returns the lines without times, and the weights at the end."""
     this = prepared(*changes, resume=resume)
     try:
         loop.train(this, out)
@@ -145,8 +145,8 @@ def test_a_run_that_waits_is_the_schedule_by_turns_bit_for_bit(
 
 @LEVELS
 def test_a_resumed_run_is_the_same_run_bit_for_bit(level: int, tmp_path: Path) -> None:
-    """The checkpoint holds the batches of versions that are gone, with their routing and the tokens
-    that filters kept."""
+    """The checkpoint holds the batches of earlier versions, with their routing and the kept
+    tokens."""
     changes = [
         f"rollout.async_level={level}",
         "correction.routing_replay=true",
@@ -162,8 +162,8 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(level: int, tmp_path: Path) -
 
 
 def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
-    """Every field of the rollouts comes back; a run with another option generates anew, and so does
-    one at level 0."""
+    """Every field of the rollouts is restored. A run with another option generates again, and so
+    does a run at level 0."""
     level = ["rollout.async_level=2", "correction.routing_replay=true", *FILTERS]
     this = prepared(*level)
     c = this.config
@@ -188,7 +188,7 @@ def test_a_checkpoint_holds_what_was_generated(tmp_path: Path) -> None:
     for change in ("rollout.samples=8", "rollout.async_level=0", "rollout.async_level=1"):
         other = config.load(MOE, [*TINY, *level, change])
         assert checkpoint.read_rollouts(folder, other, this.data, this.tokenizer) == []
-    (folder / checkpoint.ROLLOUTS).unlink()  # others than those of the run would be generated
+    (folder / checkpoint.ROLLOUTS).unlink()  # otherwise different batches would be generated
     with pytest.raises(
         rm.ConfigError, match=r"rollouts\.safetensors: expected rollouts, got FileNotFoundError"
     ):
@@ -213,7 +213,7 @@ def test_a_resume_at_another_level_starts_from_the_checkpoint(tmp_path: Path) ->
 def test_a_push_waits_for_the_batch_that_has_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread comes to each batch long after the trainer has learned from the one before."""
+    """The thread starts each batch long after the trainer has learned from the previous one."""
 
     def late(
         run: Any, step: int, version: int | None = None, generate: Any = loop._roll_out
@@ -263,8 +263,8 @@ def test_a_run_refuses_batches_that_are_too_old(
 
 # -------------------------------------------------------------------------------- syncs in flight
 class Brake:
-    """Slows a generator down: before each of its steps, `before(number of the step)`, which may
-    return False: no step yet."""
+    """Slows a generator down: before each of its steps it calls `before(number of the step)`, which
+    may return False to delay the step."""
 
     def __init__(self, generator: Any, before: Callable[[int], bool | None]) -> None:
         self.steps, self._step, self._before = 0, generator._loop._step, before
@@ -321,9 +321,8 @@ def test_a_sync_in_flight_reaches_the_running_requests(inflight: str) -> None:
             v == ([0] * 5 + [1] * (len(v) - 5) if inflight == "keep" else [1] * len(v))
             for v in long
         )
-        of_new = this.trainer.logprobs_of(
-            drawn
-        )  # [train] mismatch = "raise" compares the tokens of version 1 only
+        # [train] mismatch = "raise" compares the tokens of version 1 only.
+        of_new = this.trainer.logprobs_of(drawn)
         for sample in long_ones(drawn)[:1]:
             drawn.completions[sample].logprobs[-1] += 1
             with pytest.raises(rm.NumericsError, match=f"; 1 of {(versions == 1).sum()} differ"):
@@ -379,9 +378,9 @@ def test_an_error_of_the_thread_ends_the_run(
 def test_an_error_of_the_trainer_ends_the_rollouts(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batch 2 would take 30 s. Its requests are aborted, and the generator serves on. The
-    checkpoint of step 2 would wait for it, but for the second Ctrl-C; that of step 1 needs batch 1
-    only."""
+    """Batch 2 would take 30 s. Its requests are aborted, and the generator keeps serving. Without
+    the second Ctrl-C, the checkpoint of step 2 would wait for batch 2; the checkpoint of step 1
+    needs batch 1 only."""
     this = prepared("rollout.async_level=1", "rollout.max_tokens=40", "train.steps=8")
     slow, running = threading.Event(), threading.Event()
 
@@ -438,7 +437,7 @@ def test_an_error_of_the_trainer_ends_the_rollouts(
 
 
 def ends_in_a_reward(this: loop.Run) -> None:
-    """Of step 2: the rewards of 2 evaluations and 2 steps come before it."""
+    """Ends in a reward of step 2: the rewards of 2 evaluations and 2 steps come before it."""
     [function], calls = this.rewards.functions, iter(range(100))
     this.rewards.functions = [
         lambda **columns: (
@@ -448,7 +447,7 @@ def ends_in_a_reward(this: loop.Run) -> None:
 
 
 def ends_in_an_update(this: loop.Run) -> None:
-    """Of step 1: the run ends behind it."""
+    """Ends in the update of step 1: the run stops after it."""
     calls = iter(range(100))
     this.trainer.optimizer.register_step_pre_hook(
         lambda *_: signal.raise_signal(signal.SIGTERM) if next(calls) == 2 else None
@@ -456,13 +455,14 @@ def ends_in_an_update(this: loop.Run) -> None:
 
 
 def ends_by_an_error(this: loop.Run) -> None:
-    """Of the reward of step 2."""
+    """Ends by an error in the reward of step 2."""
     [function], calls = this.rewards.functions, iter(range(100))
     this.rewards.functions = [lambda **columns: None if next(calls) == 4 else function(**columns)]
 
 
 def ends_before_a_push(this: loop.Run) -> None:
-    """Of version 2: nothing of step 2 has begun, and its batch may be in the generator."""
+    """Ends before the push of version 2: step 2 has not begun, and its batch may be in the
+    generator."""
     push = this.trainer.push
     this.trainer.push = lambda generator, step: (
         signal.raise_signal(signal.SIGTERM) if step == 2 else push(generator, step)
@@ -484,8 +484,8 @@ def ends_before_a_push(this: loop.Run) -> None:
 def test_what_ends_a_run_leaves_its_last_finished_step(
     how: Callable[[loop.Run], None], level: int, tmp_path: Path
 ) -> None:
-    """With the rollouts that it was going to learn from: the run that goes on has the bits of one
-    without a break."""
+    """The checkpoint has the rollouts that the next step learns from: the resumed run is
+    bit-identical to an uninterrupted run."""
     changes = [f"rollout.async_level={level}", "train.steps=4", "checkpoint.every=0"]
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     this = prepared(*changes)
@@ -506,8 +506,8 @@ def test_what_ends_a_run_leaves_its_last_finished_step(
 def test_an_early_end_with_syncs_in_flight_leaves_a_checkpoint(
     inflight: str, tmp_path: Path
 ) -> None:
-    """What such a run generates depends on timing, so no bits are compared; the run that goes on
-    has the stored rollouts."""
+    """The output of such a run depends on timing, so bits are not compared; the resumed run has the
+    stored rollouts."""
     changes = [
         "rollout.async_level=2",
         f"sync.inflight={inflight}",
@@ -544,7 +544,8 @@ def test_the_last_checkpoint_has_its_rollouts_in_the_second_try_too(
 
 
 def test_an_interrupt_anywhere_leaves_no_thread() -> None:
-    """From the first call to the end of the context; CPython's Thread.start itself is not safe."""
+    """Interrupts from the first call to the end of the context; CPython's Thread.start itself is
+    not safe."""
 
     def use(ahead: AsyncRollouts) -> None:
         try:
@@ -615,7 +616,7 @@ def test_each_line_has_the_shares(tmp_path: Path) -> None:
     "level, steps", [full(1, 80), pytest.param(2, 100, marks=pytest.mark.slow)]
 )
 def test_it_learns_from_rollouts_that_are_behind(level: int, steps: int, tmp_path: Path) -> None:
-    """As tests/grpo/test_grpo_learning.py has it at level 0, where 0.5 is asked for after 80 steps;
+    """tests/grpo/test_grpo_learning.py runs the same at level 0 and requires 0.5 after 80 steps;
     level 2 needs some more."""
     changes = [f"rollout.async_level={level}", f"train.steps={steps}", f"eval.every={steps}"]
     lines = train(

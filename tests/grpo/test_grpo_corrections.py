@@ -1,10 +1,10 @@
-"""What `[correction]` does about a trainer and a generator that differ: the loss's weights, and
-routing replay.
+"""The corrections of `[correction]` for a difference between trainer and generator: the loss's
+weights, and routing replay.
 
-Each formula of loss.py and routing_replay.py against loops in Python floats, its gradient against
-central differences of the loops. What reaches the loss in Trainer.learn, and which experts the
-trainer uses, on a model of a few thousand weights whose generator computes in bfloat16, so that the
-two do differ. Bounds: derived where rounding is meant, else equality.
+Oracle: each formula of loss.py and routing_replay.py against loops in Python floats, its gradient
+against central differences of the loops. The inputs of the loss in Trainer.learn, and the experts
+that the trainer uses, are tested on a model of a few thousand weights whose generator computes in
+bfloat16, so that trainer and generator differ. Bounds: derived from rounding, else equality.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 def weights_by_hand(
     old: Any, gen: Any, lengths: list[int], t: CorrectionTable
 ) -> tuple[list[float], list[float]]:
-    """c and r of the docstring of loss.py, token by token."""
+    """Computes c and r of the docstring of loss.py, token by token."""
     ratios, at = [], 0
     for length in lengths:
         logs = [float(old[i]) - float(gen[i]) for i in range(at, at + length)]
@@ -90,15 +90,15 @@ def weights_by_hand(
 
 
 def logprobs(rng: np.random.Generator) -> tuple[Any, Any]:
-    """Of two sides that differ by about 40 %, float32 as they come."""
+    """Returns the float32 logprobs of two sides that differ by about 40 %."""
     old = -rng.random(sum(LENGTHS)) * 3
     return old.astype(np.float32), (old + 0.4 * rng.standard_normal(len(old))).astype(np.float32)
 
 
 @BY_MODE
 def test_weights_by_hand(table: CorrectionTable, rng: np.random.Generator) -> None:
-    """Within 13 roundings of float64, which are of the sum of a sequence; cut and uncut tokens are
-    both there."""
+    """Within 13 roundings of float64, which come from the sum of a sequence; both cut and uncut
+    tokens occur."""
     old, gen = logprobs(rng)
     weights, ratios = correction_weights(
         torch.tensor(old), torch.tensor(gen), torch.tensor(LENGTHS), table
@@ -116,8 +116,8 @@ def test_weights_by_hand(table: CorrectionTable, rng: np.random.Generator) -> No
 
 
 def test_bounds_are_inside_and_equal_logprobs_have_weight_one() -> None:
-    """Ratios 1/2, 1, 2 and their neighbours, exact in float64: bounds of a mask are kept, beyond is
-    0; a cap is kept and not counted."""
+    """Ratios 1/2, 1, 2 and their neighbours, exact in float64: the bounds of a mask are kept,
+    values beyond are 0; a cap is kept and not counted."""
     log = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0], dtype=torch.float64) * math.log(2)
     mask = CorrectionTable(
         "token_mask", mask_low=float(log[1].exp()), mask_high=float(log[3].exp())
@@ -154,8 +154,8 @@ def test_corrected_loss_and_gradient_by_hand(
     table: CorrectionTable, rng: np.random.Generator
 ) -> None:
     """Value within 1e-12 of the formula in float64; gradient against central differences of the
-    formula, 1e-6. The bonus of entropy and the penalty of the reference are not weighted; a masked
-    token has their gradient only."""
+    formula, 1e-6. The entropy bonus and the reference penalty are not weighted; a masked token has
+    only their gradient."""
     old, gen = logprobs(rng)
     n = len(old)
     lp = old.astype(np.float64) + 0.3 * rng.standard_normal(n)
@@ -188,8 +188,8 @@ def test_corrected_loss_and_gradient_by_hand(
 
 
 def test_without_a_correction_the_loss_has_the_bits_it_had(rng: np.random.Generator) -> None:
-    """Oracle: the uncorrected formula, written out in the same torch calls. Weights of one change
-    no bit either."""
+    """Oracle: the uncorrected formula, written out in the same torch calls. Weights of one do not
+    change a bit either."""
     n = 101
     lp, old, h, w = (torch.tensor(-rng.random(n) * 3, dtype=torch.float32) for _ in range(4))
     a = torch.tensor(rng.standard_normal(n), dtype=torch.float32)
@@ -240,7 +240,7 @@ def test_a_wrong_correction_is_an_error_that_names_its_key(change: str, message:
 
 
 def test_a_dense_model_has_no_routing_to_replay(tmp_path: Path) -> None:
-    """The architecture of the file says it at once, a checkpoint's once it is read."""
+    """The file's architecture allows an immediate error, a checkpoint's only after it is read."""
     with pytest.raises(
         rm.ConfigError,
         match=r'^\[correction\] routing_replay: .* architecture is "qwen3", which routes nothing, '
@@ -306,9 +306,10 @@ def prepared(changes: list[str]) -> loop.Run:
 def test_what_reaches_the_loss(
     table: CorrectionTable, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each micro batch of each update: old is the trainer before the first update (within 1e-5:
-    sequences are padded otherwise), and the weight is the formula of it and of what was recorded,
-    equal but for float64's rounding. The ratio is 1 in the first update."""
+    """Input: each micro batch of each update. The old logprobs are the trainer's before the first
+    update (within 1e-5, because sequences are padded differently), and the weight equals the
+    formula of them and the record, within float64's rounding. The ratio is 1 in the first
+    update."""
     keys = {k: v for k, v in dataclasses.asdict(table).items() if v != getattr(CorrectionTable, k)}
     changes = [f"correction.{key}={value}" for key, value in keys.items()] + [
         "train.micro_batch=3",
@@ -365,8 +366,8 @@ def test_what_reaches_the_loss(
 
 @pytest.mark.parametrize("mode", ["none", "token_truncate", "sequence_truncate", "token_mask"])
 def test_a_corrected_run_says_what_it_did(mode: str, tmp_path: Path) -> None:
-    """Two updates a step, experts replayed; the last line has no update, and without a correction
-    there is nothing to say."""
+    """Two updates a step, with replayed experts; the last line has no update, and an uncorrected
+    run has none of these metrics."""
     this = loop.prepare(
         config.load(
             MOE,
@@ -405,7 +406,8 @@ def routed() -> tuple[Any, Any]:
 
 
 def used(model: Any, call: Any) -> Any:
-    """What a forward gives to the experts: ids and gates [rows, layers, k]."""
+    """Records the arguments that a forward passes to the experts: ids and gates [rows, layers,
+    k]."""
     seen: list[tuple[Any, Any]] = []
     handles = [
         module.register_forward_pre_hook(lambda _, inputs: seen.append((inputs[1], inputs[2])))
@@ -421,8 +423,8 @@ def used(model: Any, call: Any) -> Any:
 
 
 def test_every_position_that_matters_has_a_record(routed: tuple[Any, Any]) -> None:
-    """All of the prompt and of what was generated but the last token; the record in the batch is
-    the generator's, position by position."""
+    """The record covers the prompt and all generated tokens but the last; the record in the batch
+    equals the generator's, position by position."""
     _, drawn = routed
     batch = samples.make_batch(drawn.completions)
     assert batch.routed_BTLK is not None
@@ -439,8 +441,8 @@ def test_every_position_that_matters_has_a_record(routed: tuple[Any, Any]) -> No
 
 
 def test_the_experts_used_are_those_recorded(routed: tuple[Any, Any]) -> None:
-    """0 ids differ from the record where there is one; without it the trainer's own routing. Some
-    of these differ: the test would see it. Afterwards the model computes the bits that it computed
+    """0 ids differ from the record if there is one; without it the trainer routes itself, and some
+    of these ids differ, so the test can fail. Afterwards the model gives the same bits as
     before."""
     this, drawn = routed
     batch = samples.make_batch(drawn.completions)
@@ -471,8 +473,7 @@ def with_experts(drawn: samples.Rollout, records: list[Any]) -> samples.Rollout:
 def test_any_record_is_followed_in_its_own_layer(
     routed: tuple[Any, Any], rng: np.random.Generator
 ) -> None:
-    """Ids drawn at random: nothing of the trainer's routing is left, and the logprobs are
-    others."""
+    """Ids drawn at random replace the trainer's routing completely, and the logprobs change."""
     this, drawn = routed
     wild = [
         np.stack([rng.permuted(np.arange(16))[:2] for _ in range(r.size // 2)])
@@ -595,8 +596,8 @@ def test_an_interrupted_forward_leaves_no_replay(routed: tuple[Any, Any]) -> Non
 def test_a_model_that_runs_without_its_routers_is_refused(
     routed: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As kernels that compute a whole layer do: a record that nobody reads is not taken in
-    silence."""
+    """A kernel that computes a whole layer bypasses the router: a record that is not used is an
+    error."""
     this, drawn = routed
     monkeypatch.setattr(this.model.model.layers[2].mlp, "forward", lambda hidden: hidden)
     with pytest.raises(

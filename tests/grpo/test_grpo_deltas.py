@@ -1,11 +1,10 @@
-"""A GRPO run whose generator gets deltas alone is the run with whole pushes: 200 steps, bit for
-bit.
+"""A GRPO run whose generator receives only deltas equals the run with whole pushes: 200 steps, bit
+for bit.
 
 Oracle: the same configuration, pushed whole. Bound: every metric of every step but the times, and
-every weight at the end, equal.
+every weight at the end, are equal.
 
-    pytest -m slow tests/grpo/test_grpo_deltas.py
-"""
+    pytest -m slow tests/grpo/test_grpo_deltas.py"""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ STEPS = 200
 
 
 class ByDeltas:
-    """A generator behind a wire on which only the first version travels whole."""
+    """A generator behind a connection on which only the first version is sent whole."""
 
     def __init__(self, generator: Any):
         self._generator, self._encoder, self._decoder = (
@@ -41,7 +40,7 @@ class ByDeltas:
         self.whole = self.deltas = self.sent = 0
 
     def sync_weights(self, source: Any, version: int, cast: bool = False) -> Any:
-        del cast  # done here, as a trainer elsewhere does it
+        del cast  # here instead of in a remote trainer
         message = self._encoder.encode(
             {name: tensor.detach().bfloat16() for name, tensor in source.items()}, version
         )

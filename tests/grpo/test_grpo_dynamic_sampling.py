@@ -1,5 +1,5 @@
-"""[rollout] filter_groups: groups of equal rewards are left out and others drawn, the same ones in
-a run that is resumed."""
+"""[rollout] filter_groups: groups of equal rewards are dropped and replaced by new draws, which are
+the same in a resumed run."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def prompts(count: int) -> list[Prompt]:
 def test_the_groups_of_a_step(
     flat: str, limit: int, batches: list[list[int]], taken: list[int]
 ) -> None:
-    """Of seven prompts in order, three groups of two: what is generated, and what is learned from,
-    in the order of the draws."""
+    """Seven prompts in order, batches of three groups of two: checks the batches that are generated
+    and the groups that are learned from, in the order of the draws."""
     every, seen = prompts(7), []
 
     def draw(count: int, drawn: Sequence[Prompt]) -> list[Prompt]:
@@ -182,8 +182,8 @@ def test_groups_without_two_judged_rewards_that_differ_are_flat() -> None:
 
 
 def test_a_step_draws_no_prompt_twice() -> None:
-    """Of the open stages only; the same again for the same step; without more prompts it gets
-    fewer."""
+    """A step draws from the open stages only, draws the same prompts again for the same step, and
+    draws fewer if prompts run out."""
     train = [dataclasses.replace(p, stage=i // 10) for i, p in enumerate(prompts(20))]
     data = Dataset(tuple(train), (), (5,))
 
@@ -205,7 +205,7 @@ def test_a_step_draws_no_prompt_twice() -> None:
 
 # ------------------------------------------------------------------------------------------- runs
 def test_a_run_learns_from_groups_that_differ(tmp_path: Path) -> None:
-    """And its completions are those; it goes on with the same bits."""
+    """The completions of the run are those groups, and the resumed run is bit-identical."""
     out, again = tmp_path / "out", tmp_path / "again"
     lines = ran(out, "half", FILTER)
     assert [line["flat_groups"] for line in lines[:-1]] == [0.0] * 2
@@ -240,7 +240,8 @@ def test_without_flat_groups_it_is_the_run_without(tmp_path: Path) -> None:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("reward, limit", [("half", 1), ("none", 3)])
 def test_at_the_limit_flat_groups_fill_the_step(reward: str, limit: int, tmp_path: Path) -> None:
-    """So with one batch it is the run without, and with nothing but flat groups as well."""
+    """So the result with a limit of one batch, and with only flat groups, equals the run without
+    the filter."""
     lines = ran(tmp_path / "a", reward, FILTER, f"rollout.max_num_gen_batches={limit}")
     assert {line["num_gen_batches"] for line in lines} == {limit}
     assert {line["groups_left_out"] for line in lines} == {4 * (limit - 1)}
@@ -252,8 +253,8 @@ def test_at_the_limit_flat_groups_fill_the_step(reward: str, limit: int, tmp_pat
 
 
 def test_all_records_of_a_completion_stay_together(tmp_path: Path) -> None:
-    """Kept tokens, routed experts and versions: the trainer's logprobs would not be the recorded
-    ones."""
+    """Kept tokens, routed experts and versions stay with their completion; otherwise the trainer's
+    logprobs would differ from the record."""
     changes = [
         FILTER,
         "rollout.top_k=20",

@@ -1,10 +1,9 @@
 """[train] kernels and mismatch of rollmesh grpo: with rollmesh's kernels trainer and generator are
 one function.
 
-Input: a few steps of the debug configs, made smaller. Oracle: what the generator recorded. Bound: 0
-differing logprobs and routed experts; with the generator on a mesh or another instruction set, the
-same metrics to the last bit.
-"""
+Input: a few steps of smaller debug configs. Oracle: the generator's record. Bound: 0 differing
+logprobs and routed experts; with the generator on a mesh or another instruction set, bit-identical
+metrics."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def model_of(family: str) -> str:
 
 
 def ran(name: str, out: Path, *changes: str, resume: bool = False) -> list[dict[str, Any]]:
-    """The metrics of a run, without its times. resume: the rest of the one in `out`."""
+    """Returns the metrics of a run, without its times. resume: continues the run in `out`."""
     run = loop.prepare(
         config.load(CONFIGS[name], [*TINY, *changes]), *([out, ["train.steps"]] if resume else [])
     )
@@ -117,7 +116,7 @@ def test_trainer_and_generator_are_one_function(
 
 
 def test_a_reference_model_is_the_same_function(tmp_path: Path) -> None:
-    """It is the initial model, so before the first update the penalty is exactly 0."""
+    """The reference is the initial model, so before the first update the penalty is exactly 0."""
     lines = ran("dense", tmp_path, "loss.kl=0.1", "train.updates=1", *BFLOAT16)
     assert lines[0]["kl_ref"] == 0.0
     assert lines[1]["kl_ref"] > 0.0
@@ -142,15 +141,15 @@ def test_a_kl_that_no_float_holds_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_run_is_that_of_one_rank(changes: list[str], tmp_path: Path) -> None:
-    """Rewards, losses and gradients are equal to the last bit, so the trainers did the same on the
-    same tokens."""
+    """Rewards, losses and gradients are bit-identical, so the trainers did the same on the same
+    tokens."""
     assert ran("moe", tmp_path / "mesh", *BFLOAT16, *changes) == ran(
         "moe", tmp_path / "one", *BFLOAT16
     )
 
 
 def test_filters_that_a_vocabulary_is_too_small_for(tmp_path: Path) -> None:
-    """Before anything is generated."""
+    """The run is refused before it generates."""
     with pytest.raises(
         rm.ConfigError,
         match=r"^\[rollout\] top_k: expected below the 101 tokens of the model's vocabulary, got "
@@ -165,8 +164,8 @@ def test_torchs_kernels_are_apart_and_say_so(tmp_path: Path) -> None:
 
 
 def test_torchs_kernels_take_the_logprobs_of_kept_tokens(tmp_path: Path) -> None:
-    """In float32 they are the recorded ones to rounding; without the record they would be apart by
-    about -log(0.9)."""
+    """In float32 they equal the recorded logprobs up to rounding; without the record they would
+    differ by about -log(0.9)."""
     lines = ran("moe", tmp_path, 'train.kernels="torch"', *FILTERS)
     assert 0 < max(line["logprob_diff_max"] for line in lines) < 1e-4
 
@@ -192,15 +191,15 @@ def test_every_family_is_one_function(family: str, tmp_path: Path) -> None:
     some([n for n, f in FAMILIES.items() if f.has_experts], lambda family: family in QUICK),
 )
 def test_every_familys_routing_is_replayed(family: str, tmp_path: Path) -> None:
-    """In float32, so that the gates are the generator's to rounding."""
+    """In float32, so that the gates equal the generator's up to rounding."""
     lines = ran("moe", tmp_path, model_of(family), "correction.routing_replay=true")
     assert max(line["logprob_diff_max"] for line in lines) < 1e-4
 
 
 @pytest.mark.full
 def test_a_routers_bias_is_synced_saved_and_resumed(tmp_path: Path) -> None:
-    """GLM-4-MoE's is a buffer, which the optimizer does not know. It turns choices, so the run
-    without is another."""
+    """GLM-4-MoE's bias is a buffer, which the optimizer does not see. It changes choices, so the
+    run without it differs."""
     run = loop.prepare(config.load(CONFIGS["dense"], [*TINY, model_of("glm4_moe")]))
     run.close()
     assert run.trainer is not None
@@ -224,7 +223,7 @@ def test_a_routers_bias_is_synced_saved_and_resumed(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------- gradient checkpointing
 def trained(name: str, out: Path, *changes: str) -> tuple[list[dict[str, Any]], bytes]:
-    """The metrics of a run, and its last weights."""
+    """Returns the metrics of a run, and its last weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
         return ran(name, out, *changes, "train.steps=2"), (
@@ -244,8 +243,8 @@ ALL = [*BFLOAT16, "train.micro_batch=3", "train.minibatches=true", "train.update
         full("moe", []),
         full("dense", OTHER),
         full("moe", [*OTHER, *FILTERS, 'train.dtype="bfloat16"']),
-        # The layer that the backward pass computes again takes the recorded experts too, some of
-        # which are not its own.
+        # The layer that the backward pass computes again uses the recorded experts too, some of
+        # which differ from its own.
         pytest.param(
             "moe",
             [*OTHER, "correction.routing_replay=true", "train.micro_batch=5"],
@@ -268,8 +267,8 @@ def test_gradient_checkpointing_has_the_same_bits(
     "family", [family if family in QUICK else full(family) for family in FAMILIES]
 )
 def test_gradient_checkpointing_keeps_the_input_of_each_layer(family: str, kernels: str) -> None:
-    """And saves nothing else of it for the backward pass. No part of the model is in training mode
-    but the layers themselves."""
+    """It saves nothing else of the layer for the backward pass. Only the layers themselves are in
+    training mode."""
     saved: dict[bool, list[int]] = {}
     prompts, tokens = [Prompt("", (5, 6, 7), {})] * 4, [[8, 9], [8], [3, 4, 5], [9, 9]]
     this = rollout_of(
@@ -339,8 +338,8 @@ def spoilt(change: str, rollout: Rollout) -> Rollout:
 def test_the_first_difference_is_named(
     change: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the optimizer's step, so the weights are those that drew the tokens; "record" goes
-    on."""
+    """The error comes before the optimizer's step, so the weights are those that drew the tokens;
+    with "record" the run continues."""
     learn, seen = Trainer.learn, []
 
     def wrong(self: Trainer, rollout: Rollout, advantages: Any, step: int) -> Any:

@@ -1,14 +1,14 @@
-"""It learns, from random weights, on prompts that were never trained on; and from shuffled rewards
-it does not.
+"""A run learns from random weights, measured on prompts that were never trained on; with shuffled
+rewards it does not learn.
 
-The quick tests have a run on pairs of eight letters; the whole set has the main configuration cut
-short, and its control. The long runs take about ten minutes on two cores:
+The quick tests use pairs of eight letters; the full suite runs a shortened main configuration, and
+its control. The long runs take about ten minutes on two cores:
 
     pytest -m slow tests/grpo/test_grpo_learning.py
 
-Chance is at most 0.1 here (the first line of each run is asserted), and the best completion that
-ignores the prompt is worth 0.3 at most (tests/grpo/test_grpo.py computes it), so 0.5 already needs
-the prompt to be read."""
+Chance is at most 0.1 here (the first line of each run is asserted), and a completion that ignores
+the prompt scores at most 0.3 (tests/grpo/test_grpo.py computes this), so 0.5 requires that the
+model reads the prompt."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 FAMILIES = ("llama_debug", "qwen2_debug", "glm4_moe_debug")
-SECONDS = 180  # on two cores with nothing else to do, imports included
+SECONDS = 180  # on two idle cores, imports included
 
 
 def train(config: str, out: Path, *args: object) -> tuple[list[dict[str, Any]], float]:
-    """`rollmesh grpo` in a process of its own, as a user runs it: the lines of metrics.jsonl, and
-    its seconds from start to end."""
+    """Runs `rollmesh grpo` in a separate process, like a user. Returns the lines of metrics.jsonl,
+    and the seconds from start to end."""
     began = time.monotonic()
     command = [
         sys.executable,
@@ -62,7 +62,7 @@ SHORT = ["--set", "train.steps=80", "--set", "eval.every=80"]
 
 def pairs(folder: Path) -> list[str]:
     """Options for prompts of two letters of eight; every fifth pair is held out. The best constant
-    completion is worth 1/8."""
+    completion scores 1/8."""
     files: dict[str, list[str]] = {"train": [], "heldout": []}
     for i, (a, b) in enumerate(itertools.product("abcdefgh", repeat=2)):
         files["heldout" if i % 5 == 2 else "train"].append(
@@ -84,12 +84,8 @@ def pairs(folder: Path) -> list[str]:
         full(FAMILIES[0], pairs),
         full(FAMILIES[2], pairs),
     ],
-    ids=[
-        "pairs",
-        "main",
-        FAMILIES[0],
-        FAMILIES[2],
-    ],  # Qwen2 is slower in the first steps: the slow test below has it
+    # Qwen2 is slower in the first steps: the slow test below has it.
+    ids=["pairs", "main", FAMILIES[0], FAMILIES[2]],
 )
 def test_it_learns_from_rewards(
     config: str,
@@ -104,14 +100,13 @@ def test_it_learns_from_rewards(
     )
     assert learned[0] <= 0.1
     assert learned[-1] >= 0.5
-    assert (
-        lines[-1]["stopped_share"] >= 0.5
-    )  # it ends its answers, and is not just cut off where the reward stops looking
+    # The model ends its answers; they are not just cut off where the reward stops reading.
+    assert lines[-1]["stopped_share"] >= 0.5
 
 
 @pytest.mark.full
 def test_it_does_not_learn_from_shuffled_rewards(tmp_path: Path) -> None:
-    """The same with the rewards of a batch shuffled."""
+    """The same configuration with the rewards of a batch shuffled."""
     assert (
         max(heldout(train("qwen3_moe_debug", tmp_path, *SHORT, "--set", "reward.shuffle=true")[0]))
         <= 0.1
@@ -128,8 +123,8 @@ def test_full_runs_reach_090(
     config: str, diff: float, k3: float, seed: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """From ≤ 0.1 to ≥ 0.9 in under three minutes. diff and k3 bound max |Δ logprob| and kl_k3 of
-    every step: seen were 3e-5 and 1e-12 in float32, and 0.5 (a rare token) and 3e-4 where the
-    generator serves bfloat16."""
+    every step: measured were 3e-5 and 1e-12 in float32, and 0.5 (a rare token) and 3e-4 with a
+    bfloat16 generator."""
     lines, seconds = train(config, tmp_path, "--seed", seed)
     rewards = heldout(lines)
     apart = max(m["logprob_diff_max"] for m in lines)
@@ -155,7 +150,7 @@ def test_full_length_control_stays_at_chance(config: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_harder_task_learns(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Sorting five digits, by stages: far above the best constant completion, worth 0.29."""
+    """Sorts five digits, by stages: far above the best constant completion, which scores 0.29."""
     lines, seconds = train("qwen3_moe_sort", tmp_path)
     rewards = heldout(lines)
     request.config.stash[SUMMARY].append(

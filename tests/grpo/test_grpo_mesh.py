@@ -1,13 +1,12 @@
-"""A GRPO run whose generator is a mesh of four processes, the trainer on rank 0, is the run of one
-process: bit for bit.
+"""A GRPO run whose generator is a mesh of four processes, with the trainer on rank 0, equals the
+run in one process, bit for bit.
 
-Input: configs/qwen3_moe_debug_ep4.toml, as torchrun starts it. Oracle: the same configuration in
-one process, on one rank. Bound: every metric of every step but the times, and every weight of the
-last checkpoint, equal. A short run is part of every test run, about 20 s of CPU time of which most
-are imports; the whole one, with the reward curve from chance to learned, takes some minutes:
+Input: configs/qwen3_moe_debug_ep4.toml, started by torchrun. Oracle: the same configuration in one
+process, on one rank. Bound: every metric of every step but the times, and every weight of the last
+checkpoint, are equal. A short run is part of every test run: about 20 s of CPU time, most of it for
+imports. The whole run, with the reward curve from chance to learned, takes some minutes:
 
-    pytest -m slow tests/grpo/test_grpo_mesh.py
-"""
+    pytest -m slow tests/grpo/test_grpo_mesh.py"""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ SHORT = [
 def grpo(
     out: Path, changes: list[str], launcher: list[str], seconds: float
 ) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times. torchrun that is terminated ends its ranks."""
+    """Returns the lines of metrics.jsonl without times. Terminating torchrun ends its ranks."""
     command = [sys.executable, *launcher, "-m", "rollmesh", "grpo", str(CONFIG), "--out", str(out)]
     command += [word for change in changes for word in ("--set", change)]
     ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
@@ -90,8 +89,8 @@ def test_four_processes_learn_as_one_does(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_version_in_flight_reaches_all_processes(tmp_path: Path) -> None:
-    """Rank 0 pushes while its other thread generates. The run ends unless each logprob that the
-    trainer's version drew is the trainer's."""
+    """Rank 0 pushes while its other thread generates. The run fails unless each logprob equals the
+    trainer's under the version that drew the token."""
     changes = [
         *SHORT,
         "train.steps=4",

@@ -1,10 +1,9 @@
-"""[rollout] environment: completions of several turns, whose replies are part of the sequence and
+"""[rollout] environment: completions of several turns, whose replies are part of the sequence but
 not of the loss.
 
-The model ends a turn by any of 40 tokens of 101, so that a random one has turns. Oracle of the
-records: with rollmesh's kernels the trainer computes the whole sequence at once and must find each
-logprob and expert that was recorded, turn by turn.
-"""
+The model ends a turn with any of 40 of its 101 tokens, so that a random completion has several
+turns. Oracle of the records: with rollmesh's kernels the trainer computes the whole sequence at
+once and must reproduce each recorded logprob and expert, turn by turn."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Any:
-    """By a config's name: the folder of a random model with many ends."""
+    """Returns, for a config's name, the folder of a random model with many end tokens."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "turns_of_test.py").write_text(ENVIRONMENT)
@@ -152,7 +151,7 @@ def ran(
 def test_the_trainer_finds_every_record(
     name: str, environment: str, changes: list[str], model: Any, tmp_path: Path
 ) -> None:
-    """And a run that goes on has the same bits."""
+    """A resumed run is bit-identical too."""
     folder, out, again = model(name), tmp_path / "out", tmp_path / "again"
     lines = ran(folder, name, out, environment, *changes)
     assert {line["tokens_differ"] for line in lines} == {0.0}
@@ -175,7 +174,7 @@ def test_the_trainer_finds_every_record(
 
 def test_recorded_routing_is_replayed_over_all_turns(model: Any, tmp_path: Path) -> None:
     """With transformers' forward pass, on a bfloat16 generator: the routed experts of the last turn
-    are those of the whole sequence."""
+    equal those of the whole sequence."""
     sets = [
         'generator.dtype="bfloat16"',
         "sync.cast=true",
@@ -210,7 +209,7 @@ def test_an_environment_that_says_nothing_changes_nothing(model: Any, tmp_path: 
 # ------------------------------------------------------------------------------------ one rollout
 @pytest.fixture
 def environment_of(tmp_path: Path) -> Iterator[Callable[[str, str], Environment]]:
-    """By its code and a name for its module."""
+    """Makes an environment from its code and a name for its module."""
     event_loop = EventLoop()
 
     def made(code: str, name: str) -> Environment:
@@ -222,7 +221,7 @@ def environment_of(tmp_path: Path) -> Iterator[Callable[[str, str], Environment]
 
 
 def first_turns(prompts: Sequence[Prompt], ids: Sequence[list[int]], tokenizer: Any) -> Rollout:
-    """As generate makes them; 1 is the end."""
+    """Returns first turns like those of `generate`; token 1 is the end."""
     ends = [turn[-1] == 1 for turn in ids]
     texts = [
         tokenizer.decode(turn[:-1] if ended else turn)
@@ -247,8 +246,8 @@ def first_turns(prompts: Sequence[Prompt], ids: Sequence[list[int]], tokenizer: 
 
 
 def test_turns_by_hand(tokenizer: Any, environment_of: Callable[[str, str], Environment]) -> None:
-    """Four completions: one goes on twice, one gets no reply, one has no end, and of one the reply
-    leaves no room."""
+    """Four completions: one continues twice, one gets no reply, one does not end, and the reply to
+    one does not fit."""
     code = (
         "def f(prompt, completion, long):\n    return '=' * (9 if long else 1) if "
         "len(completion) < 5 else None\n"
@@ -332,8 +331,8 @@ def test_the_limit_of_turns(
 def test_the_tokens_of_a_chat_are_the_template_s(
     tokenizer: Any, environment_of: Callable[[str, str], Environment]
 ) -> None:
-    """Three turns that the policy ends by <|user|>, with a template that ends no message (GLM-4's):
-    the tokens are those of the whole conversation rendered at once."""
+    """Three turns that the policy ends by <|user|>, with a template that does not end messages
+    (GLM-4's): the tokens equal those of the whole conversation rendered at once."""
     other = data.load_tokenizer(CHARS)
     other.chat_template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
@@ -380,7 +379,7 @@ def test_a_reply_that_the_template_refuses_is_named(
 
 
 def test_a_template_that_hides_turns_is_refused_before_the_run(model: Any) -> None:
-    """At the start, before anything is generated. Text prompts need no template."""
+    """Refused at the start, before the run generates. Text prompts do not need a template."""
     folder = model("dense")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     sets = [
@@ -402,7 +401,7 @@ def test_a_template_that_hides_turns_is_refused_before_the_run(model: Any) -> No
 
 
 def test_a_built_in_reward_judges_the_policy_alone() -> None:
-    """A tool that says the answer earns nothing."""
+    """A tool that outputs the answer earns no reward."""
     said = [
         [{"role": "assistant", "content": a}, {"role": "tool", "content": "AB"}]
         for a in ("x", "AB")
@@ -445,7 +444,7 @@ def test_an_environment_that_misbehaves_is_named(
     tmp_path: Path,
     environment_of: Callable[[str, str], Environment],
 ) -> None:
-    """With the traceback of its own code."""
+    """The error has the traceback of the environment's code."""
     name = f"misbehaves_{abs(hash((body, prefix)))}_of_test"
     environment = environment_of(f"import sys\n{prefix}def f(**_):\n    {body}\n", name)
     with pytest.raises(rm.ConfigError, match=f"^environment {name}:f{message}") as caught:
@@ -455,8 +454,8 @@ def test_an_environment_that_misbehaves_is_named(
 
 
 def test_an_environment_gets_copies(environment_of: Callable[[str, str], Environment]) -> None:
-    """Which it may change, and gives some: its messages may change later. Async ones are awaited
-    together."""
+    """An environment may change its copies, and the messages that it returns may change later.
+    Async environments are awaited together."""
     code = (
         "import asyncio\nmet, kept = asyncio.Barrier(2), [{'role': 'user', 'content': 'x'}]\n"
         "async def f(prompt, completion, tags):\n"
@@ -509,7 +508,7 @@ def test_settings_that_are_refused(changes: list[str], message: str) -> None:
 
 
 def test_a_column_of_an_argument_s_name_is_refused(model: Any, tmp_path: Path) -> None:
-    """Datasets with prompt and completion have one."""
+    """Datasets with prompt and completion have such a column."""
     rows = [{"prompt": text, "answer": text, "completion": text} for text in "abcd"]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = [f'data.train=["{tmp_path}/rows.jsonl"]', "data.heldout=[]", "data.heldout_share=0.5"]

@@ -1,8 +1,7 @@
 """The tokens between two turns, by the chat templates of several families.
 
 Oracle: the text of the whole conversation, written by hand or rendered by the template at once.
-Bound: 0, also in tokens where the template renders the policy's own text as it was drawn.
-"""
+Bound: 0, also in tokens if the template renders the policy's own text unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ USER, TOOL = [{"role": "user", "content": " go on "}], [{"role": "tool", "conten
 
 
 def byte_level(template: str) -> Any:
-    """A token for each byte and each marker."""
+    """A tokenizer with a token for each byte and each marker."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -119,7 +118,7 @@ def test_what_follows_the_text_of_a_turn(case: str) -> None:
     "case", ["GLM-4, user", "Qwen", "a beginning in each render, trimmed", "numbered rounds"]
 )
 def test_three_turns_are_the_conversation_rendered_at_once(case: str) -> None:
-    """Apart from an end token that the template does not render."""
+    """The texts are equal except for an end token that the template does not render."""
     template, names, drawn, *_ = CASES[case]
     tokenizer = byte_level(template)
     ends = tokenizer.convert_tokens_to_ids([END, *(f"<|{name}|>" for name in names.split())])
@@ -138,8 +137,8 @@ def test_three_turns_are_the_conversation_rendered_at_once(case: str) -> None:
 @pytest.mark.parametrize("scheme", ["first", "always", "never", "normalizer"])
 @pytest.mark.parametrize("template", [LAST, BOS, GLM, PLAIN])
 def test_pieces_of_sentencepiece_begin_as_in_the_whole(scheme: str, template: str) -> None:
-    """The tokens are those of the text with the end token before it: a reply's first piece gets the
-    space of a beginning only where the tokenizer adds it behind a special token too."""
+    """The tokens equal those of the text with the end token before it: a reply's first piece gets
+    the space of a beginning only if the tokenizer adds it after a special token too."""
     alphabet = ["▁", *map(chr, range(32, 127)), "\n"]
     made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     if scheme == "normalizer":

@@ -1,5 +1,5 @@
-"""What a reward of `rollmesh grpo` is given and may do, and what prompts may hold: copies, each
-prompt's own form, late imports, rows that no JSON reader or tokenizer takes."""
+"""Inputs and side effects of a reward of `rollmesh grpo`, and the values that prompts may hold:
+copies, each prompt's original form, late imports, rows that JSON readers or tokenizers refuse."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rolled_out(tokenizer: Any, *rows: dict[str, Any]) -> samples.Rollout:
 
 
 def test_a_reward_may_change_what_it_is_given(tokenizer: Any, tmp_path: Path) -> None:
-    """Neither the batch nor the next function sees it."""
+    """The change affects neither the batch nor the next function."""
     code = (
         "def f(prompts, completions, completion_ids, answer, tags):\n"
         "    assert prompts == ['ab', 'cd'] and completions == ['AB', 'AB'] and completion_ids == "
@@ -113,7 +113,8 @@ def test_a_mean_is_over_the_completions_that_were_judged(tmp_path: Path) -> None
 
 
 def test_a_sum_is_over_the_functions_that_judged(tmp_path: Path) -> None:
-    """None adds nothing where another function judges, even one of weight 0: TRL's nansum."""
+    """A score of None adds nothing if another function judges, even one of weight 0: TRL's
+    nansum."""
     code = "def f(**_):\n    return [None, None, 1.0, 2.0]\n"
     code += "def g(**_):\n    return [None, -1.0, 1.0, None]\n"
     for weights, total in (
@@ -137,7 +138,7 @@ def test_infinite_sums_that_cancel_are_not_taken_for_unjudged(tmp_path: Path) ->
 
 
 def test_each_reward_has_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only the rewards move."""
+    """Measured with a clock that only the rewards advance."""
     code = (
         "now = [0.0]\n"
         "def f(**_):\n    now[0] += 0.25\n    return [0.0]\n"
@@ -154,7 +155,7 @@ def test_each_reward_has_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         scores.metrics()[f"reward_s/{name}"]
         for name in ("timed_of_test:f", "timed_of_test:g", "exact_match")
     ]
-    # A generator takes its time while it is read. None has the time of those before it.
+    # A generator's time is spent while it is read. The times before it are not counted.
     assert seconds == [0.25, 0.5, 0.0]
     assert scores.seconds == sum(seconds)
 
@@ -210,7 +211,7 @@ def test_a_reward_that_misbehaves_is_named(code: str, message: str, tmp_path: Pa
 
 
 def test_a_traceback_of_a_megabyte_is_cut(tmp_path: Path) -> None:
-    """Its beginning, which has the places, and its end."""
+    """Keeps its beginning, which has the places, and its end."""
     with pytest.raises(rm.ConfigError) as caught:
         reward(
             tmp_path, "def f(**_):\n    raise ValueError('x' * 10**6 + 'end')\n", "megabyte_of_test"
@@ -221,8 +222,8 @@ def test_a_traceback_of_a_megabyte_is_cut(tmp_path: Path) -> None:
 
 
 def test_a_reward_may_import_late_and_spawn(tmp_path: Path) -> None:
-    """A spawned process that cannot import the reward's module dies and is started again, for
-    ever."""
+    """Otherwise a spawned process that cannot import the reward's module would exit and be started
+    again, forever."""
     (tmp_path / "beside_a_reward_of_test.py").write_text("value = 0.25\n")
     code = (
         "import multiprocessing\ndef one(text):\n    return 0.5\ndef f(completions, **_):\n    "
@@ -316,8 +317,8 @@ def judged(functions: rewards.Rewards, count: int = 2) -> samples.Scores:
 
 
 def test_async_rewards_are_awaited_together(tmp_path: Path) -> None:
-    """Each waits for the other; a function that is not async ran before, where no event loop is in
-    its way; each gets copies."""
+    """The async functions wait for each other. A function that is not async runs first, without a
+    running event loop. Each function gets copies."""
     code = (
         "import asyncio, functools\nplain = []\nmet = asyncio.Barrier(3)\n"
         "async def f(completions, by=1.0, **_):\n"
@@ -349,7 +350,7 @@ def test_async_rewards_are_awaited_together(tmp_path: Path) -> None:
 
 
 def test_the_event_loop_lasts(tmp_path: Path) -> None:
-    """What an async reward keeps between two steps, such as a client or a task of its own, is of
+    """Objects that an async reward keeps between two steps, such as a client or a task, belong to
     one loop, which `close` ends."""
     code = (
         "import asyncio\nkept = []\nended = []\n"
@@ -390,7 +391,7 @@ def test_the_event_loop_lasts(tmp_path: Path) -> None:
     ],
 )
 def test_an_async_reward_that_misbehaves_is_named(body: str, message: str, tmp_path: Path) -> None:
-    """The others are cancelled. The traceback is of the reward's own code."""
+    """The other rewards are cancelled. The traceback has the reward's own code."""
     name = f"misbehaves_{abs(hash(body))}_of_test"
     code = f"import asyncio, sys\nended, met = [], asyncio.Event()\nasync def f(**_):\n    {body}\n"
     code += (
@@ -409,7 +410,7 @@ def test_an_async_reward_that_misbehaves_is_named(body: str, message: str, tmp_p
 @pytest.mark.usefixtures("plain_signals")
 @pytest.mark.parametrize("loop_handles_it", [False, True])
 def test_an_interrupt_ends_async_rewards(loop_handles_it: bool, tmp_path: Path) -> None:
-    """They are cancelled, at the latest when the run is closed."""
+    """The rewards are cancelled, at the latest when the run is closed."""
     code = (
         "import asyncio, os, signal\nended = []\nasync def f(**_):\n"
         "    asyncio.get_running_loop().call_later(0.02, os.kill, os.getpid(), signal.SIGINT)\n"
@@ -517,7 +518,7 @@ def test_a_row_that_cannot_be_read_is_named(
 
 
 def test_paths_that_are_no_files_are_named(tokenizer: Any, tmp_path: Path) -> None:
-    """A FIFO that nobody writes would wait for ever, and /dev/zero has no end."""
+    """Reading a FIFO without a writer would block forever, and /dev/zero has no end."""
     os.mkfifo(tmp_path / "fifo")
     for path, message in (
         (tmp_path / "fifo", "expected a file, got a pipe"),

@@ -1,12 +1,10 @@
-"""`rollmesh grpo --generator vllm` is the run of the default engine: bit for bit.
+"""`rollmesh grpo --generator vllm` is bit-identical to a run of the default engine.
 
 Input: configs/qwen3_moe_debug.toml cut to two steps of 64 completions, float32 on one worker and
 bfloat16 on two. Oracle: the same configuration with rollmesh's own engine. Bound: every metric but
-the times, and every weight of the last checkpoint, equal; and a run that one engine began and the
-other resumed is the run of one of them. Each run with vLLM is a process of its own, as a user
-starts it. What needs no vLLM (the configuration, what is said where vLLM is missing) is tested
-everywhere.
-"""
+the times, and every weight of the last checkpoint, are equal; also for a run that one engine began
+and the other resumed. Each run with vLLM is a separate process, as a user starts it. The parts that
+work without vLLM (the configuration, the error when vLLM is missing) are tested everywhere."""
 
 from __future__ import annotations
 
@@ -86,8 +84,8 @@ def test_what_vllm_cannot_be_told_is_refused(changes: list[str], message: str) -
 
 
 def test_a_run_may_change_its_engine(tmp_path: Path) -> None:
-    """It is among the keys that a resumed run may change, as the number of threads is; a checkpoint
-    from before there was a choice too."""
+    """The engine is among the keys that a resumed run may change, like the number of threads; this
+    also holds for a checkpoint without this key."""
     assert "generator.engine" in checkpoint.MAY_DIFFER
     (tmp_path / "trainer").mkdir()
     then = config.load(CONFIG).as_dict()
@@ -101,7 +99,7 @@ def test_a_run_may_change_its_engine(tmp_path: Path) -> None:
 def test_without_vllm_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Before anything is written."""
+    """The error comes before any file is written."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "vllm" else find("json")
@@ -115,7 +113,7 @@ def test_without_vllm_the_command_says_what_to_install(
 
 
 def test_the_plugin_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that the user gave stay; where vLLM is imported without ours it is too late."""
+    """Names that the user gave stay. If vLLM was imported without our plugin it is too late."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL"):
@@ -153,7 +151,8 @@ def test_torchrun_round_vllm_is_refused(
 
 
 def sample(**changes: Any) -> SimpleNamespace:
-    """One of vLLM's completions: three tokens, of versions 4, 4 and 5, that a stop token ended."""
+    """Makes a completion like vLLM's: three tokens, of versions 4, 4 and 5, that a stop token
+    ended."""
     spans = [
         SimpleNamespace(version="4", start=0, end=2),
         SimpleNamespace(version="5", start=2, end=3),
@@ -172,11 +171,10 @@ def sample(**changes: Any) -> SimpleNamespace:
 
 
 def test_records_are_read_as_vllm_gives_them() -> None:
-    """By hand. The eos, which vLLM knows as a stop token only, is an end without a reason; a
-    logprob keeps its bits."""
-    prompt = SimpleNamespace(
-        logprobs=[-3.0, -0.5, -4.0], start_indices=[0, 0, 2]
-    )  # the second position has two entries
+    """Worked out by hand. The eos, which vLLM handles as a stop token, is an end without a reason;
+    a logprob keeps its bits."""
+    # The second position has two entries.
+    prompt = SimpleNamespace(logprobs=[-3.0, -0.5, -4.0], start_indices=[0, 0, 2])
     output = SimpleNamespace(
         outputs=[sample()],
         prompt_token_ids=[1, 5, 6],
@@ -257,7 +255,7 @@ def test_what_vllm_does_not_do_is_refused() -> None:
 def started(
     out: Path, changes: list[str], *arguments: str, path: Path | None = None
 ) -> subprocess.Popen[str]:
-    """`path`: of modules that the config names."""
+    """`path`: where the modules are that the config names."""
     command = [sys.executable, "-m", "rollmesh", "grpo", str(CONFIG), "--out", str(out), *arguments]
     command += [word for change in [*SHORT, *changes] for word in ("--set", change)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
@@ -285,8 +283,7 @@ def own(out: Path, changes: list[str], resume: Path | None = None) -> None:
 
 
 def on_vllm(out: Path, changes: list[str], *arguments: str) -> str:
-    """What it says on stderr, after it has ended well. A run that takes too long loses its workers
-    too."""
+    """Returns stderr of a successful run. A run that takes too long is killed with its workers."""
     process = started(out, changes, *arguments)
     try:
         said, complaints = process.communicate(timeout=300)
@@ -321,7 +318,8 @@ def same(out: Path, oracle: Path, steps: int) -> None:
 
 @needs_vllm
 def test_a_run_on_vllm_is_the_run_without_it_and_goes_on_without_it(tmp_path: Path) -> None:
-    """Three steps of rollmesh's engine; two of vLLM's and, resumed, the third without it."""
+    """Compares three steps of rollmesh's engine with two of vLLM's and, resumed, the third without
+    it."""
     own(tmp_path / "own", ["train.steps=3"])
     said = on_vllm(tmp_path / "vllm", [], "--generator", "vllm")
     assert "VLLM_PLUGINS=rollmesh: set for this run" in said
@@ -332,8 +330,8 @@ def test_a_run_on_vllm_is_the_run_without_it_and_goes_on_without_it(tmp_path: Pa
 
 @needs_vllm
 def test_two_workers_in_bfloat16_give_the_same_run(tmp_path: Path) -> None:
-    """Experts over two ranks. The self-test goes through vLLM too: prompt logprobs, and those of
-    what was drawn. The trainer replays the routing that vLLM returns."""
+    """Experts are spread over two ranks. vLLM also does the self-test: prompt logprobs, and those
+    of drawn tokens. The trainer replays the routing that vLLM returns."""
     own(tmp_path / "own", [*BFLOAT16, REPLAY])
     on_vllm(
         tmp_path / "vllm", [*BFLOAT16, REPLAY, "generator.engine=vllm"], "--tp", "2", "--ep", "2"
@@ -343,7 +341,7 @@ def test_two_workers_in_bfloat16_give_the_same_run(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_rollouts_ahead_are_those_without_vllm(tmp_path: Path) -> None:
-    """At async_level 1, where vLLM's processes generate while this one learns."""
+    """At async_level 1, vLLM's processes generate while this process learns."""
     ahead = ["rollout.async_level=1", "train.steps=3"]
     own(tmp_path / "own", ahead)
     on_vllm(tmp_path / "vllm", ahead, "--generator", "vllm")
@@ -352,7 +350,7 @@ def test_rollouts_ahead_are_those_without_vllm(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_an_error_while_vllm_generates_ends_the_run(tmp_path: Path) -> None:
-    """A reward that raises while the next batch is in flight: nothing waits for the other side."""
+    """A reward raises while the next batch is in flight: neither side waits for the other."""
     (tmp_path / "late.py").write_text(
         "calls = []\n"
         "def late(prompts, completions, **columns):\n"
@@ -369,8 +367,8 @@ def test_an_error_while_vllm_generates_ends_the_run(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_a_failed_self_test_ends_the_run_and_its_processes(tmp_path: Path) -> None:
-    """No difference is allowed at all, so it fails by rounding. Nothing of the session is left a
-    few seconds later."""
+    """The tolerance is so small that the self-test fails by rounding. A few seconds later all
+    processes of the session have ended."""
     process = started(
         tmp_path / "run", ["sync.self_test=1e-12", "train.kernels=torch"], "--generator", "vllm"
     )
@@ -384,7 +382,7 @@ def test_a_failed_self_test_ends_the_run_and_its_processes(tmp_path: Path) -> No
 
 
 def members(session: int) -> list[str]:
-    """Command lines of the processes of a session that are not defunct."""
+    """Returns the command lines of a session's processes that are not defunct."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,12 +1,11 @@
 """Every op of every variant against the reference, from C: tests/support/native/checkops, whose
-head lists what it does.
+head lists its options.
 
-Input: random shapes around lane and tile widths, hard numbers, buffers off any alignment between
-guards and beside pages that may not be touched. Oracle: the reference table (for pack, plain
-loops). Bound: zero bits. A fixed seed makes the shapes of one run the same for ever; another run's
-seed is random and stands in the output. What could not run here is named in the summary of the test
-session. The long command is `checkops --elements 1e9`.
-"""
+Input: random shapes around lane and tile widths, hard numbers, unaligned buffers between guards and
+beside inaccessible pages. Oracle: the reference table (for pack, plain loops). Bound: zero bits.
+One run has a fixed seed, so its shapes are always the same; another run's seed is random and
+printed. The summary of the test session lists the variants that could not run here. The long
+command is `checkops --elements 1e9`."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import pytest
 from marks import SUMMARY, full
 
 FIXED_SEED = "20261121"
-NO_VARIANT = 3  # exit status: the reference had nothing to be compared with
+NO_VARIANT = 3  # exit status: nothing to compare with
 OPS = (
     *(
         "embed",
@@ -80,8 +79,8 @@ def test_variants_give_the_bits_of_the_reference(
 def test_emulated_variants_give_the_bits_of_the_reference(
     native: Callable[..., Path], pytestconfig: pytest.Config
 ) -> None:
-    """The sources of every variant, their instructions replaced by what these compute: none is left
-    out on any machine."""
+    """Runs the sources of every variant with emulated instructions, which any machine can
+    execute."""
     output = check(native("checkops", emulate=True), "--trials", "60")
     summarize(pytestconfig, "emulated", output)
     assert "did not run" not in output
@@ -103,8 +102,8 @@ def test_one_wrong_bit_is_seen(native: Callable[..., Path], op: str) -> None:
     reason="valgrind is not installed: reads of uninitialised memory are not looked for",
 )
 def test_valgrind_sees_no_read_of_what_was_not_written(native: Callable[..., Path]) -> None:
-    """Reference and AVX2 on exact allocations: outputs, workspace and what stands behind an input
-    have no value there. What an op stored must have one, since comparing it with the reference's is
-    a jump that depends on it."""
+    """Reference and AVX2 on exact allocations: outputs, workspace and the bytes after an input are
+    uninitialised. The comparison branches on each output, so valgrind reports an output that was
+    not stored."""
     under = ("valgrind", "-q", "--error-exitcode=9")
     check(native("checkops"), "--trials", "40", "--small", "--heap", "--isa", "avx2", under=under)

@@ -1,7 +1,6 @@
-"""Which variant runs and why: every instruction set has an answer here, works or a reason; RM_ISA
-caps; objects that every processor executes hold no instruction that only some have; and a variant
-whose arithmetic is wrong is refused.
-"""
+"""Which variant runs and why: every instruction set works here or has a reason; RM_ISA sets an
+upper limit; objects that every processor executes do not contain instructions that only some have;
+and a variant with wrong arithmetic is refused."""
 
 from __future__ import annotations
 
@@ -53,12 +52,12 @@ def test_every_instruction_set_has_an_answer() -> None:
 
 @pytest.mark.parametrize("isa", ISAS[1:])
 def test_what_the_processor_has_is_used(isa: str) -> None:
-    """A variant that this machine could run and that is refused here is a defect; one that it
-    cannot run names the reason."""
+    """A variant that this machine can run must not be refused; a variant that it cannot run has a
+    reason."""
     refused, emulated, one_row, many_rows = ops.isa_states()[isa]
     refused_by_machine = refused in {
         "the operating system refuses tile registers to this process",  # a container may
-        "one of its instructions traps",  # a virtual machine may advertise what it does not execute
+        "one of its instructions traps",  # a virtual machine may
     }
     if CPU_FLAGS[isa] <= processor_flags() and not refused_by_machine:
         assert refused is None
@@ -84,7 +83,7 @@ def test_an_unknown_rm_isa_is_an_error() -> None:
 
 
 def test_a_handler_of_sigill_is_left_as_it_was() -> None:
-    """The check of the instructions borrows it for milliseconds."""
+    """The check of the instructions replaces it for milliseconds."""
     code = """
 import signal, ctypes
 seen = []
@@ -103,8 +102,9 @@ ONLY_SOME_HAVE = re.compile(r"%(zmm\d+|[xy]mm(1[6-9]|2\d|3[01])|k[0-7]|tmm\d)\b"
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (binutils)")
 def test_common_objects_run_on_every_processor(native: Callable[..., Path]) -> None:
-    """Dispatch must be reached before anything traps: only the objects of a variant may hold its
-    instructions. checksum.c asks the processor before it calls its one function with AVX-512."""
+    """Dispatch must come before an illegal instruction: only the objects of a variant may contain
+    its instructions. checksum.c tests the processor before it calls its one function with
+    AVX-512."""
     found: dict[str, bool] = {}
     folder = native("checkops").parent
     for path in sorted(folder.rglob("*.o")):
@@ -117,7 +117,7 @@ def test_common_objects_run_on_every_processor(native: Callable[..., Path]) -> N
         found[str(path.relative_to(folder))] = bool(ONLY_SOME_HAVE.search(text))
     wide = re.compile(r"\.(avx512f|avx512bf16|amx)\.o$|^csrc/base/checksum\.o$")
     assert [name for name, has in found.items() if has and not wide.search(name)] == []
-    assert found["kernels/cpu/gemm.avx512f.o"]  # the search itself
+    assert found["kernels/cpu/gemm.avx512f.o"]  # tests the search itself
     assert found["kernels/cpu/gemm.avx512bf16.o"]
     assert found["kernels/cpu/gemm.amx.o"]
 
@@ -142,7 +142,7 @@ int main(void) {
 
 
 def output_of(source: str, folder: Path, native: Callable[..., Path]) -> str:
-    """What a program over the library prints."""
+    """Returns the output of a program that uses the library."""
     library = native("checkops").parent / "librollmesh.a"
     (folder / "main.c").write_text(source)
     flags = [
@@ -164,7 +164,7 @@ def test_a_variant_with_wrong_arithmetic_is_refused(
     tmp_path: Path, native: Callable[..., Path]
 ) -> None:
     """Input: ref's table, and the same with one gemm output changed in its last bits. rm_verify
-    passes one and names the op."""
+    accepts the first and names the op of the second."""
     assert output_of(WRONG, tmp_path, native) == "- gemm\n"
 
 
@@ -192,9 +192,9 @@ int main(void) {
 def test_a_trap_is_caught_where_sigill_is_blocked(
     tmp_path: Path, native: Callable[..., Path]
 ) -> None:
-    """The kernel ends a process that traps while it blocks SIGILL, handler or not. Input:
-    select_isa.c with a check that traps for avx2, in a thread that blocks it, as threads of a
-    server may. The mask is found as it was."""
+    """The kernel ends a process that traps while it blocks SIGILL, with or without a handler.
+    Input: select_isa.c with a check that traps for avx2, in a thread that blocks SIGILL, like a
+    server's threads may. The signal mask is restored."""
     said = output_of(TRAPPING, tmp_path, native)
     if "lacks" in said:
         pytest.skip(f"not run here: {said}")

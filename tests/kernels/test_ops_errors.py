@@ -1,9 +1,9 @@
-"""What the ops refuse, and how. Input: calls that a caller can get wrong, sizes beyond any memory,
-and a fork in the midst of an op. Oracle: the class of the error (each derives from ValueError) and
-the outputs, which a refused call leaves as they were.
+"""Refusals of the ops. Input: wrong calls, sizes beyond any memory, and a fork during an op.
+Oracle: the class of the error (each derives from ValueError) and the outputs, which a refused call
+does not change.
 
-Sizes that would wrap a product, and the fork, run in a process of their own: what fails there is a
-crash or a hang.
+Sizes that would overflow a product, and the fork, run in a separate process, because a failure
+there is a crash or a hang.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def run_script(body: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ------------------------------------------------------------------------- rows that no group has
+# ------------------------------------------------------------------------- rows outside all groups
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_share_out_every_row(dtype: str, swiglu: bool, rng: np.random.Generator) -> None:
-    """group_rows begins with 0 and ends with m; else rows of the output would keep what was
-    there."""
+    """group_rows begins with 0 and ends with m; otherwise rows of the output would not be
+    written."""
     x, gate = normal(rng, (4, 32), dtype), normal(rng, (2, 16, 32), dtype)
     w = ops.pack_gate_up(gate, gate, dtype=dtype) if swiglu else ops.pack(gate, dtype=dtype)
     op: Callable[..., Array] = ops.gemm_swiglu if swiglu else ops.gemm
@@ -130,7 +130,8 @@ def test_heads_and_the_kv_heads_that_they_read() -> None:
 
 
 def test_squares_and_what_goes_with_them() -> None:
-    """Of all heads of a model, at least those that are here; weights of the heads that are here."""
+    """squares covers all heads of a model, at least the heads of this rank; the weights cover the
+    heads of this rank."""
     f32, angles, place = (
         np.float32,
         (np.zeros((1, 0), np.float32),) * 2,
@@ -195,7 +196,7 @@ def test_squares_and_what_goes_with_them() -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "bool"])
 def test_a_wrong_dtype_is_named(dtype: str) -> None:
-    """And the ones that are wanted; what is no array at all is told as that."""
+    """The error lists the expected dtypes; for a value that is not an array it says so."""
     wrong, core = np.zeros((2, 32), dtype), ops.kernels("ref")
     either = rf"expected bfloat16 \(its words in uint16\) or float32, got {dtype}"
     for name, call in (
@@ -282,8 +283,8 @@ def test_where_a_part_of_a_parameter_may_begin() -> None:
 
 # ------------------------------------------------------------------------------------------ sizes
 def test_sizes_that_wrap_are_refused() -> None:
-    """Products of these are 0, or small, in 64 bits; each call used to read or write far outside
-    its arrays."""
+    """Products of these sizes are 0, or small, in 64 bits, so that an unchecked call would access
+    memory far outside its arrays."""
     run_script("""
         position, tables = dict(num_heads=1, page_size=2**59, eps=1e-6), (np.array([0], i),
             np.array([[0]], i))
@@ -350,8 +351,8 @@ def test_sizes_no_array_can_have(size: int) -> None:
 
 
 def test_numbers_are_numbers() -> None:
-    """What is refused is named; what is no refusal (a Ctrl-C, no memory) comes through; a flag goes
-    by its truth value."""
+    """Refused values are named in the error. Other exceptions (Ctrl-C, out of memory) are passed
+    on. A flag is used by its truth value."""
     x, weight = np.ones((2, 32), np.float32), np.ones(32, np.float32)
     for eps, said in (
         (b"1", "b'1'"),
@@ -417,8 +418,8 @@ def test_what_the_router_cannot_choose_by() -> None:
 
 
 def test_an_output_beside_its_input() -> None:
-    """In one array: their memory touches, and does not overlap. An empty output may lie
-    anywhere."""
+    """Output and input are in one array: their memory is adjacent but does not overlap. An empty
+    output may be anywhere."""
     both = np.arange(8, dtype=np.float32).reshape(4, 2)
     assert ops.gather_rows(both[2:], ints(1, 0), out=both[:2]).tolist() == [[6, 7], [4, 5]]
     assert ops.gather_rows(both, ints(), out=both[1:1]).shape == (0, 2)
@@ -457,7 +458,7 @@ def test_inputs_of_other_dims() -> None:
 
 # --------------------------------------------------------------------------------------- settings
 def test_sample_params_that_no_column_holds() -> None:
-    """2^64 − 1 is a seed, 2^64 is not; the same at both ends of every integer."""
+    """2^64 − 1 is a valid seed, 2^64 is not; the same at both ends of every integer."""
     for name, low, high in (
         ("seed", 0, 2**64),
         ("counter", 0, 2**64),
@@ -628,7 +629,7 @@ def test_epsilons(eps: float) -> None:
 
 
 def test_packing_of_nothing_takes_no_time() -> None:
-    """2^31 − 1 groups without an element are one array of NumPy's; their number is no loop's."""
+    """2^31 − 1 groups without elements are a single NumPy array; no loop runs over their number."""
     for shape in ((2**31 - 1, 0, 0), (2**31 - 1, 0, 5), (0, 4, 4), (0, 0)):
         empty = np.zeros(shape, np.float32)
         assert ops.pack(empty).shape == ops.pack_gate_up(empty, empty).shape == (0,)
@@ -651,9 +652,9 @@ def test_variants_and_thread_counts() -> None:
 # ------------------------------------------------------------------------------------------- fork
 @pytest.mark.parametrize("threads", [1, 2])
 def test_fork_in_the_midst_of_an_op(threads: int) -> None:
-    """Another thread is inside the op, so the child inherits a locked mutex. Its own call gives the
-    parent's bits; an object that it inherited says no. A child that hangs dies of its alarm, and
-    the parent's thread works on."""
+    """Another thread is inside the op, so the child inherits a locked mutex. The child's own call
+    is bit-identical to the parent's; an inherited object refuses calls. An alarm ends a child that
+    hangs, and the parent's thread continues."""
     run_script(f"""
         warnings.simplefilter("ignore")
         threads = {threads}

@@ -1,11 +1,10 @@
-"""A rank's part of an op: a run of a model's query heads, some blocks of its vocabulary. Put side
-by side, the parts of all ranks are the bits of one rank.
+"""A rank's part of an op: a run of a model's query heads, some blocks of its vocabulary. Side by
+side, the parts of all ranks are bit-identical to one rank.
 
-Input: heads that begin and end inside groups; parts of a vocabulary that have no block, in every
+Input: heads that begin and end inside groups; parts of a vocabulary without a block, in every
 variant, with one thread and two. Oracle: the whole, computed by the reference, which
-test_ops_reference.py holds to float64; variants of a part of the heads are compared by checkops.
-Bound: zero.
-"""
+test_ops_reference.py compares with float64; checkops compares variants of a part of the heads.
+Bound: zero."""
 
 # ruff: noqa: B023 - closures over loop variables are called in the same turn of the loop
 from __future__ import annotations
@@ -29,8 +28,8 @@ def cuts_of(n: int, parts: int) -> list[int]:
 
 
 def test_attention_of_a_part_of_the_heads(rng: np.random.Generator) -> None:
-    """Query heads 2 to 5 of two groups of three; were head0 or the group left out, these inputs
-    would tell."""
+    """Query heads 2 to 5 of two groups of three: these inputs give a different result if head0 or
+    the group is ignored."""
     case = attention_case(rng, "float32", [40], 5, 6, 2, 16, 16)
     part = {**case, "q": np.ascontiguousarray(case["q"][:, 2:])}
     whole, right, wrong = (
@@ -47,7 +46,7 @@ def test_attention_of_a_part_of_the_heads(rng: np.random.Generator) -> None:
 def test_the_head_of_all_ranks_is_that_of_one(
     vocab: int, dtype: str, rng: np.random.Generator
 ) -> None:
-    """Parts of whole blocks, in order; the one that holds a row's target gives its logit."""
+    """Parts of whole blocks, in order; the part with a row's target returns its logit."""
     n_blocks = -(-vocab // 128)
     for rows, hidden in ((0, 8), (1, 33), (5, 64), (33, 20), (100, 16)):
         x, w = normal(rng, (rows, hidden), dtype), normal(rng, (vocab, hidden), dtype)

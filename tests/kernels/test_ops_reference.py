@@ -1,6 +1,6 @@
 """The reference ops against oracles that share no code with them: exact fractions for the dot
 product and the MoE tree, float64 with derived bounds for the rest, published vectors for the random
-numbers. What holds for ref holds for every variant (test_checkops.py, tolerance zero)."""
+numbers. Results for ref hold for every variant (test_checkops.py, tolerance zero)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_dot_product_is_the_contract_step_by_step(
 
 
 def test_dot_product_order_is_seen_by_this_test(rng: np.random.Generator) -> None:
-    """Were the sum plain ascending, as numpy would do it in a loop, these inputs would tell."""
+    """These inputs give a different result if the sum is plain ascending, like in a NumPy loop."""
     x, w = normal(rng, (8, 96), "float32"), normal(rng, (8, 96), "float32")
     y = ops.gemm(x, ops.pack(w, dtype="float32", isa=REF), 8, isa=REF)
     plain = np.zeros((8, 8), np.float32)
@@ -82,7 +82,7 @@ def test_gemm_against_float64(dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemm_rounds_once(dtype: str, rng: np.random.Generator) -> None:
-    """y is the float32 accumulator rounded to T, nothing between; with a bias too."""
+    """y is the float32 accumulator rounded once to T; with a bias too."""
     x, w, bias = (
         normal(rng, (9, 70), dtype),
         normal(rng, (20, 70), dtype),
@@ -190,7 +190,7 @@ def test_rms_norm_against_float64(dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
-    """q, k and v of one row against float64, and where in the pages they stand."""
+    """Compares q, k and v of one row with float64, and checks their place in the pages."""
     heads, kv_heads, head_dim, page_size, rows = 4, 2, 24, 16, 21
     half = head_dim // 2
     qkv = normal(rng, (rows, (heads + 2 * kv_heads) * head_dim), dtype)
@@ -245,8 +245,8 @@ def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_over_all_heads(dtype: str, rng: np.random.Generator) -> None:
-    """q and k bit for bit from the squares, which stand in float64's bound. Two ranks with half of
-    the heads each give the bits of one."""
+    """q and k are bit-identical to the values from the squares, which are within the bound of
+    float64. Two ranks with half of the heads each are bit-identical to one rank."""
     heads, kv_heads, head_dim, rows = 6, 4, 24, 5
     qkv = normal(rng, (rows, heads + 2 * kv_heads, head_dim), dtype)
     q_weight, k_weight = (
@@ -372,7 +372,7 @@ def test_attention_against_float64(dtype: str, window: int, rng: np.random.Gener
                 bound = relative * (weights @ np.abs(vv)) * 2 + EPS_T[dtype] * np.abs(weights @ vv)
                 assert (np.abs(out[r, h] - weights @ vv) <= 1.01 * bound + 2.0**-126).all()
         group = heads // kv_heads
-        for h in range(heads):  # a rank that has this head alone, and the one kv head that it reads
+        for h in range(heads):  # a rank with only this head and the one kv head that it reads
             mine = (
                 np.ascontiguousarray(x[:, h // group : h // group + 1]) for x in (k_cache, v_cache)
             )
@@ -416,9 +416,8 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
             keys = scores + (0 if b is None else b)
             order = np.argsort(-keys, 1, kind="stable")
             ranked = np.take_along_axis(keys, order, 1)
-            clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1] > 4 * tolerance).all(
-                1
-            )  # rows whose choice rounding cannot change
+            # Rows whose choice cannot change by rounding.
+            clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1] > 4 * tolerance).all(1)
             assert clear.sum() > rows // 2
             assert (ids[clear] == order[clear, :top_k]).all()
             chosen = np.take_along_axis(scores, ids.astype(np.int64), 1)
@@ -432,8 +431,8 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
 def test_router_against_transformers(
     groups: int, top_groups: int, renormalize: bool, rng: np.random.Generator
 ) -> None:
-    """Sigmoid scores, a bias, expert groups and a scale: Glm4MoeTopkRouter, in float32. Rows in
-    which the choice of an expert or a group is within rounding of a tie are left out."""
+    """Sigmoid scores, a bias, expert groups and a scale: Glm4MoeTopkRouter, in float32. Rows whose
+    choice of an expert or a group is within rounding of a tie are skipped."""
     torch = pytest.importorskip("torch")
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeTopkRouter
 
@@ -464,9 +463,8 @@ def test_router_against_transformers(
     least = np.sort(group_keys, 1)[:, -top_groups]
     is_open = np.repeat(group_keys >= least[:, None], experts // groups, 1)
     ranked = -np.sort(-np.where(is_open, keys, -np.inf), 1)
-    tolerance = (
-        2 * dot_bound(values(x), values(w)).max() + 20 * EPS
-    )  # of a score, which is below 1; relative, of a gate
+    # The absolute error of a score, which is below 1, and the relative error of a gate.
+    tolerance = 2 * dot_bound(values(x), values(w)).max() + 20 * EPS
     clear = (ranked[:, :top_k] - ranked[:, 1 : top_k + 1]).min(1) > 4 * tolerance
     clear &= (least[:, None] - np.where(group_keys < least[:, None], group_keys, -np.inf)).min(
         1
@@ -487,8 +485,8 @@ def test_router_against_transformers(
 
 
 def test_sigmoid_scores_at_the_ends() -> None:
-    """Scores that are all 0 give gates of 0, and no NaN. A NaN logit spoils its own score; a group
-    with fewer than two numbers is last."""
+    """Scores that are all 0 give gates of 0 instead of NaN. A NaN logit affects only its own score;
+    a group with fewer than two numbers is last."""
     one, low = np.ones((1, 1), np.float32), np.full((8, 1), -100, np.float32)
     logits = np.array([[3, np.nan, 1, 1, 0, 0.5, np.nan, np.nan]], np.float32).T.copy()
     for isa in ops.available_isas():
@@ -517,7 +515,7 @@ def test_rows_are_copied(rng: np.random.Generator) -> None:
     """embed from a plain and a packed table, gather_rows: NaNs, denormals and zeros of both signs
     keep their bits."""
     table, ids = hard(rng, (17, 33), "bfloat16"), np.array([16, 0, 3, 3], np.int32)
-    table[3, 0] = 0xFFFF  # a NaN that no op would store
+    table[3, 0] = 0xFFFF  # a NaN that ops do not store
     for isa in ops.available_isas():
         assert (ops.embed(ids, table, isa=isa) == table[ids]).all()
         assert (ops.gather_rows(table, ids, isa=isa) == table[ids]).all()
@@ -580,14 +578,12 @@ def test_lm_head_against_float64(dtype: str, rng: np.random.Generator) -> None:
         assert head.target_logprobs is not None
         bound = dot_bound(values(x), values(w)).max()
         assert (np.abs(head.logits - f64(x) @ f64(w).T) <= bound).all()
-        logits = head.logits.astype(
-            np.float64
-        )  # from here on the op's own float32 logits are the input
+        # From here on the op's own float32 logits are the input.
+        logits = head.logits.astype(np.float64)
         log_sum = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1))
         want = logits[np.arange(6), targets] - logits.max(1) - log_sum
-        steps = (
-            8 + 4 + 3 * (vocab // 128 + 1)
-        )  # additions in a block, its tree, the merges: relative errors of the sum
+        # Additions in a block, in its tree and in the merges: relative errors of the sum.
+        steps = 8 + 4 + 3 * (vocab // 128 + 1)
         tolerance = (steps + 4) * EPS + 2 * EPS * (
             np.abs(logits - logits.max(1, keepdims=True)).max() + np.abs(log_sum).max()
         )
@@ -596,8 +592,8 @@ def test_lm_head_against_float64(dtype: str, rng: np.random.Generator) -> None:
 
 
 def test_merge_pairs_against_float64(rng: np.random.Generator) -> None:
-    """Pairs as blocks have them against log-sum-exp in float64; a NaN among the sums flags its row
-    and no other."""
+    """Pairs, like those of blocks, against log-sum-exp in float64; a NaN among the sums flags only
+    its row."""
     for blocks, rows in ((1, 3), (2, 1), (40, 7)):
         pairs = np.stack(
             [rng.standard_normal((blocks, rows)) * 6, 1 + 127 * rng.random((blocks, rows))], 2
@@ -625,7 +621,7 @@ def test_merge_pairs_against_float64(rng: np.random.Generator) -> None:
 
 
 def lone(logits: Array) -> tuple[Array, Array]:
-    """One row of logits and its statistics."""
+    """Returns one row of logits and its statistics."""
     row = np.asarray(logits, np.float32).reshape(1, -1)
     return row, np.array(
         [[np.nanmax(row), np.nansum(np.exp(row.astype(np.float64) - np.nanmax(row)))]], np.float32
@@ -662,9 +658,8 @@ def philox(seed: int, counter: int) -> int:
 
 
 def test_a_draw_on_a_border_takes_the_token_behind_it() -> None:
-    """Token 0 weighs 2^40, each of the others 1, so that every number from 2^40 on is a border.
-    Seeds whose number falls there were searched for (one in 2^22); the oracle draws by exact
-    integers."""
+    """Token 0 has weight 2^40, each of the others 1, so that every number from 2^40 on is a border.
+    The seeds were searched for such numbers (one in 2^22); the oracle draws by exact integers."""
     others = 2**18
     logits, stats = lone(np.concatenate([[0.0], np.full(others, -27.5)]))
     for seed, token in ((2711413, 100348), (6524832, 66153), (7624765, 177384)):
@@ -677,8 +672,8 @@ def test_a_draw_on_a_border_takes_the_token_behind_it() -> None:
 
 
 def kept(logits: Array, params: ops.SampleParams) -> dict[int, float]:
-    """Which tokens can be drawn, and their sampling logprobs: those that `forced` does not give
-    −∞."""
+    """Returns the tokens that can be drawn, with their sampling logprobs: those for which `forced`
+    does not give −∞."""
     row, stats = lone(logits)
     every = [ops.SampleParams(**{**params.__dict__, "forced": v}) for v in range(row.shape[1])]
     rows = np.repeat(row, row.shape[1], 0), np.repeat(stats, row.shape[1], 0)
@@ -697,20 +692,16 @@ def test_filters_by_hand() -> None:
     assert set(kept(equal, ops.SampleParams(top_k=4))) == {0, 1, 2, 3}
     assert set(kept(equal, ops.SampleParams(top_p=0.5))) == {0, 1, 2}
     assert set(kept(equal, ops.SampleParams(top_p=0.51))) == {0, 1, 2, 3}
-    assert set(kept(np.array([-0.0, 0.0, 0.0, -0.0]), ops.SampleParams(top_k=2))) == {
-        0,
-        1,
-    }  # −0 is +0
+    # −0 equals +0.
+    assert set(kept(np.array([-0.0, 0.0, 0.0, -0.0]), ops.SampleParams(top_k=2))) == {0, 1}
     assert set(kept(logits, ops.SampleParams(top_p=0.25))) == {1}
     assert set(kept(logits, ops.SampleParams(top_p=0.65))) == {1, 2, 3}
     assert set(kept(logits, ops.SampleParams(top_p=1e-9))) == {1}
     assert set(kept(logits, ops.SampleParams(min_p=0.6))) == {1, 2, 3}
     assert set(kept(logits, ops.SampleParams(min_p=1.0))) == {1, 3}
     assert set(kept(logits, ops.SampleParams(banned=(1, 2)))) == {0, 3, 4}
-    assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.7))) == {
-        1,
-        3,
-    }  # 0.8 is left: 0.3 + 0.3 ≥ 0.7 · 0.8
+    # The top-k keeps 0.8: 0.3 + 0.3 ≥ 0.7 · 0.8.
+    assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.7))) == {1, 3}
     assert set(kept(logits, ops.SampleParams(top_k=3, top_p=0.8))) == {1, 2, 3}
     for params in (
         ops.SampleParams(top_k=3),
@@ -749,9 +740,9 @@ FILTERS = [
 
 @pytest.mark.parametrize("isa", ops.available_isas())
 def test_kept_tokens_are_the_first_of_the_top_logprobs(rng: np.random.Generator, isa: str) -> None:
-    """Of spread rows, rows of few values (so that ties are cut), one value, zeros of both signs,
-    −∞, NaNs and far peaks. The oracle: which tokens have a sampling logprob when they are
-    forced."""
+    """Input: spread rows, rows of few values (so that the limit cuts ties), one value, zeros of
+    both signs, −∞, NaNs and large peaks. Oracle: the tokens that have a sampling logprob when they
+    are forced."""
     spread, odd = rng.standard_normal(40) * 3, rng.standard_normal(40)
     odd[::3], odd[1::7], odd[5], odd[11] = -np.inf, np.nan, 0.0, -0.0
     rows = [
@@ -767,9 +758,8 @@ def test_kept_tokens_are_the_first_of_the_top_logprobs(rng: np.random.Generator,
         row, stats = lone(logits)
         ids, _ = ops.top_logprobs(row, stats, 40, isa=isa)
         for filters in FILTERS:
-            params = ops.SampleParams(
-                **{"temperature": 0.99999, **filters}
-            )  # not 1: with no filter that is the model's logprob
+            # Not 1, because without a filter that is the model's logprob.
+            params = ops.SampleParams(**{"temperature": 0.99999, **filters})
             drawn, same = (
                 ops.sample(row, stats, params, isa=isa, kept=True),
                 ops.sample(row, stats, params, isa=isa),
@@ -877,9 +867,8 @@ def test_frequencies(params: ops.SampleParams) -> None:
 
 
 def test_top_logprobs(rng: np.random.Generator) -> None:
-    logits = np.round(
-        normal(rng, (5, 40), "float32", 2.0)
-    )  # ties, and zeros of both signs, which are equal
+    # Rounding gives ties, and zeros of both signs, which are equal.
+    logits = np.round(normal(rng, (5, 40), "float32", 2.0))
     assert np.signbit(logits[logits == 0]).any()
     stats = np.concatenate([lone(row)[1] for row in logits])
     ids, logprobs = ops.top_logprobs(logits, stats, 12, isa=REF)
@@ -894,8 +883,8 @@ def test_top_logprobs(rng: np.random.Generator) -> None:
 
 
 def test_ranks() -> None:
-    """By hand: the likeliest is 1, ties count one another, −0 is +0, a NaN is at least nothing and
-    nothing is at least it."""
+    """Worked out by hand: the likeliest token has rank 1, ties count one another, −0 equals +0, and
+    comparisons with a NaN are false."""
     nan, inf = np.nan, np.inf
     logits = np.array(
         [[3, 1, 2, 3], [0.0, -0.0, -1, 5], [nan, 2, nan, 1], [-inf, inf, -inf, 0], [1, 2, 3, 4]],
@@ -914,9 +903,9 @@ def test_ranks() -> None:
 
 # ----------------------------------------------------------------------- environment and refusals
 def test_the_callers_floating_point_environment_is_left_alone() -> None:
-    """Denormals are flushed inside an op and live outside, before and after. They are made and
-    compared as bits, since where they are flushed 1e-40 is 0, and where they count as zeros it is
-    equal to 0."""
+    """Denormals are flushed inside an op and kept outside, before and after. They are made and
+    compared as bits, because 1e-40 is 0 where they are flushed, and equal to 0 where they count as
+    zeros."""
     bits = np.array([71362], np.uint32)  # of 1e-40
     tiny = bits.view(np.float32)
     for isa in ops.available_isas():

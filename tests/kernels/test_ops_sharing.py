@@ -1,10 +1,9 @@
-"""Indices that change under an op: its output lies over them, or another thread writes to them
+"""Indices that change during an op: its output overlaps them, or another thread writes to them
 while it computes.
 
-An op checks its indices once and follows them later, so it must follow what it has checked. Input:
-index arrays that become wild after the check. Oracle: the result of a call whose arrays nobody
-touches. Bound: the same bits, and the process lives.
-"""
+An op checks its indices once and uses them later, so it must use the checked values. Input: index
+arrays that become invalid after the check. Oracle: the result of a call with unchanged arrays.
+Bound: bit equality, and the process survives."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def test_an_output_may_lie_over_the_indices(isa: str) -> None:
 
 
 def test_another_thread_may_write_to_the_indices() -> None:
-    """In a process of its own, since what it guards against is a crash."""
+    """Runs in a separate process, because a failure is a crash."""
     script = """
 import threading, numpy as np
 from rollmesh import errors, ops

@@ -1,11 +1,10 @@
 """Every argument of every op, by the table of the extension (ext/ops/ops.h).
 
-Input: one valid call of each op; then the same call with one argument replaced by a value that no
-argument of its kind may have. Oracle: the class of the error and the name of the argument in its
-message; for outputs, the bits of the call that makes them itself. Bound: zero differing bits.
+Input: one valid call of each op; then the same call with one argument replaced by a value that is
+invalid for its kind. Oracle: the class of the error and the name of the argument in its message;
+for outputs, the bits of the call that allocates them itself. Bound: zero differing bits.
 
-An op or argument of the table without a value below fails the first test.
-"""
+An op or argument of the table without a value below fails the first test."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The pack op: where each element goes, what it becomes, and the digest and the finite check that
-go with it.
+"""The pack op: the place and value of each element, and the digest and finite check that go with
+it.
 
 Input: random bits (denormals, infinities and NaN among them) in every source type, shapes around
 the tile edges, matrices that begin in the middle of a tile, one and two threads, the plain loops
 and the fast pack. Oracle: the layout's and the digest's formulas of kernels.h as NumPy index
-arithmetic, and conversions by float arithmetic. Bound: zero.
-"""
+arithmetic, and conversions by float arithmetic. Bound: zero."""
 
 from __future__ import annotations
 
@@ -81,11 +80,10 @@ def source(rng: np.random.Generator, dtype: str, rows: int, cols: int, finite: b
             else bits
         )
     x = bits.view(dtype)
-    if (
-        dtype == "float64"
-    ):  # most random doubles are beyond float32: spread them over its range and a little more
+    # Most random doubles are beyond float32: spread them over its range and a little more.
+    if dtype == "float64":
         x = np.ldexp(rng.standard_normal((rows, cols)), rng.integers(-160, 130, (rows, cols)))
-    with np.errstate(invalid="ignore"):  # NaN that signal
+    with np.errstate(invalid="ignore"):  # signalling NaNs
         return np.where(np.abs(x.astype(np.float64)) < 3e38, x, np.zeros_like(x)) if finite else x
 
 
@@ -106,9 +104,8 @@ def test_pack(
         row0 = int(rng.choice([0, 0, 1, 8, 16, 24, 37]))
         total = row0 + rows + int(rng.integers(0, 20))
         x = source(rng, dtype, rows, cols, finite=trial % 2 == 0)
-        x[0, 0] = (
-            np.array(-0.0, x.dtype) if dtype != "bfloat16" else 0x8000
-        )  # keeps its sign, as in torch's cast
+        # The zero keeps its sign, as in torch's cast.
+        x[0, 0] = np.array(-0.0, x.dtype) if dtype != "bfloat16" else 0x8000
         kind = np.uint16 if bf16 else np.uint32
         want_bits = (to_bf16 if bf16 else to_f32)(x)
         size = (
@@ -117,7 +114,7 @@ def test_pack(
             else -(-total // 16) * 16 * (1 if layout == PACKED else 2) * -(-cols // 32) * 32
         )
         before = rng.integers(0, 1000, size, kind)
-        if layout != PLAIN:  # pads are zero and stay zero; neighbours' elements are theirs
+        if layout != PLAIN:  # pads are zero and stay zero; neighbouring elements do not change
             mask = np.zeros(size, bool)
             for other in (GATE, UP) if layout != PACKED else (PACKED,):
                 mask[places(other, bf16, total, cols, 0)] = True
@@ -131,9 +128,8 @@ def test_pack(
         where = f"{rows=} {cols=} {row0=} {total=}"
         same = want == out
         if not bf16:
-            same |= np.isnan(want.view(np.float32)) & np.isnan(
-                out.view(np.float32)
-            )  # a float64 NaN's payload is nobody's
+            # The payload of a converted float64 NaN is not specified.
+            same |= np.isnan(want.view(np.float32)) & np.isnan(out.view(np.float32))
         assert same.all(), where
         exponent = 0x7F80 if bf16 else 0x7F800000
         bad = np.flatnonzero((want_bits & kind(exponent)).reshape(-1) == exponent)
@@ -145,9 +141,9 @@ def test_pack(
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, UP])
 def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator) -> None:
-    """Rows as they are stored, many tiles of them, which are read in place: rows a multiple of
-    4,096 bytes apart or not, sources and destinations off any alignment. Oracle: the plain loops,
-    for what is written and what is told."""
+    """Stored rows, many tiles of them, are read in place: rows a multiple of 4,096 bytes apart or
+    not, unaligned sources and destinations. Oracle: the plain loops, for the written values and the
+    results."""
     kind = np.uint16 if stored == "bfloat16" else np.float32
     per_page = 4096 // np.dtype(kind).itemsize
     for cols in (per_page, 2 * per_page, per_page + 32, 960, 999):
@@ -179,8 +175,9 @@ def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator)
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, GATE, UP])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_digests_of_runs_of_rows_add_up(layout: int, stored: str, rng: np.random.Generator) -> None:
-    """Ranks that hold disjoint runs of a parameter's rows, cut anywhere, empty ones too: the digest
-    of the whole is the sum of theirs. The index of what is not finite stays one of the part."""
+    """Ranks hold disjoint runs of a parameter's rows with any cuts, also empty ones: the digest of
+    the whole is the sum of theirs. The index of an element that is not finite stays relative to the
+    part."""
     to_bits = to_bf16 if stored == "bfloat16" else to_f32
     for rows, cols in ((40, 64), (33, 33), (100, 31), (7, 1), (5, 2), (130, 600)):
         whole = rng.standard_normal((rows, cols), np.float32)
@@ -203,8 +200,7 @@ def test_digests_of_runs_of_rows_add_up(layout: int, stored: str, rng: np.random
 
 
 def test_the_digest_knows_where_a_part_begins(rng: np.random.Generator) -> None:
-    """Any index that rows may begin at, those beyond 2^32 too; words of odd rows are shared by two
-    of them."""
+    """Rows may begin at any index, also beyond 2^32; two odd rows share a word."""
     for stored in ("bfloat16", "float32"):
         for cols in (32, 33, 66, 77):
             x = rng.standard_normal((19, cols), np.float32)

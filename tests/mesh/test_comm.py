@@ -1,9 +1,9 @@
-"""The transports that share memory: ranks that are threads, and ranks that are processes.
+"""The transports over shared memory: ranks that are threads, and ranks that are processes.
 
-The drivers are tests/support/native/mesh_*.c; each says at its head what it does and what its
-oracle is. Bounds: bytes are equal, errors are of the one code and name the one rank. Time from the
-end of a process to the last survivor's error is asserted far above the goal of 0.1 s, since
-machines that run tests stand still now and then; the figure is printed."""
+The drivers are tests/support/native/mesh_*.c; the head of each states its input and its oracle.
+Bounds: bytes are equal, errors have the one expected code and name the one rank. The time from the
+end of a process to the last survivor's error is asserted with a bound far above the goal of 0.1 s,
+because test machines stall occasionally; the figure is printed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def kill(native: Build, config: pytest.Config, *arguments: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("fault", [1, 2])
 def test_planted_survivors_are_seen(native: Build, fault: int) -> None:
-    """1: the rank is stopped and not killed; 2: a file stays behind."""
+    """1: the rank is stopped instead of killed; 2: a file stays behind."""
     done = run([native("mesh_kill"), "--kills", "2", "--plant", str(fault)])
     assert done.returncode == 1, done.stdout
 
@@ -97,7 +97,7 @@ def test_300_killed_ranks_are_named(native: Build, pytestconfig: pytest.Config) 
 
 
 class Exchange:
-    """Of a rank whose calls come to nothing."""
+    """The exchange of a rank that must not send anything."""
 
     aborts = 0
 
@@ -114,7 +114,7 @@ class Exchange:
     ids=["read-only", "None", "of the root"],
 )
 def test_a_rank_without_a_buffer_tells_the_others(buffer: Any, root: int) -> None:
-    """Who would wait for it in the broadcast until their deadline."""
+    """Otherwise the others would wait for it in the broadcast until their deadline."""
     exchange = Exchange()
     comm = _core.Comm(exchange, 0, 2)
     with pytest.raises((BufferError, TypeError)):

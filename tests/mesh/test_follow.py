@@ -1,7 +1,7 @@
 """Generator.follow: rank 0 makes the calls, the other processes follow.
 
 Ranks are forked by mesh_ranks.py; the scenarios are in mesh_led.py. Oracle: one process, which
-makes the same calls with the same mesh and follows nobody. Bound: 0 differing bits."""
+makes the same calls with the same mesh without followers. Bound: 0 differing bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ranks(servers: dict[str, Server]) -> Ask:
 
 @pytest.fixture(scope="module")
 def alone(servers: dict[str, Server]) -> Callable[..., Any]:
-    """What one process gets, whose threads are the ranks."""
+    """Returns the results of one process whose threads are the ranks."""
     known: dict[Any, Any] = {}
 
     def ask(mesh: Mesh, inflight: str) -> Any:
@@ -81,7 +81,7 @@ def test_a_version_while_requests_run(ranks: Ask, alone: Callable[..., Any], inf
 
 def test_what_is_refused(ranks: Ask) -> None:
     """Arguments that rank 0 refuses, a source of another rank that fails, calls of a rank that
-    follows; rank 0 goes on after each."""
+    follows; rank 0 continues after each."""
     [own, answers], others = results(ranks("refused", (2, 1, 1)))
     advice = "call follow() on all"
     assert [advice in own[0], advice in others[0]] == [True, True]
@@ -145,8 +145,8 @@ def test_rank_0_drops_its_generator_without_close(ranks: Ask) -> None:
 @pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_ends(ranks: Ask, victim: int, ended_by: signal.Signals, how: str) -> None:
-    """The other rank raises RankLostError at once; rank 0 in the call that runs. A Ctrl-C in rank
-    0's event loop cancels the request and closes the generator, as anywhere."""
+    """The other rank raises RankLostError immediately, rank 0 in its running call. A Ctrl-C in rank
+    0's event loop cancels the request and closes the generator, like anywhere else."""
     answers = ranks("lost", (1, 2, 2), victim=victim, signal=int(ended_by), how=how, limit=30.0)
     told = [answer["result"] for answer in answers]
     assert told[victim] == (None if ended_by is signal.SIGKILL else ["KeyboardInterrupt", ""])

@@ -1,5 +1,5 @@
-"""Who holds what on a mesh of ranks: csrc/mesh, csrc/model/placement, and what rollmesh plan prints
-of them."""
+"""The placement of a model on a mesh of ranks: csrc/mesh, csrc/model/placement, and the output of
+rollmesh plan."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def spec_of(**changes: Any) -> rm.ModelSpec:
 def test_properties_of_placements(
     native: Callable[..., Path], sanitize: str, pytestconfig: pytest.Config
 ) -> None:
-    """tests/support/native/placement.c: random models on random meshes, after a injected fault was
-    seen."""
+    """tests/support/native/placement.c: random models on random meshes. It must first detect an
+    injected fault."""
     program = native("placement", sanitize=sanitize)
     planted = subprocess.run([program, "--plant", "1"], capture_output=True, text=True, check=False)
     assert planted.returncode == 1
@@ -40,26 +40,22 @@ def test_properties_of_placements(
     ("heads", "kv_heads", "tp", "held"),
     [
         (32, 4, 1, ["0-3"]),
-        (
-            32,
-            4,
-            8,
-            ["0-0", "0-0", "1-1", "1-1", "2-2", "2-2", "3-3", "3-3"],
-        ),  # fewer KV heads than ranks: copies
+        # Fewer KV heads than ranks: copies.
+        (32, 4, 8, ["0-0", "0-0", "1-1", "1-1", "2-2", "2-2", "3-3", "3-3"]),
         (12, 4, 6, ["0-0", "0-1", "1-1", "2-2", "2-3", "3-3"]),  # groups that straddle ranks
         (6, 2, 3, ["0-0", "0-1", "1-1"]),
         (12, 3, 2, ["0-1", "1-2"]),
     ],
 )
 def test_kv_heads_of_a_rank(heads: int, kv_heads: int, tp: int, held: list[str]) -> None:
-    """Written out by hand: the KV heads that a rank's query heads touch."""
+    """Oracle written out by hand: the KV heads that a rank's query heads read."""
     spec = spec_of(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
     assert [f"{rank.kv_heads[0]}-{rank.kv_heads[-1]}" for rank in placements(spec, tp=tp)] == held
 
 
 def test_experts_of_a_rank() -> None:
-    """ep = 1: slices of all; tp: whole ones, again in each replica; dp*tp: whole ones, once in the
-    world."""
+    """ep = 1: slices of all; tp: whole experts, again in each replica; dp*tp: whole experts, once
+    in the world."""
     spec = spec_of(
         moe=True,
         num_experts=8,
@@ -104,8 +100,8 @@ def test_a_dense_model_has_no_expert_axis() -> None:
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_ranks_hold_the_model_once(moe: bool, tied: bool) -> None:
-    """The bytes of all ranks of one replica against those of a single rank: nothing is lost, and
-    what is more is the KV heads and vectors held twice and tiles that are cut."""
+    """Compares the bytes of all ranks of one replica with a single rank: every tensor is held, and
+    the excess is the KV heads and vectors held twice and tiles that are cut."""
     shape = {
         "vocab_size": 1280,
         "hidden_size": 256,

@@ -1,11 +1,10 @@
-"""A mesh gives the bits of one rank: every degree, token dispatcher and way to cut a step, over
-threads.
+"""A mesh is bit-identical to one rank, for every degree, token dispatcher and way to cut a step.
+Ranks are threads.
 
-Input: two-layer models whose sizes no degree divides evenly (a vocabulary of three blocks, hidden
-and intermediate sizes of three and five tiles, KV heads fewer than ranks or straddling them);
-prompts and steps of 1, 2, 5, 17 and 31 rows. Oracle: one rank. Bound: 0 differing bits in logits,
-rollouts, both logprobs, routed experts and the digest of the weights.
-"""
+Input: two-layer models whose sizes are not divisible by the degrees (a vocabulary of three blocks,
+hidden and intermediate sizes of three and five tiles, KV heads fewer than ranks or straddling
+them); prompts and steps of 1, 2, 5, 17 and 31 rows. Oracle: one rank. Bound: 0 differing bits in
+logits, rollouts, both logprobs, routed experts and the digest of the weights."""
 
 from __future__ import annotations
 
@@ -83,7 +82,8 @@ class Model:
     def run(
         self, mesh: rm.Mesh | None, rows: int, n_prompts: int, top: bool, **options: Any
     ) -> Words:
-        """Everything that the contract fixes, of prompts in steps of at most `rows` rows."""
+        """Returns all results that the contract fixes, for prompts in steps of at most `rows`
+        rows."""
         with self.generator(mesh, rows, **options) as generator:
             params = rm.SamplingParams(
                 n=2,
@@ -149,17 +149,14 @@ def test_every_mesh_gives_the_bits_of_one_rank(
     model: Model, every: int, pytestconfig: pytest.Config
 ) -> None:
     """The whole product of degrees, dispatchers and sequence parallelism; rows of a step, prompts
-    and top logprobs go round with it, so that replicas are idle, steps are smaller than tp and rows
-    do not divide."""
+    and top logprobs rotate along, so that replicas are idle, steps are smaller than tp and rows do
+    not divide."""
     compared = different = meshes = 0
     for i, (mesh, options) in enumerate(
         itertools.islice(settings(model.case.is_moe), 0, None, every)
     ):
-        rows, n_prompts, top = (
-            (1, 2, 5, 17, 31)[i % 5],
-            1 + i % len(PROMPTS),
-            i % 4 == 0,
-        )  # with top logprobs every rank draws
+        # With top logprobs every rank draws.
+        rows, n_prompts, top = ((1, 2, 5, 17, 31)[i % 5], 1 + i % len(PROMPTS), i % 4 == 0)
         want, got = model.one_rank(n_prompts, top), model.run(mesh, rows, n_prompts, top, **options)
         assert len(want) == len(got)
         wrong = sum(
@@ -179,22 +176,21 @@ def test_every_mesh_gives_the_bits_of_one_rank(
 
 
 def test_parts_are_parts(model: Model) -> None:
-    """Each rank holds its share and no more: weights and KV of a mesh together are about those of
-    one rank."""
+    """Each rank holds only its share: weights and KV of a mesh together are about those of one
+    rank."""
     with (
         model.generator(None, 8) as alone,
         model.generator(rm.Mesh(tp=4), 8) as four,
         model.generator(rm.Mesh(dp=2), 8) as two,
     ):
         whole = alone.metrics()["weight_bytes"]
-        assert (
-            four.metrics()["weight_bytes"] < 1.6 * whole
-        )  # vectors and routers are whole everywhere; tiles are padded
+        # Every rank holds whole vectors and routers, and tiles are padded.
+        assert four.metrics()["weight_bytes"] < 1.6 * whole
         assert two.metrics()["weight_bytes"] == 2 * whole
 
 
 def held_elements(spec: rm.ModelSpec, name: str, shape: tuple[int, ...], rank: Placement) -> int:
-    """Of one parameter on one rank, by the name of its module."""
+    """Returns the elements of one parameter on one rank, from the name of its module."""
     module, dim = name.split(".")[-2], spec.head_dim
     if ".experts." in name and int(name.split(".experts.")[1].split(".")[0]) not in rank.experts:
         return 0
@@ -216,7 +212,7 @@ def held_elements(spec: rm.ModelSpec, name: str, shape: tuple[int, ...], rank: P
     ids=str,
 )
 def test_each_rank_reads_what_it_holds_and_no_more(mesh: rm.Mesh) -> None:
-    """The bytes that a sync reads, over all ranks, are those of the parts that they hold."""
+    """The bytes that a sync reads, over all ranks, equal those of the parts that they hold."""
     model = Model("moe", "bfloat16")
     with model.generator(mesh, 8) as generator:
         report = generator.sync_weights(model.weights, cast=True)
@@ -234,8 +230,8 @@ def test_each_rank_reads_what_it_holds_and_no_more(mesh: rm.Mesh) -> None:
 
 @pytest.fixture(scope="module")
 def even() -> Model:
-    """Every token chooses every twelfth expert, by a bias that no score reaches: of its choices
-    each of up to four ranks has as many, as rollmesh.distributed.traffic takes it."""
+    """A bias above all scores makes every token choose every twelfth expert: each of up to four
+    ranks gets the same number of choices, as rollmesh.distributed.traffic assumes."""
     model = Model("moe", "bfloat16", num_experts_per_tok=12)
     for name, bias in model.weights.items():
         if name.endswith("e_score_correction_bias"):
@@ -262,8 +258,8 @@ def test_traffic_is_what_plan_says(
     even: Model, mesh: rm.Mesh, backend: str, sequence_parallel: bool
 ) -> None:
     """Bytes that the engine counted over decode steps of five rows a replica, against
-    distributed/traffic.py: exact. An axis of size 1 moves nothing, so that the other one's bytes
-    are the sum."""
+    distributed/traffic.py: exact. An axis of size 1 transfers nothing, so that the other axis has
+    all the bytes."""
     if backend == "local_allreduce" and mesh.ep not in (1, mesh.tp):
         pytest.skip("local_allreduce works where ep = tp")
     with even.generator(
@@ -288,8 +284,8 @@ def test_traffic_is_what_plan_says(
     "mesh", [rm.Mesh(tp=2, dp=2, ep=4), rm.Mesh(tp=3, ep=3), rm.Mesh(dp=3), rm.Mesh(tp=4)], ids=str
 )
 def test_a_mesh_under_pressure(mesh: rm.Mesh) -> None:
-    """Few pages, few places, prompts that begin alike, a second version: preemption, prefix hits
-    and a sync change no bit either."""
+    """Few pages, few places, prompts with common beginnings, a second version: preemption, prefix
+    hits and a sync do not change a bit either."""
     model = Model("moe", "bfloat16")
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, 300, int(rng.integers(1, 30))).tolist() for _ in range(20)]
@@ -309,9 +305,8 @@ def test_a_mesh_under_pressure(mesh: rm.Mesh) -> None:
 
     def both_versions(mesh: rm.Mesh | None, pages: int) -> tuple[list[Any], int]:
         kv_heads = 4 if mesh is None else {1: 4, 2: 2, 3: 2, 4: 1}[mesh.tp]  # of a rank
-        page = (
-            2 * kv_heads * (16 * 32 + 16 * 16) * 2
-        )  # layers, KV heads, K padded to 32 and V to 16, bytes
+        # Layers, KV heads, K padded to 32 and V to 16, bytes.
+        page = 2 * kv_heads * (16 * 32 + 16 * 16) * 2
         with rm.Generator(
             model.spec,
             mesh=mesh,

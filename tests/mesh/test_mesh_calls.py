@@ -1,8 +1,8 @@
-"""Processes as ranks, called as training scripts call: submit and poll in turns, and what goes
-wrong on one rank only.
+"""Processes as ranks, called like by training scripts: submit and poll in turns, and failures on
+one rank only.
 
 Ranks are forked by mesh_ranks.py; the scenarios are in mesh_calls.py. Oracle: one process with the
-same mesh, whose polls give out the same requests in the same call, and one rank, whose outputs are
+same mesh, whose polls return the same requests in the same call, and one rank, whose outputs are
 the same. Bound: 0 differing bits."""
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def threads(servers: dict[str, Server]) -> Ask:
 
 # -------------------------------------------------------------------------------- submit and poll
 def by_request(polls: list[list[Any]]) -> dict[str, Any]:
-    """Outputs that were not cut short: how far an aborted request has come depends on what runs
-    beside it."""
+    """Returns only complete outputs: the progress of an aborted request depends on the other
+    requests."""
     outputs = [output for outputs in polls for output in outputs if len(output) == 4]
     return {
         str(output[0]): output
@@ -71,7 +71,8 @@ def test_submitting_while_others_run(
             [o[0] for o in outputs] for outputs in expected
         ], f"rank {number}"
         assert got == expected, f"rank {number}"
-    if inflight in ("wait", "restart"):  # else it matters how far a request was when the sync came
+    # Otherwise the result depends on the progress of a request when the sync came.
+    if inflight in ("wait", "restart"):
         one_rank = by_request(threads("rolling", (1, 1, 1), inflight="wait"))
         assert len(one_rank) > 20
         assert inflight == "restart" or by_request(expected) == one_rank
@@ -87,7 +88,7 @@ def test_submitting_while_others_run_over_torch(ranks: Ask, threads: Ask) -> Non
 def test_one_rank_sees_the_timeout_first(
     ranks: Ask, threads: Ask, mesh: tuple[int, int, int]
 ) -> None:
-    """Then all stop there: as if every rank had that timeout."""
+    """All ranks then stop there, as if every rank had that timeout."""
     expected = threads("late", mesh, victim=0)
     assert expected[0] == [0] * 10
     for victim in range(2):
@@ -105,7 +106,8 @@ def test_a_refusal_where_one_replica_is_idle(
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)], ids=str)
 def test_a_tokenizer_that_raises_between_steps(ranks: Ask, mesh: tuple[int, int, int]) -> None:
-    """The request that it cannot decode has the error on every rank; the others continue."""
+    """The request that the tokenizer cannot decode has the error on every rank; the others
+    continue."""
     for number, (errors, scored) in enumerate(results(ranks("broken_tokenizer", mesh))):
         own, others = ["KeyError", "'no such letter'"], ["Error", "KeyError: 'no such letter'"]
         assert errors == [own if number < mesh[0] else others, ["NoneType", "None"]]
@@ -133,7 +135,7 @@ def test_a_stop_string_of_one_rank(ranks: Ask, mesh: tuple[int, int, int], victi
 # ----------------------------------------------------------------------------- sets that go wrong
 @pytest.fixture(scope="module")
 def serves_next(servers: dict[str, Server]) -> Any:
-    """What one rank answers with the weights that the scenarios sync last."""
+    """Returns the answers of one rank with the weights that the scenarios sync last."""
     job: dict[str, Any] = {
         "transport": "none",
         "order": [0],
@@ -149,8 +151,8 @@ def serves_next(servers: dict[str, Server]) -> Any:
 def check_ended(
     ranks: list[dict[str, Any]], serves_next: Any, victims: Sequence[int], kind: str, words: str
 ) -> None:
-    """The victims' own error there, SyncAbortedError with it elsewhere, at once; the old version
-    serves on, and a sync works."""
+    """The victims raise their own error and the other ranks raise SyncAbortedError with it,
+    immediately; the old version keeps serving, and a sync works."""
     moments = []
     for number, got in enumerate(results(ranks)):
         name, text, moment = got["told"]
@@ -214,8 +216,8 @@ def test_a_push_that_fails_on_one_rank(
     kind: str,
     words: str,
 ) -> None:
-    """At the first, the sixth and the last tensor; there also when the others have one less, and
-    are at their commit."""
+    """Fails at the first, the sixth and the last tensor; the last also when the others have one
+    less and are at their commit."""
     check_ended(
         ranks("pieces", mesh, how=how, victim=victim, at=at), serves_next, [victim], kind, words
     )
@@ -282,8 +284,8 @@ def test_a_tensor_that_all_ranks_refuse_leaves_the_set_open(
 def test_one_error_lists_all_offenders(
     ranks: Ask, threads: Ask, serves_next: Any, bad: list[int], rest: bool, how: str
 ) -> None:
-    """As in one process, to the letter. The values are of rows that ranks 0 and 1 hold, both or
-    one, each of its own part."""
+    """The error equals the error of one process. The bad values are in rows that ranks 0 and 1
+    hold; one or both ranks have bad values in their own part."""
     kind, text, _ = threads("mapping_faults", (1, 1, 1), bad=[0], rest=True, how=how)["told"]
     assert text.count("; ") >= 1
     got = ranks("mapping_faults", (2, 2, 4), bad=bad, rest=rest, how=how)
@@ -298,8 +300,7 @@ def test_one_error_lists_all_offenders(
 
 
 # ---------------------------------------------------------------- ranks that say different things
-# of what several ranks hold the same part of, whatever else is cut: a mesh, the rank that is given
-# other values
+# Parts that several ranks hold, whatever else is cut: a mesh, and the rank that gets other values.
 HELD_BY_MANY = {
     "model.norm.weight": [((2, 1, 1), 1), ((2, 2, 4), 2)],
     "model.embed_tokens.weight": [((1, 2, 1), 1), ((2, 2, 4), 2)],
@@ -314,8 +315,7 @@ HELD_BY_MANY = {
 def test_bad_set_ranks_that_are_given_different_values(
     ranks: Ask, serves_next: Any, way: str, name: str, mesh: tuple[int, int, int], victim: int
 ) -> None:
-    """Replicas of a trainer that have drifted apart: all refuse, whoever is the one that
-    differs."""
+    """The replicas of a trainer differ: all ranks refuse, whichever rank differs."""
     for got in results(ranks("differs", mesh, how="values", way=way, name=name, victim=victim)):
         kind, text, _ = got["told"]
         assert (kind, text.split(":")[0]) == ("MeshMismatchError", name)
@@ -375,8 +375,8 @@ BOTH = ["weights", "kv"]
 def test_ranks_that_sleep_or_wake_with_other_arguments(
     ranks: Ask, mesh: tuple[int, int, int], victim: int, sleep: Any, wake: Any, words: list[str]
 ) -> None:
-    """All refuse at once, and nothing sleeps or wakes: neither on the rank that had less of it to
-    do, nor on the others."""
+    """All ranks refuse immediately, and all stay as they were, including the rank that had less to
+    do."""
     for (slept, woken), *served in results(
         ranks("rests", mesh, victim=victim, sleep=sleep, wake=wake)
     ):
@@ -394,7 +394,7 @@ def test_ranks_that_sleep_or_wake_with_other_arguments(
 
 
 def test_arguments_of_a_sleep_that_one_rank_refuses(ranks: Ask) -> None:
-    """Its own error there; the others do not wait for it."""
+    """The rank raises its own error; the others do not wait for it."""
     moments = []
     for rank, (told, *served) in enumerate(
         results(ranks("rests", (2, 1, 1), victim=1, sleep=[["cache"], []], wake=[[[]], []]))

@@ -1,10 +1,10 @@
-"""A process is a rank: over shared memory and over torch.distributed a mesh gives the bits of one
-rank, and what goes wrong on one rank is a typed error on all, in time; test_comm.py has the same
-for the transports.
+"""Each rank is a process: over shared memory and over torch.distributed a mesh is bit-identical to
+one rank, and a failure of one rank raises a typed error on all ranks, in time. test_comm.py tests
+the same for the transports.
 
 Ranks are forked by tests/support/mesh_ranks.py, which has the scenarios. Oracle: one rank, or the
-scenario's rows. Bound: 0 differing bits. Times that depend on the machine are printed and asserted
-far above their goals."""
+scenario's rows. Bound: 0 differing bits. Times that depend on the machine are printed, and asserted
+with bounds far above their goals."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def pairs_of(s: Setting) -> set[tuple[str, Any, str, Any]]:
 
 
 def covering_array() -> list[Setting]:
-    """Settings in which each pair of values that can go together does, greedily: always the one
-    with most new pairs for what it costs, where two ranks cost less than twice one: fewest settings
-    alone would take the largest worlds over torch."""
+    """Settings that contain each compatible pair of values, chosen greedily: always the setting
+    with most new pairs for its cost, where two ranks cost less than twice one. The smallest number
+    of settings alone would select the largest worlds over torch."""
     every = [
         dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())
     ]
@@ -141,7 +141,7 @@ def shm(servers: dict[str, Server]) -> Run:
 
 
 def results(ranks: list[dict[str, Any]]) -> list[Any]:
-    """Of ranks that all ended well."""
+    """Returns the results of ranks that all succeeded."""
     for number, rank in enumerate(ranks):
         assert rank["status"] == 0 and rank["error"] is None, (  # noqa: PT018
             f"rank {number}: {rank['status']}, {rank['error']}"
@@ -151,7 +151,7 @@ def results(ranks: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone(servers: dict[str, Server]) -> Callable[..., Any]:
-    """What one rank without a comm answers to a scenario."""
+    """Returns the answers of one rank without a comm to a scenario."""
     known: dict[str, Any] = {}
 
     def ask(do: str, **job: Any) -> Any:
@@ -192,8 +192,8 @@ def test_processes_give_the_bits_of_one_rank(
 
 
 def test_the_covering_array_covers(pytestconfig: pytest.Config) -> None:
-    """By another count than the greedy one's: each pair of values that some setting has is in one
-    that is run."""
+    """Counts in another way than the greedy search: each pair of values of any setting is in a
+    setting that runs."""
     run = covering_array()
     for a, b in itertools.combinations(FACTORS, 2):
         seen = {(s[a], s[b]) for s in run}
@@ -369,8 +369,8 @@ def test_a_rank_that_cannot_be_made(servers: dict[str, Server], transport: str) 
 def test_bad_set_a_weight_that_one_rank_holds_is_bad(
     shm: Run, alone: Callable[..., Any], mesh: tuple[int, int, int], victim: int, row: int
 ) -> None:
-    """The rows of the embedding are cut over tp in blocks of 128: `row` is one of the victim's.
-    Whoever has it says NonFiniteError."""
+    """The rows of the embedding are cut over tp in blocks of 128: `row` belongs to the victim. The
+    rank that holds it raises NonFiniteError."""
     ranks = results(
         shm("bad_weight", mesh, model="moe", how="stream", victim=victim, row=row, source=0)
     )
@@ -391,7 +391,7 @@ def test_bad_set_a_weight_that_one_rank_holds_is_bad(
 def test_bad_set_one_rank_lacks_a_weight_at_the_commit(
     shm: Run, alone: Callable[..., Any], mesh: tuple[int, int, int]
 ) -> None:
-    """begin_sync, push, commit: the vote finds it."""
+    """begin_sync, push, commit: the vote detects it."""
     ranks = results(shm("bad_weight", mesh, model="moe", how="pushed", victim=1, row=0))
     for number, rank in enumerate(ranks):
         assert rank["told"][0] == ("IncompleteSyncError" if number == 1 else "SyncAbortedError")
@@ -428,9 +428,9 @@ def test_ranks_that_call_different_things(shm: Run, mesh: tuple[int, int, int], 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 4)], ids=str)
 def test_ranks_that_step_with_different_batches(shm: Run, mesh: tuple[int, int, int]) -> None:
-    """The engine's own look, behind the digest of requests that the ranks of a program compare:
-    prompts of one length, so that no exchange has another size. A rank that sees it ends the mesh
-    for those that it does not step with."""
+    """Tests the engine's own comparison, which comes after the comparison of the ranks' request
+    digests. The prompts have one length, so that all exchanges have equal sizes. A rank that
+    detects the difference ends the mesh for the ranks that it does not step with."""
     errors = [
         rank["error"]
         for rank in shm("apart", mesh, model="moe", how="unheard", victim=1, timeout=30.0)
@@ -447,7 +447,8 @@ def test_ranks_that_sync_different_versions(shm: Run) -> None:
 
 
 def test_ranks_that_commit_different_versions(shm: Run, alone: Callable[..., Any]) -> None:
-    """begin_sync, push, commit on each rank by itself: the vote finds it, and the mesh goes on."""
+    """Each rank calls begin_sync, push and commit separately: the vote detects the difference, and
+    the mesh keeps working."""
     for rank in results(shm("bad_weight", (2, 1, 1), model="moe", how="version", victim=1)):
         assert rank["told"][0] == "MeshMismatchError"
         assert rank["told"][1].startswith("rank ")
@@ -468,7 +469,7 @@ def test_different_calls_over_torch(servers: dict[str, Server]) -> None:
 def check_lost(
     ranks: list[dict[str, Any]], victim: int, kind: str = "RankLostError", within: float = 10.0
 ) -> float:
-    """Seconds from the signal to the last survivor's error."""
+    """Returns the seconds from the signal to the last survivor's error."""
     moment = ranks[victim]["moment"]
     assert moment is not None
     slowest = 0.0
@@ -489,8 +490,8 @@ def check_lost(
 
 @pytest.fixture(scope="module")
 def survivors(pytestconfig: pytest.Config) -> Iterator[Callable[..., None]]:
-    """Told of each kill over shm: where the victim was, what the survivors were in, and the seconds
-    to the last one's error."""
+    """Records each kill over shm: the victim's place, the survivors' call, and the seconds to the
+    last survivor's error."""
     seconds: list[float] = []
     phases: Counter[str] = Counter()
 
@@ -555,13 +556,8 @@ def test_a_rank_that_is_killed_is_named(
         )
 
 
-N_CALLS = {
-    "prefill": 20,
-    "generate": 300,
-    "exchange": 10,
-    "sync": 300,
-    "commit": 4,
-}  # of which the timer may start at any
+# The number of calls among which the timer may start.
+N_CALLS = {"prefill": 20, "generate": 300, "exchange": 10, "sync": 300, "commit": 4}
 
 
 @pytest.mark.slow
@@ -573,9 +569,9 @@ def test_killed_at_any_moment(
     rng: np.random.Generator,
     number: int,
 ) -> None:
-    """RM_KILLS kills, 300 by default, each within 3 ms of the beginning of any call of a phase, so
-    also inside collectives: nobody waits, nothing stays in /dev/shm (the server looks), and the
-    next mesh has the bits of one rank.
+    """RM_KILLS kills, 300 by default, each within 3 ms after the beginning of any call of a phase,
+    so also inside collectives: all ranks end in time, /dev/shm is empty (the server checks), and
+    the next mesh is bit-identical to one rank.
 
     RM_KILLS=300 pytest -m slow tests/mesh/test_mesh_processes.py -k any_moment"""
     mesh = [(2, 1, 1), (2, 2, 4), (1, 3, 1), (3, 1, 3), (2, 2, 1), (4, 1, 4)][number % 6]
@@ -662,9 +658,8 @@ def test_close_gives_everything_back(
     servers: dict[str, Server], transport: str, mesh: tuple[int, int, int]
 ) -> None:
     """Promise 7: the third generator leaves no more behind than the first, after which libraries
-    have made what they keep.
-
-    It may leave less, where the first was looked at a moment too early."""
+    have made their permanent objects. It may leave less, if the first was measured a moment too
+    early."""
     for first, _, third in results(servers[transport]("closed", mesh, model="moe")):
         assert all(after <= before for after, before in zip(third, first, strict=True)), (
             first,
@@ -714,7 +709,7 @@ def test_a_timeout_ends_on_all_ranks_alike(
 def test_ctrl_c_in_one_rank(
     servers: dict[str, Server], transport: str, mesh: tuple[int, int, int], victim: int, where: str
 ) -> None:
-    """The victim's process lives until all others have been told."""
+    """The victim's process lives until all others have the error."""
     job = {
         "model": "moe",
         "options": {"max_model_len": 4096, "kv_cache_gib": 0.1},
@@ -728,7 +723,7 @@ def test_ctrl_c_in_one_rank(
 
 @pytest.mark.full
 def test_ctrl_c_in_the_midst_of_an_exchange_of_torch(servers: dict[str, Server]) -> None:
-    """Python runs below C there. The exchange goes on, and the call ends after it."""
+    """Python code runs below C here. The exchange finishes, and the call ends after it."""
     job = {"model": "moe", "options": {"max_model_len": 4096, "kv_cache_gib": 0.1}, "timeout": 20.0}
     check_interrupted(
         results(servers["torch"]("interrupted", (2, 1, 1), where="exchange", victim=1, **job)), 1

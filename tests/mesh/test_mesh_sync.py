@@ -1,9 +1,8 @@
-"""A sync over the ranks of a mesh is whole or not at all, also where only one rank can see what is
-wrong.
+"""A sync over the ranks of a mesh is complete or has no effect, even if only one rank can detect
+the error.
 
 Input: a mesh of eight ranks and state dicts with one fault in one row. Oracle: the outputs before
-the sync, and those of one rank after the next. Bound: the same bytes.
-"""
+the sync, and those of one rank after the next. Bound: equal bytes."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def halved() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[bytes, bytes]:
-    """Of one rank: the first version, and the second."""
+    """Returns the results of one rank for the first and the second version."""
     with generator(None) as gen:
         gen.sync_weights(WEIGHTS)
         first = rollout(gen)
@@ -113,8 +112,8 @@ def test_a_tensor_that_one_rank_refused_may_be_sent_again(
 def test_of_many_pushed_at_once_all_are_there_or_none(
     mesh: rm.Mesh | None, expected: tuple[bytes, bytes]
 ) -> None:
-    """Whatever is wrong with one of them, the last or one in the middle: each can then be sent
-    again, together or alone."""
+    """One of them is bad, the last or one in the middle: each can then be sent again, together or
+    alone."""
     good = halved()
     pairs = list(good.items())
     bad = good[LAST_ROWS[0]].copy()
@@ -142,7 +141,7 @@ def test_of_many_pushed_at_once_all_are_there_or_none(
                 push_all(pushed)
         push_all([])
         push_all(pairs[:7])
-        with pytest.raises(rm.DuplicateKeyError):  # what had come before stays
+        with pytest.raises(rm.DuplicateKeyError):  # the tensors that arrived before stay
             push_all([*pairs[7:], pairs[0]])
         for name, value in pairs[7:11]:
             sync.push(name, value)
@@ -181,7 +180,7 @@ def test_in_place_and_asleep(expected: tuple[bytes, bytes]) -> None:
 
 @pytest.mark.parametrize("inflight", ["restart", "keep", "abort", "wait"])
 def test_requests_in_flight(inflight: str) -> None:
-    """What a sync in the middle does to requests is the same on a mesh, token for token."""
+    """A sync in the middle has the same effect on requests as without a mesh, token for token."""
     results = []
     for mesh in (None, rm.Mesh(tp=2), rm.Mesh(tp=4, ep=4)):
         with generator(mesh) as gen:
@@ -212,8 +211,8 @@ def test_requests_in_flight(inflight: str) -> None:
 def test_nonfinite_what_one_rank_finds_not_finite_ends_the_request_on_all(
     mesh: rm.Mesh | None,
 ) -> None:
-    """The last KV head's K is infinite for one token only; the ranks without that head would have
-    gone on."""
+    """The last KV head's K is infinite for one token only; ranks without that head would
+    continue."""
     bad = {name: value.copy() for name, value in WEIGHTS.items()}
     bad["model.layers.0.self_attn.k_proj.weight"][-1] = np.inf
     with generator(mesh) as gen:

@@ -1,10 +1,10 @@
-"""Per-rank pieces of a state dict reach a generator whose ranks are processes, and no tensor is
-ever gathered: torch's own FSDP2 and DTensors on meshes equal to, smaller than and across the
-generator's, rm.Piece cut anyhow, experts packed and one by one.
+"""Generators whose ranks are processes receive per-rank pieces of a state dict, and tensors are
+never gathered: torch's FSDP2 and DTensors on meshes equal to, smaller than and across the
+generator's, rm.Piece with arbitrary cuts, experts packed and one by one.
 
-Ranks are forked by mesh_ranks.py; the scenarios are in mesh_pieces.py. Oracle: one rank that is
-given the whole state dict, by digest and by all that it answers. Bound: 0 differing bits; a rank
-receives no byte that it does not want."""
+Ranks are forked by mesh_ranks.py; the scenarios are in mesh_pieces.py. Oracle: one rank with the
+whole state dict, by digest and by all its answers. Bound: 0 differing bits; a rank receives only
+bytes that it needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytest.importorskip("torch")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that has imported torch, whatever the generator's ranks use."""
+    """A server that has imported torch, whatever the generator's ranks use."""
     made = Server("torch", tmp_path_factory.mktemp("rendezvous"))
     yield made
     made.end()
@@ -48,7 +48,7 @@ def alone(server: Server) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="module")
 def shares(pytestconfig: pytest.Config) -> Iterator[list[float]]:
-    """Of what a mesh reads how much came from other ranks, a case each."""
+    """Collects, for each case, the part of the mesh's reads that came from other ranks."""
     seen: list[float] = []
     yield seen
     if seen:
@@ -141,7 +141,7 @@ def test_strided_shards_that_do_not_divide_their_dim_are_gathered(
 def test_one_rank_that_has_all_gives_each_what_it_wants(
     server: Server, alone: Callable[[str], Any]
 ) -> None:
-    """No rank receives what it does not hold, though the only source is whole."""
+    """Each rank receives only what it holds, although the only source is whole."""
     job = {
         "model": "moe",
         "of": "mesh_pieces",
@@ -203,8 +203,8 @@ def test_what_is_wrong_is_raised_on_all(
     others: str | None,
     words: str,
 ) -> None:
-    """The victim is rank 1. Without "others" it is raised alike on all. The old version serves, and
-    the next sync is taken."""
+    """The victim is rank 1. Without "others" the same error is raised on all ranks. The old version
+    serves, and the next sync is accepted."""
     ranks = results(
         server(
             "spoiled_pieces",
@@ -260,7 +260,7 @@ def ends() -> list[_core.Comm]:
 
 
 def exchange(give: list[list[bytes]], sizes: list[list[int]]) -> list[Any]:
-    """What each of two ranks gets, or its error."""
+    """Returns what each of two ranks receives, or its error."""
 
     def one(rank: int) -> Any:
         take = [np.zeros(n, np.uint8) for n in sizes[rank]]
@@ -288,9 +288,10 @@ def test_all_to_all() -> None:
         [b"x", b"de"],
         [b"abc", b"y"],
     ]
+    # Rank 0 fails at its next call.
     assert (
         exchange([[b"", b"abc"], [b"de", b""]], [[0, 2], [4, 0]])[1] is rm.CollectiveMismatchError
-    )  # rank 0 at its next call
+    )
 
 
 def test_buffers_that_are_none() -> None:
@@ -340,7 +341,8 @@ def test_pieces_that_are_none(
 
 
 def emptied() -> Any:
-    """As sharded trainers leave what they have resharded."""
+    """Returns a tensor whose storage was freed, like a tensor that a sharded trainer has
+    resharded."""
     import torch
 
     tensor = torch.ones(3)

@@ -1,8 +1,8 @@
-"""What ranks tell one another comes out as it went in, nothing else goes in, and bytes that are not
-ours are a FormatError.
+"""The wire format of messages between ranks: values are restored exactly, other values are refused,
+and foreign bytes raise FormatError.
 
-Input: random values of every kind that travels, nested. Oracle: the value itself, compared to the
-last bit (NaN payloads of arrays too). Malformed input: random bytes, messages cut short, and
+Input: random values of every supported kind, nested. Oracle: the value itself, compared to the last
+bit (including NaN payloads of arrays). Malformed input: random bytes, truncated messages, and
 messages with bytes or header fields changed."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ DTYPES = [
 
 @st.composite
 def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
-    """Of any bytes, so NaNs of every payload; some are views with strides, backwards, of no
-    elements or of no dims."""
+    """Arrays of any bytes, so with NaNs of every payload; some are views with strides, reversed,
+    without elements or without dims."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=4).map(tuple))
     count = math.prod(shape)
@@ -133,7 +133,7 @@ def test_errors_keep_their_class(kind: type[Exception]) -> None:
 
 
 def test_others_errors_become_ours() -> None:
-    """No class of user code is looked up by name, here or there."""
+    """Neither side looks up a class of user code by name."""
     for error in (
         KeyError("x"),
         OSError(2, "no file"),
@@ -182,8 +182,8 @@ def test_random_bytes(data: bytes) -> None:
 @settings(deadline=None, max_examples=200)
 @given(VALUES, st.data())
 def test_changed_messages(value: Any, data: st.DataObject) -> None:
-    """A value, or FormatError: nothing else comes of a message that was cut or changed. What is cut
-    short is always refused."""
+    """A cut or changed message gives a value, or FormatError, and nothing else. A cut message is
+    always refused."""
     message = encode(value)
     at = data.draw(st.integers(0, len(message) - 1))
     with pytest.raises(FormatError):
@@ -245,7 +245,7 @@ def test_malformed(data: bytes) -> None:
 
 
 def test_a_name_is_not_looked_up() -> None:
-    """The kinds and the classes of errors are lists, not names of anything."""
+    """The kinds and the classes of errors are looked up in fixed lists."""
     for name in ("SystemExit", "__class__", "annotations", "Error.__base__"):
         got = decode(message({"kind": "error", "name": name, "message": "x"}))
         assert type(got) is rm.Error

@@ -1,7 +1,7 @@
-"""csrc/model/exchange_sizes.h: what ranks exchange at once, and what experts between ranks of NCCL
-keep in memory, without a device.
+"""csrc/model/exchange_sizes.h: the sizes of exchanges between ranks, and the memory of expert
+exchanges over NCCL, without a device.
 
-Input: models as large as there are, on meshes of 8 and 64 ranks, through
+Input: models of the largest sizes, on meshes of 8 and 64 ranks, through
 tests/support/native/exchanged.c. Oracle: sizes written out by hand. Bound: equality, and for
 scratch two and a half times an exchange."""
 
@@ -59,8 +59,8 @@ def sizes(
 
 
 def test_experts_of_replicas(program: Path) -> None:
-    """Each of eight homes has 512 rows of 4 KiB, of whose 8 choices all may be on one rank. Blocks
-    lie whole: NCCL packs nothing."""
+    """Each of eight homes has 512 rows of 4 KiB, whose 8 choices may all be on one rank. Blocks are
+    contiguous, so NCCL does not pack."""
     got = sizes(program, QWEN_30B, tp=1, dp=8, ep=8)
     assert got.run_rows == 512
     assert (got.ep, got.ep_apart) == (8 * 512 * 8 * 4096, 0)
@@ -71,8 +71,8 @@ def test_experts_of_replicas(program: Path) -> None:
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_experts_of_a_tp_group(program: Path, stays: bool) -> None:
-    """Rows that travel are packed for attention's heads alone, 4096 of 2 bytes; where they stay
-    outputs of a run go out by columns."""
+    """Rows that are sent are packed for attention's heads only, 4096 of 2 bytes; for rows that
+    stay, the outputs of a run are sent by columns."""
     got = sizes(program, QWEN_30B, tp=8, dp=1, ep=8, stays=stays)
     assert got.run_rows == 8 * 512
     assert got.tp_apart == (4096 * 8 * 4096 if stays else max(8192 * 4096 * 2, LOGITS))
@@ -81,14 +81,14 @@ def test_experts_of_a_tp_group(program: Path, stays: bool) -> None:
 
 
 def test_experts_cut_by_columns(program: Path) -> None:
-    """Of every row and choice the inner columns are completed: 768 of 2 bytes, eight times."""
+    """The inner columns are completed for every row and choice: 768 of 2 bytes, eight times."""
     got = sizes(program, QWEN_30B, tp=8, dp=1, ep=1)
     assert got.tp_apart == got.tp == 8192 * 8 * 768 * 2
 
 
 def test_runs_are_bounded_by_bytes(program: Path) -> None:
-    """64 homes whose rows have 14 KiB, four experts on a rank: a row of each is 3.5 MiB, and 256
-    MiB are 73 of them."""
+    """64 homes with rows of 14 KiB, four experts on a rank: a row of each is 3.5 MiB, and 256 MiB
+    hold 73 of them."""
     got = sizes(program, DEEPSEEK, tp=1, dp=64, ep=64)
     assert got.run_rows == 256 * MIB // (64 * 4 * 7168 * 2) == 73
     assert got.ep == 73 * 64 * 4 * 7168 * 2

@@ -42,13 +42,12 @@ def generator(model: Any, state: Any = None, **options: Any) -> rm.Generator:
 
 
 def test_every_family_is_drawn() -> None:
-    assert set(TRIED) | {"qwen3_moe"} == set(
-        FAMILIES
-    )  # of Qwen3-MoE test_parity.py has the configs
+    # test_parity.py has the configs of Qwen3-MoE.
+    assert set(TRIED) | {"qwen3_moe"} == set(FAMILIES)
 
 
 def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int, int]:
-    """(rows, rows that were not compared) of three prompts and of four tokens after each."""
+    """Returns (rows, skipped rows) of three prompts and of four tokens after each."""
     net64, rows, skipped = model.net("float64"), 0, 0
     lengths = np.random.default_rng([seed, number]).integers(1, 130, 3).tolist()
     prompts = helpers.prompts({"vocab_size": model.config.vocab_size}, lengths, number)
@@ -102,7 +101,7 @@ def test_logits_of_random_configs(
 
 @pytest.mark.parametrize("family", SOME)
 def test_logits_with_the_familys_own_features(family: str, seed: int) -> None:
-    """Those of `cuttable`, which no seed leaves out."""
+    """Tests the features of `cuttable`, which are drawn for every seed."""
     model = cut(family, seed)
     with generator(model) as gen:
         rows, skipped = compare(gen, model, 300, seed)
@@ -111,8 +110,8 @@ def test_logits_with_the_familys_own_features(family: str, seed: int) -> None:
 
 @pytest.mark.parametrize("family", TRIED)
 def test_configs_without_lists_of_layers(family: str, seed: int) -> None:
-    """Which layers have a window and which rope, where only the keys are given that transformers
-    makes these lists from."""
+    """Checks which layers have a window and which rope, if a config has only the keys from which
+    transformers makes these lists."""
     for number in range(30):
         fields = {
             "model_type": family,
@@ -127,7 +126,7 @@ def test_configs_without_lists_of_layers(family: str, seed: int) -> None:
 
 @pytest.mark.parametrize("family", TRIED)
 def test_a_missing_key_has_the_default_of_transformers(family: str, seed: int) -> None:
-    """Or the config is refused, since the key has to be there."""
+    """The alternative is that the config is refused, because the key is required."""
     fields = {"model_type": family, **family_models.FAMILIES[family](family_models.Dice([seed]))}
     fields |= {"num_attention_heads": 32, "num_key_value_heads": 16, "hidden_size": 128}
     if "use_sliding_window" in FAMILIES[family].keys.split():
@@ -148,8 +147,8 @@ def test_a_missing_key_has_the_default_of_transformers(family: str, seed: int) -
 
 
 def test_a_partial_rotary_factor_of_none_turns_whole_heads(seed: int) -> None:
-    """In GLM-4-MoE, whose default is a half where the key is missing; in a dict and in a config
-    object, which does not keep the None."""
+    """In GLM-4-MoE, whose default for a missing key is a half; in a dict and in a config object,
+    which does not keep the None."""
     fields = {
         "model_type": "glm4_moe",
         **family_models.FAMILIES["glm4_moe"](family_models.Dice([seed])),
@@ -224,7 +223,7 @@ def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
 
 @pytest.mark.parametrize("family", SOME)
 def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: int) -> None:
-    """What save_pretrained writes, names and config.json, gives the digest of the module's state
+    """The names and config.json that save_pretrained writes give the digest of the module's state
     dict."""
     model = family_models.draw(family, 200, seed)
     model.net().save_pretrained(tmp_path)
@@ -243,9 +242,8 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     with safe_open(tmp_path / "model.safetensors", "np") as file:
         names = list(file.keys())
         held = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    for name in [
-        name for name in held if name.endswith("mlp.gate_up_proj.weight")
-    ]:  # GLM-4's, listed by its halves
+    # GLM-4's fused tensor, which is listed as its halves.
+    for name in [name for name in held if name.endswith("mlp.gate_up_proj.weight")]:
         rows, hidden = held.pop(name)
         held |= {name.replace("gate_up", part): (rows // 2, hidden) for part in ("gate", "up")}
     assert {
@@ -256,12 +254,12 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
 
 # ------------------------------------------------------------------------------------------- bits
 def cut(family: str, seed: int) -> Any:
-    """A model that a mesh can cut, though not into equal parts."""
+    """Draws a model that a mesh can cut, though not into equal parts."""
     return family_models.draw(family, 300, seed, **family_models.cuttable(family))
 
 
 def told(gen: rm.Generator) -> list[bytes]:
-    """All that the contract fixes, of a few requests."""
+    """Returns all results of a few requests that the contract fixes."""
     prompts = [[7], [1, 2], list(range(100, 133)), list(range(40, 57))]
     outs = gen.generate(
         prompts,
@@ -304,7 +302,8 @@ def meshes(experts: bool) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("dtype", ["bfloat16", full("float32")])
 @pytest.mark.parametrize("family", SOME)
 def test_bits_are_those_of_one_rank(family: str, dtype: str, seed: int) -> None:
-    """Over instruction sets, chunks and meshes: 0 differ, digest of the weights included."""
+    """Compares over instruction sets, chunks and meshes: 0 bits differ, digest of the weights
+    included."""
     model = cut(family, seed)
     with generator(model, dtype=dtype) as gen:
         want, digest = told(gen), gen.sync_weights(model.state, cast=True).digest
@@ -318,8 +317,8 @@ def test_bits_are_those_of_one_rank(family: str, dtype: str, seed: int) -> None:
     "family", [name for name, one in FAMILIES.items() if one.wq_rows == "neighbours"]
 )
 def test_names_under_which_rope_turns_neighbours(family: str, seed: int) -> None:
-    """wq and wk, as Meta, Mistral and torchtitan hold them: the digest and the bits of q_proj and
-    k_proj, of a rank's part too."""
+    """wq and wk, as in Meta's, Mistral's and torchtitan's checkpoints: the same digest and results
+    as q_proj and k_proj, for a rank's part too."""
     model = cut(family, seed)
     spec = rm.ModelSpec.from_hf(model.config)
     state = dict(model.state)
@@ -378,9 +377,9 @@ def test_a_bias_of_o_is_refused_by_the_option_only_where_that_is_off(
 
 
 def test_fused_and_turned_rows(seed: int) -> None:
-    """GLM-4's q and k, whose neighbours rope turns in a part of each head, in qkv_proj as inference
-    engines hold it, strided and not: the digest and the bits of the checkpoint's tensors; an
-    element that is not finite has the index that it has in the sender's tensor."""
+    """GLM-4's q and k, in which rope rotates neighbours in a part of each head, in qkv_proj as in
+    inference engines, strided and not: the same digest and results as the checkpoint's tensors. The
+    error for an element that is not finite has the index in the sender's tensor."""
     model = family_models.draw("glm4", 300, seed, **family_models.cuttable("glm4"))
     spec, torch = rm.ModelSpec.from_hf(model.config), oracle.torch
     state = dict(model.state)
@@ -497,7 +496,7 @@ PARROT = Family(
 def parrot(
     w: dict[str, Any], ids: list[int], heads: int, kv_heads: int, dim: int, silent: list[int]
 ) -> Any:
-    """Its forward pass in float64: logits [n, vocab]."""
+    """The family's forward pass in float64: logits [n, vocab]."""
     torch = oracle.torch
     functional, n = torch.nn.functional, len(ids)
 
@@ -534,7 +533,8 @@ def parrot(
 
 
 def test_a_made_up_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features in a mixture that nobody has, and names of its own: one entry of FAMILIES, no C."""
+    """A combination of features that does not occur in a real family, with new names: it needs one
+    entry of FAMILIES and no C code."""
     monkeypatch.setitem(FAMILIES, "parrot", PARROT)
     config = {
         key: value

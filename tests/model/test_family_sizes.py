@@ -1,9 +1,8 @@
-"""What rollmesh.distributed.traffic and rollmesh.model.sizes compute of each family's config,
-against what the engine counts.
+"""The sizes that rollmesh.distributed.traffic and rollmesh.model.sizes compute from each family's
+config.
 
-Oracle: metrics()["comm_bytes"] and ["weight_bytes"], the manifest. Bound: equality, for weights up
-to the 64 bytes that each begins on.
-"""
+Oracle: the engine's metrics()["comm_bytes"] and ["weight_bytes"], and the manifest. Bound:
+equality, for weights up to the alignment of 64 bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
 test_families = importlib.import_module("test_families")
 LINE = 64  # bytes at which each matrix and each vector begins
-# Every row chooses every expert: as many of each rank, as rollmesh.distributed.traffic takes it.
+# Every row chooses every expert, equally many on each rank, as rollmesh.distributed.traffic
+# assumes.
 ALL = {
     "mixtral": {"num_experts_per_tok": 8},
     "qwen2_moe": {"num_experts_per_tok": 8},
@@ -87,8 +87,8 @@ def test_a_step_moves_the_bytes_of_the_formula(family: str, seed: int) -> None:
 @pytest.mark.parametrize("dtype, each", [("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("family", family_models.FAMILIES)
 def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> None:
-    """On one rank and on two and three. q, k and v are packed as one matrix, of which rank_bytes
-    takes each for itself: two tiles more."""
+    """Counts on one rank, two and three. q, k and v are packed as one matrix, but rank_bytes counts
+    each separately: two tiles more."""
     models = [family_models.draw(family, 700 + number, seed) for number in range(3)] + [
         test_families.cut(family, seed)
     ]
@@ -103,9 +103,8 @@ def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> N
     for model in models:
         spec = rm.ModelSpec.from_hf(model.config)
         kinds, layers = list(sizes.matrices(spec)), spec.num_hidden_layers
-        bias = sum(spec.is_moe_layer) * (
-            4 * spec.num_experts + LINE
-        )  # float32, whether the family has one or not
+        # Stored as float32, whether the family has a bias or not.
+        bias = sum(spec.is_moe_layer) * (4 * spec.num_experts + LINE)
         tiles = 2 * layers * sizes.TILE_ROWS * (spec.hidden_size + sizes.TILE_COLS) * each
         for tp in (1, 2, 3) if model is models[3] else (1,):
             held = sum(

@@ -1,10 +1,9 @@
-"""Generator.from_hf: a folder or a config object gives the generator that ModelSpec and Generator
-give by hand, and never reads weights.
+"""Generator.from_hf: a folder or a config object gives the same generator as ModelSpec and
+Generator by hand, without reading weights.
 
-Input: folders as transformers writes them (tiny random configs, the tokenizer of data/chars), and
-broken ones. Oracle: a generator made by hand, with the same weights, bit for bit; the path or value
-that an error must name.
-"""
+Input: folders written by transformers (tiny random configs, the tokenizer of data/chars), and
+malformed ones. Oracle: a generator made by hand, with the same weights, bit for bit; the path or
+value that an error must name."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ PARAMS = rm.SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=Tru
 def folder_of(path: Path, *files: str, config: Any = CONFIG) -> Path:
     path.mkdir()
     (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    (path / "model.safetensors").write_bytes(b"not weights")  # nobody may look
+    (path / "model.safetensors").write_bytes(b"not weights")  # must not be read
     for name in files:
         shutil.copy(CHARS / name, path / name)
     return path
@@ -130,8 +129,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_the_length_of_a_generator(
     rope: dict[str, Any], default: int, most: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without max_model_len it is a constant, or the config's where frequencies depend on it. One
-    beyond the positions that the rope settings are made for is told once, in the log."""
+    """Without max_model_len the length is a constant, or the config's if frequencies depend on it.
+    A length beyond the positions of the rope settings is logged once."""
     config = {k: v for k, v in CONFIG.items() if k != "rope_parameters"}
     config |= {"head_dim": 16, "max_position_embeddings": 128, "rope_theta": 1e4}
     config |= {"rope_scaling": rope} if rope else {}

@@ -62,14 +62,13 @@ QUICK_BF16 = {"dense", "head_dim_20", "yarn", "window_40", "moe", "moe_router_bi
 
 @dataclasses.dataclass
 class Ledger:
-    """Every row of float32 parity in this run, and those that were not compared."""
+    """Every row of float32 parity in this run, and the skipped rows."""
 
     rows: int = 0
     cases: int = 0
     worst: float = 0.0
-    listed: dict[str, None] = dataclasses.field(
-        default_factory=dict
-    )  # an ordered set: several tests meet the same row
+    # An ordered set, because several tests report the same row.
+    listed: dict[str, None] = dataclasses.field(default_factory=dict)
 
 
 LEDGER = Ledger()
@@ -77,7 +76,7 @@ LEDGER = Ledger()
 
 @dataclasses.dataclass
 class Side:
-    """A case, its generator in float32, and what the references say about its prompts."""
+    """A case, its generator in float32, and the references' results for its prompts."""
 
     case: helpers.Case
     gen: Any
@@ -101,8 +100,8 @@ def routed_of(gen: Any, prompts: list[list[int]]) -> list[np.ndarray]:
 def untrusted(
     case: helpers.Case, sequence: int, reference: Any, *routings: np.ndarray
 ) -> np.ndarray:
-    """bool [n]: rows with a router near-tie, and all rows after one that some side took the other
-    way."""
+    """bool [n]: rows with a router near-tie, and all rows after a row in which one side chose
+    differently."""
     low = reference.router_margin() < oracle.MARGIN
     listed = low.copy()
     for routed in routings:
@@ -169,8 +168,8 @@ def test_logits(side: Side) -> None:
 
 @pytest.mark.quick(8)
 def test_option_matters(side: Side) -> None:
-    """The oracle without the case's option is far from the oracle with it: the comparison above
-    could have failed."""
+    """The oracle without the case's option is far from the oracle with it, so the comparison above
+    can fail."""
     if side.case.router_bias:
         plain = dataclasses.replace(side.case, router_bias=False)
         other = oracle.forward(helpers.hf_model(plain, "float64"), side.prompts[-1], double=True)
@@ -193,7 +192,7 @@ def test_option_matters(side: Side) -> None:
 @pytest.mark.quick(6)
 def test_greedy(side: Side) -> None:
     """Each generated token is the argmax of the float64 forward of everything before it; its
-    records are the reference's."""
+    records equal the reference's."""
     case = side.case
     prompts = [ids[: case.max_model_len - NEW_TOKENS] for ids in side.prompts]
     outs = run(
@@ -229,8 +228,8 @@ def test_greedy(side: Side) -> None:
 
 
 def check_routed(reference: Any, ours: np.ndarray, skip: np.ndarray) -> None:
-    """The same experts on every row with margin; in the same order where the order has margin
-    too."""
+    """Checks for the same experts on every row with margin, and in the same order if the order has
+    margin too."""
     assert ours.shape == reference.routed.shape
     assert ours.dtype == np.int16
     assert np.array_equal(np.sort(ours, axis=-1)[~skip], np.sort(reference.routed, axis=-1)[~skip])
@@ -250,7 +249,7 @@ def logprob_bound(logits: np.ndarray) -> np.ndarray:
 def check_top(
     logits: np.ndarray, skip: np.ndarray, chosen: np.ndarray, tokens: list[int], top: Any
 ) -> None:
-    """Logprobs of the tokens and of the k likeliest, against log_softmax of float64 logits
+    """Compares logprobs of the tokens and of the k likeliest with log_softmax of float64 logits
     [n][vocab]."""
     truth, bound = log_softmax(logits), logprob_bound(logits)
     rows = np.arange(len(tokens))
@@ -260,22 +259,21 @@ def check_top(
     assert ids.shape == values.shape == (len(tokens), TOP)
     ranked = -np.sort(-truth, axis=1)[:, :TOP]
     assert (np.abs(values - ranked).max(axis=1)[~skip] <= bound[~skip]).all()
-    named = truth[
-        rows[:, None], ids
-    ]  # the id may differ from the reference's in a tie, the value it names may not
+    # In a tie the id may differ from the reference's, but the value at the id may not.
+    named = truth[rows[:, None], ids]
     assert (np.abs(named - ranked).max(axis=1)[~skip] <= bound[~skip]).all()
     assert all(len(set(row)) == TOP for row in ids.tolist())
 
 
 def test_generate_agrees_with_transformers(side: Side) -> None:
-    """The whole loop with transformers' own cache, where its rope table does not depend on the
+    """Runs the whole loop with transformers' own cache, if its rope table does not depend on the
     length so far."""
     case = side.case
     if case.name == "dynamic_long":
         pytest.skip("transformers' table grows with each token; ours is the one for max_model_len")
     ids = side.prompts[min(3, len(side.prompts) - 1)][: case.max_model_len - NEW_TOKENS]
-    # Of a window of 1 their cache keeps everything (a slice from -0) and leaves its own forward
-    # pass; without it they agree.
+    # For a window of 1 their cache keeps everything (a slice from -0) and differs from their own
+    # forward pass; without the cache they agree.
     options = {
         "max_new_tokens": NEW_TOKENS,
         "do_sample": False,
@@ -327,8 +325,8 @@ def test_prompt_logprobs(side: Side) -> None:
 
 @pytest.mark.parametrize("part", some(range(3), [0]))
 def test_random_configs(part: int, tiny_generator: Callable[..., Any], seed: int) -> None:
-    """Options in any combination, at widths that no layout likes: logits, routing and greedy tokens
-    in float64's margin."""
+    """Options in any combination, at widths that are awkward for every layout: logits, routing and
+    greedy tokens within float64's margin."""
     for draw in range(10):
         rng = np.random.default_rng([seed, draw])
         config = helpers.random_config(rng)

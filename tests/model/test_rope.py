@@ -206,9 +206,8 @@ def test_table_against_float64(scale: float, rng: np.random.Generator) -> None:
     )
     n = 131072
     cos, sin = ops.rope_table(inv_freq, n, scale=scale, dtype="float32")
-    angle = (np.arange(n, dtype=np.float32)[:, None] * inv_freq).astype(
-        np.float64
-    )  # the contract's rounding of the angle
+    # The contract's rounding of the angle.
+    angle = (np.arange(n, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
     for ours, exact in ((cos, np.cos(angle)), (sin, np.sin(angle))):
         nearest = exact.astype(np.float32)
         if scale == 1.0:

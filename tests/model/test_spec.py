@@ -372,8 +372,8 @@ def test_what_no_machine_integer_or_double_holds(
 
 @pytest.mark.parametrize(("base", "changes", "words"), LARGE, ids=lambda value: str(value)[:60])
 def test_sizes_beyond_any_model(base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
-    """The engine refuses them by rule, before it allocates anything; where no rule is broken,
-    because nothing fits."""
+    """The engine refuses these sizes by a rule, before it allocates anything; if they break no
+    rule, it runs out of memory."""
     with pytest.raises((rm.ConfigError, rm.CapacityError, MemoryError), match=words):
         rm.Generator(
             spec(base, **changes), max_model_len=32, kv_cache_gib=0.002, threads=1
@@ -551,11 +551,11 @@ def test_what_is_no_dict_of_a_spec() -> None:
 # ------------------------------------------------------------------------------------- end tokens
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_an_end_token_a_config_has_its_familys(family: str, tmp_path: Path) -> None:
-    """That of transformers' class, where the vocabulary has it. None, and what
-    generation_config.json lists, are an answer."""
+    """The default is that of transformers' class, if the vocabulary contains it. None, and the
+    tokens of generation_config.json, are explicit values."""
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     default = mapping[family]().eos_token_id
-    own = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is odd
+    own = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is unusual
     config = {
         k: v
         for k, v in mapping[family](vocab_size=200_000, **own).to_dict().items()
@@ -601,7 +601,7 @@ def test_unknown_keys_that_are_off_pass_and_others_by_name() -> None:
 
 @pytest.mark.parametrize("ignore", ["my_rms_norm_eps", "rms_norm_eps", b"x", 5, None, (1,)])
 def test_ignore_is_keys_and_never_a_part_of_one(ignore: Any) -> None:
-    """As a str, "my_rms_norm_eps" once hid rms_norm_eps, and the model computed with the
+    """Given as a str, "my_rms_norm_eps" would also hide rms_norm_eps, and the model would use the
     default."""
     with pytest.raises(rm.ConfigError, match="ignore: expected a tuple of keys"):
         rm.ModelSpec.from_hf({**DENSE, "rms_norm_eps": 0.5}, ignore=ignore)

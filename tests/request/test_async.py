@@ -1,5 +1,5 @@
-"""agenerate and astream: the bits are those of generate; cancellation, errors, pauses, syncs and a
-close reach the coroutines."""
+"""agenerate and astream: the results are bit-identical to those of generate; cancellation, errors,
+pauses, syncs and a close reach the coroutines."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def gen() -> Iterator[rm.Generator]:
 
 
 async def begun(gen: rm.Generator, at_least: int = 1) -> None:
-    """Until so many requests run."""
+    """Waits until the given number of requests run."""
     while gen.metrics()["running"] < at_least:
         await asyncio.sleep(0.001)
 
 
 def idle(gen: rm.Generator) -> bool:
-    """Nothing stays in the engine, soon."""
+    """Returns whether the engine becomes empty soon."""
     deadline = time.monotonic() + 20
     while (live := gen._loop.call(gen._requests.live)) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -85,7 +85,7 @@ def test_a_stream_gives_every_prefix_in_order_and_then_the_whole(gen: rm.Generat
 
 
 def test_a_stream_ends_with_the_routing() -> None:
-    """It is the largest record, so only the last output of a request copies it."""
+    """The routing is the largest record, so only the last output of a request copies it."""
     config = tiny_config(moe=True)
     params = rm.SamplingParams(n=2, max_tokens=9, ignore_eos=True, seed=5)
     with rm.Generator(rm.ModelSpec.from_hf(config), dtype="float32", **SMALL) as moe:
@@ -128,9 +128,8 @@ def test_who_no_longer_waits_aborts_the_request(gen: rm.Generator, how: str) -> 
         assert len((await other).outputs[0].token_ids) <= 4
         await quiet()
 
-    async def quiet() -> (
-        None
-    ):  # while the loop still runs: one that is closed drops its requests too
+    # Waits while the loop still runs, because closing a loop drops its requests too.
+    async def quiet() -> None:
         while (now := gen.metrics())["running"] + now["waiting"] > 0:
             await asyncio.sleep(0.001)
         assert now["generated_tokens"] < 10000
@@ -140,7 +139,7 @@ def test_who_no_longer_waits_aborts_the_request(gen: rm.Generator, how: str) -> 
 
 
 def test_a_loop_that_is_gone_keeps_nothing_running(gen: rm.Generator) -> None:
-    """Its tasks were never cancelled: the loop was closed under them."""
+    """The loop was closed without cancelling its tasks."""
     loop = asyncio.new_event_loop()
     tasks = [
         loop.create_task(gen.agenerate([1], LONG)),
@@ -230,7 +229,7 @@ def test_a_tokenizer_that_raises(gen: rm.Generator) -> None:
 def test_a_tokenizer_that_raises_ends_its_own_request_only(
     where: str, kind: type[BaseException]
 ) -> None:
-    """What would end a coroutine as its result does is a RuntimeError there, by PEP 479."""
+    """By PEP 479, an exception that would end a coroutine like a return becomes a RuntimeError."""
 
     class Broken:
         def __init__(self) -> None:
@@ -287,7 +286,7 @@ def test_a_tokenizer_that_raises_ends_its_own_request_only(
 
 
 async def caught(awaitable: Any) -> Any:
-    """Its result, or what it raises; a SystemExit would end the loop."""
+    """Returns the result, or the exception; a SystemExit would end the loop."""
     try:
         return await awaitable
     except BaseException as error:  # noqa: BLE001
@@ -322,7 +321,7 @@ def test_requests_of_two_event_loops_and_a_thread_share_the_steps(gen: rm.Genera
 
 
 def test_a_sync_in_mid_flight(gen: rm.Generator) -> None:
-    """What was drawn stays; each token says its version. A coroutine pushes without holding up the
+    """Drawn tokens stay, and each token has its version. A coroutine pushes without blocking the
     loop."""
 
     async def run() -> rm.RequestOutput:

@@ -1,7 +1,6 @@
-"""How messages are normalized before the chat template renders them: as vLLM does.
+"""Messages are normalized like in vLLM before the chat template renders them.
 
-Oracle: the text of a template that prints all that it gets, written by hand.
-"""
+Oracle: the text, written by hand, of a template that prints all its inputs."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def test_messages_that_are_none_are_refused(tokenizer: Any, messages: Any, words
 
 
 def test_messages_of_an_iterator_are_all_rendered(tokenizer: Any) -> None:
-    """The checks do not use it up."""
+    """The checks do not consume the iterator."""
     codec, chat = (
         TextCodec(tokenizer),
         [{"role": "user", "content": "ab"}, {"role": "user", "content": "cd"}],

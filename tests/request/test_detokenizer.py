@@ -61,7 +61,7 @@ def unigram() -> Any:
 
 
 def words() -> Any:
-    """Without a decoder: tokens are joined by spaces."""
+    """A tokenizer without a decoder: tokens are joined by spaces."""
     vocab = {word: i for i, word in enumerate(["red", "is", "The", "x", "<s>"])}
     made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="x"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -73,7 +73,7 @@ KINDS = {kind.__name__: kind for kind in (byte_level, llama, unigram, words)}
 
 
 def counted(tokenizer: Any) -> tuple[TextCodec, list[int]]:
-    """Also lists how many tokens each decode got."""
+    """Also lists the number of tokens of each decode."""
     counts: list[int] = []
 
     class Counting:
@@ -88,7 +88,8 @@ def counted(tokenizer: Any) -> tuple[TextCodec, list[int]]:
 
 
 def streamed(tokenizer: Any, prompt: list[int], tokens: list[int], skips: bool) -> list[str] | None:
-    """The text after each token by DecodeStream. None: it lost text at invalid bytes."""
+    """Returns the text after each token by DecodeStream; None if it dropped text at invalid
+    bytes."""
     stream, texts = decoders.DecodeStream(ids=prompt, skip_special_tokens=skips), [""]
     for token in tokens:
         try:
@@ -110,7 +111,7 @@ def pushed(codec: TextCodec, prompt: list[int], tokens: list[int], **options: An
 
 
 def some_ids(rng: np.random.Generator, tokenizer: Any, most: int) -> list[int]:
-    """Text, the beginning of its ids, any ids, or one id again and again."""
+    """Ids of a text, the beginning of its ids, any ids, or one id repeated."""
     text = "".join(rng.choice(WORDS, rng.integers(1, 9)))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     size, count = tokenizer.get_vocab_size() + 3, int(rng.integers(1, most))
@@ -124,7 +125,8 @@ def some_ids(rng: np.random.Generator, tokenizer: Any, most: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_those_of_decode_stream(kind: str) -> None:
-    """After each token; the number of tokens that are decoded for each of them is bounded."""
+    """Compares after each token; the number of tokens that are decoded for each of them is
+    bounded."""
     rng, tokenizer, num_compared = np.random.default_rng(0), KINDS[kind](), 0
     for _ in range(400):
         prompt = some_ids(rng, tokenizer, 12)
@@ -144,7 +146,7 @@ def test_texts_are_those_of_decode_stream(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_text_are_what_is_decoded_at_once(kind: str) -> None:
-    """For each split into prompt and completion, also after few and many special tokens."""
+    """Splits prompt and completion at each place, also after few and many special tokens."""
     rng, tokenizer = np.random.default_rng(1), KINDS[kind]()
     special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
     for _ in range(300):
@@ -188,7 +190,7 @@ def test_bytes_that_spoil_a_character_before_them() -> None:
 @pytest.mark.parametrize("make", KINDS.values())
 @pytest.mark.parametrize("what", ["text", "special", "beyond", "undecodable", "half"])
 def test_work_for_a_token_is_bounded(make: Callable[[], Any], what: str) -> None:
-    """With and without text, after 100 tokens and after 2000."""
+    """Counts with and without text, after 100 tokens and after 2000."""
     tokenizer = make()
     encoded = tokenizer.encode("😀", add_special_tokens=False).ids
     half = encoded[: max(1, len(encoded) // 2)]
@@ -209,7 +211,8 @@ def test_work_for_a_token_is_bounded(make: Callable[[], Any], what: str) -> None
 
 
 def test_the_stop_string_that_ends_first_counts() -> None:
-    """As if its characters came one by one; of two that end together the first of the list."""
+    """The result is as if the characters came one by one; if two stop strings end together, the
+    first of the list counts."""
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"abcd": 0, "x": 1}, unk_token="x"))
     tokenizer.decoder = decoders.Fuse()
     for stops, found, text in (
@@ -225,7 +228,7 @@ def test_the_stop_string_that_ends_first_counts() -> None:
 
 
 def test_no_partial_text_has_the_beginning_of_a_stop_string() -> None:
-    """Later texts keep all of an earlier one. With keeps_stop all of the text is shown."""
+    """Later texts begin with the earlier ones. With keeps_stop the whole text is shown."""
     tokenizer = byte_level()
     codec, ids = TextCodec(tokenizer), tokenizer.encode("one two").ids
     shown = {False: ["", "", "", "o", "on"], True: ["o", "on", "one", "one ", "one t"]}

@@ -1,8 +1,8 @@
 """SamplingParams(kept_tokens=True): which tokens the filters kept for each draw.
 
 Input: rollouts of tiny random models. Oracle: docs/numerics.md §7 in plain numpy over the rows of
-`logits`, whose exp is float64's; the same request by itself, without a mesh and without
-kept_tokens. Bounds are 0, but for probabilities: 1e-6.
+`logits`, with float64's exp; the same request alone, without a mesh and without kept_tokens. Bounds
+are 0, except for probabilities: 1e-6.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def generator(model: str, **options: Any) -> rm.Generator:
 
 
 def kept_of(logits: NDArray[np.float32], params: Params) -> tuple[list[int], NDArray[np.float64]]:
-    """The tokens kept of one row, by descending logit, and their probabilities."""
+    """Returns the kept tokens of one row, by descending logit, and their probabilities."""
     order = np.lexsort((np.arange(len(logits)), -logits))
     if params.temperature == 0.0:
         return [int(order[0])], np.ones(1)
@@ -79,8 +79,8 @@ def check(
     sample: rm.CompletionOutput,
     only: Any = slice(None),
 ) -> list[int]:
-    """Holds a sample's kept tokens, of those draws that are of gen's weights, to the oracle.
-    Returns how many each draw kept."""
+    """Compares a sample's kept tokens with the oracle, for draws with gen's weights. Returns how
+    many each draw kept."""
     tokens, kept = sample.token_ids, sample.kept_tokens
     assert kept is not None
     assert (kept.dtype, kept.shape) == (np.int32, (len(tokens), params.top_k))
@@ -133,7 +133,7 @@ def test_kept_tokens_are_what_the_filters_leave_of_the_logits(model: str) -> Non
 
 
 def test_kept_tokens_change_nothing_else() -> None:
-    """Also not the top logprobs, of which more are recorded than were asked for."""
+    """The top logprobs stay the same too, although more are recorded than were requested."""
     plain = [
         Params(max_tokens=6 + 3 * i, seed=10 * i, ignore_eos=True, **way)
         for i, way in enumerate(WAYS)
@@ -151,9 +151,8 @@ def test_kept_tokens_change_nothing_else() -> None:
             sample.kept_tokens is None for output in mixed for sample in output.outputs[:1]
         ] == [True, False] * 3 + [True]
         assert all_of(mixed[1::2]) == all_of(run(gen)[1::2])
-        scored = gen.score([[*PROMPTS[0], *mixed[0].outputs[0].token_ids.tolist()]], PARAMS[0])[
-            0
-        ]  # the rollout's own params
+        # Scored with the rollout's own params.
+        scored = gen.score([[*PROMPTS[0], *mixed[0].outputs[0].token_ids.tolist()]], PARAMS[0])[0]
         assert scored.tobytes() == mixed[0].outputs[0].sampling_logprobs.tobytes()
 
 
@@ -181,8 +180,8 @@ def test_kept_tokens_are_the_same_in_any_batch_and_on_any_mesh(way: str) -> None
 
 @pytest.mark.parametrize("inflight", ["keep", full("restart"), full("abort")])
 def test_kept_tokens_across_a_sync(inflight: Any) -> None:
-    """Each draw's tokens are those of the version that drew it, and those of an aborted sample are
-    as many as its tokens."""
+    """Each draw has the kept tokens of its version, and an aborted sample has one entry per
+    token."""
     params = Params(
         n=2, max_tokens=12, seed=3, top_k=30, top_p=0.8, ignore_eos=True, kept_tokens=True
     )

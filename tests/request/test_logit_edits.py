@@ -2,7 +2,7 @@
 
 Input: rollouts of tiny random models. Oracle: vLLM's formulas (0.32: v1/sample,
 update_from_tokenizer) in float32 NumPy over the rows of `logits`, from which ops.sample draws; the
-same request by itself, without a mesh. Bounds are 0.
+same request alone, without a mesh. Bounds are 0.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def letter(token: int) -> str:
 
 
 def make_tokenizer() -> Any:
-    """A token for each of 120 characters and for the space, for a space and one of 29 characters,
-    and for a space and two of them."""
+    """Has a token for each of 120 characters and for the space, for a space and one of 29
+    characters, and for a space and two of them."""
     vocab = {letter(i): i for i in range(SPACE + 1)} | {
         " " + letter(i): SPACE + 1 + i for i in range(29)
     }
@@ -135,7 +135,7 @@ def bad_word_ids(words: Any) -> list[list[int]]:
 def edited(
     row: NDArray[np.float32], prompt: list[int], output: list[int], params: Params
 ) -> NDArray[np.float32]:
-    """A row of logits as vLLM draws from it."""
+    """Returns a row of logits after vLLM's edits."""
     x = row.copy()
     if params.allowed_token_ids is not None:
         x[~np.isin(np.arange(len(x)), params.allowed_token_ids)] = -np.inf
@@ -164,9 +164,9 @@ def check(
     sample: rm.CompletionOutput,
     only: Any = slice(None),
 ) -> int:
-    """Holds a sample's draws, those of gen's weights, to the oracle. Returns how many are not what
-    the model's own row would have given. The ban of −1, no token, keeps ops.sample from the logprob
-    by stats."""
+    """Compares a sample's draws with gen's weights with the oracle. Returns how many differ from
+    the draws of the unedited row. A ban of −1, which is not a token, keeps ops.sample from
+    computing the logprob from the stats."""
     assert params.seed is not None
     tokens = sample.token_ids.tolist()
     rows = gen.logits([prompt + tokens])[0][len(prompt) - 1 : -1]
@@ -212,8 +212,8 @@ def run(gen: rm.Generator) -> list[rm.RequestOutput]:
 # ---------------------------------------------------------------------------------- what is drawn
 @pytest.mark.parametrize("model", CONFIGS)
 def test_draws_are_from_logits_by_vllms_formulas(model: str) -> None:
-    """All kinds in one batch. Each changes some draw, and the prompts hold tokens that count and
-    tokens that do not."""
+    """All kinds of edits in one batch. Each changes some draw, and the prompts hold tokens that
+    count and tokens that do not."""
     with generator(model) as gen:
         for name, prompt, params, output in zip(WAYS, PROMPTS, PARAMS, run(gen), strict=True):
             changed = sum(check(gen, prompt, params, sample) for sample in output.outputs)
@@ -225,7 +225,8 @@ def test_draws_are_from_logits_by_vllms_formulas(model: str) -> None:
 
 
 def test_which_token_ids_a_bad_word_has() -> None:
-    """By hand: with a space before it too, also if that is one token and the word alone is two."""
+    """Worked out by hand: also with a space before the word, even if that is one token and the word
+    alone is two."""
     words = [letter(3), letter(40), " " + letter(5) + letter(6), letter(0) + letter(1)]
     made = logit_edits(Params(bad_words=words), TextCodec(TOKENIZER), VOCAB, ())
     assert made is not None
@@ -236,7 +237,7 @@ def test_which_token_ids_a_bad_word_has() -> None:
 
 def test_a_bad_word_has_every_spelling() -> None:
     """A tokenizer of Llama 2's kind encodes a word with a space before it. Inside a text, the model
-    also generates it without, and with a space that is a part of its first token."""
+    can also generate it without the space, or with a space that is part of its first token."""
     tokenizer = test_detokenizer.llama()
     size = tokenizer.get_vocab_size()
     for word in ("red", " red", "  red"):
@@ -258,8 +259,8 @@ def test_a_bad_word_has_every_spelling() -> None:
 
 
 def test_a_bad_word_of_several_tokens_is_broken_off() -> None:
-    """Banned is what follows in this sample's output only; the prompt does not count as the word's
-    beginning."""
+    """The ban applies after a beginning of the word in this sample's output; the prompt does not
+    count."""
     free = Params(max_tokens=16, seed=3, temperature=0.0, ignore_eos=True)
     with generator("dense") as gen:
         tokens = gen.generate([PROMPTS[1]], free, use_tqdm=False)[0].outputs[0].token_ids.tolist()
@@ -282,7 +283,7 @@ def test_a_bad_word_of_several_tokens_is_broken_off() -> None:
 
 
 def test_reported_logprobs_stay_the_models_own() -> None:
-    """Also top_logprobs and ranks: vLLM's raw_logprobs. sampling_logprobs are its
+    """Also top_logprobs and ranks, which equal vLLM's raw_logprobs. sampling_logprobs equal its
     processed_logprobs."""
     with generator("dense") as gen:
         params = Params(
@@ -368,7 +369,7 @@ def test_draws_are_the_same_by_every_call() -> None:
 
 @pytest.mark.parametrize("inflight", ["keep", "restart", full("abort")])
 def test_draws_across_a_sync(inflight: Any) -> None:
-    """Kept tokens stay counted, and a request that begins again counts from the start."""
+    """Kept tokens stay counted, and a restarted request counts from the start."""
     params = Params(
         n=2,
         max_tokens=12,

@@ -1,6 +1,5 @@
 """Bad requests and misuse: prompts and parameters, threads, re-entry, fork, exit, objects of the
-caller. The oracle of "nothing observable changed" is a bitwise equal generation before and after.
-"""
+caller. Oracle: after a refusal a generation is bit-identical to the one before."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def gen() -> Iterator[rm.Generator]:
 
 
 def fingerprint(generator: rm.Generator) -> tuple[Any, ...]:
-    """Everything that a failed call must leave as it was."""
+    """Returns the state that a failed call must not change."""
     output = generator.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0]
     return (
         generator.version,
@@ -214,8 +213,8 @@ def test_exhaustion_a_request_that_can_never_fit(gen: rm.Generator) -> None:
 
 # ------------------------------------------------------------------ threads, re-entry, fork, exit
 def test_many_threads_generate_and_sync(gen: rm.Generator) -> None:
-    """Tokens of two versions may mix within a request (inflight keep), but each token's number is
-    its version's."""
+    """Tokens of two versions may be in one request (inflight keep), but each token's logprob is its
+    version's."""
     gen.sync_weights(STATE, version=10)
     problems: list[BaseException] = []
     outputs: list[rm.RequestOutput] = []
@@ -265,7 +264,7 @@ def test_many_threads_generate_and_sync(gen: rm.Generator) -> None:
 
 
 def test_calls_begin_in_the_order_of_arrival(gen: rm.Generator) -> None:
-    """One whose deadline passes before it begins leaves the queue."""
+    """A call whose deadline passes before it begins leaves the queue."""
     order: list[int] = []
     inside, done = threading.Event(), threading.Event()
 
@@ -341,7 +340,7 @@ def engine_threads() -> int:
 
 
 def test_generators_that_are_dropped_leave_nothing() -> None:
-    """Without close: their threads end and their memory is freed."""
+    """Generators are dropped without close: their threads end and their memory is freed."""
     made = weakref.WeakSet[Any]()
     before = engine_threads()
     for _ in range(50):
@@ -380,7 +379,7 @@ def test_close_while_another_thread_generates(gen: rm.Generator) -> None:
 
 
 def test_the_engine_itself_refuses_a_second_thread(gen: rm.Generator) -> None:
-    """A mistake of the layers above would be an exception and not a race."""
+    """A mistake of the layers above raises an exception instead of causing a race."""
     gen.submit([[1, 2, 3]] * 32, rm.SamplingParams(max_tokens=100))
     engine = gen._engine._engine
     refused: list[rm.StateError] = []
@@ -412,7 +411,7 @@ def test_the_engine_itself_refuses_a_second_thread(gen: rm.Generator) -> None:
 @pytest.mark.parametrize("call", ["generate", "submit", "score", "sync_weights"])
 def test_an_interrupt_leaves_nothing_behind(gen: rm.Generator, call: str) -> None:
     """Ctrl-C at twelve moments of a call: between two requests of an add, in a step, between two
-    tensors of a sync."""
+    tensors of a sync. The generator works afterwards."""
     before = fingerprint(gen)
     many = [[1, 2, 3]] * 300
 
@@ -451,7 +450,7 @@ def test_an_interrupt_leaves_nothing_behind(gen: rm.Generator, call: str) -> Non
 
 
 def run_script(body: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter with a synced generator `gen` and what its program needs."""
+    """Runs a program in a fresh interpreter with a synced generator `gen`."""
     head = """
         import os, sys, threading, warnings
         import numpy as np
@@ -471,7 +470,7 @@ def run_script(body: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_fork() -> None:
-    """The child may not use it, may make its own, and leaves the parent's alone."""
+    """The child cannot use the generator, can make another, and does not affect the parent's."""
     done = run_script("""
         before = gen.generate([[1, 2, 3]], use_tqdm=False)[0].outputs[0].logprobs
         warnings.simplefilter("ignore")
@@ -543,7 +542,8 @@ def test_references_are_balanced(gen: rm.Generator) -> None:
 
 
 def test_a_failed_sync_leaves_the_callers_frames(gen: rm.Generator) -> None:
-    """For debuggers: the locals of an iterator that raises are still in the traceback."""
+    """The frames are for debuggers: the locals of an iterator that raises are still in the
+    traceback."""
 
     def entries() -> Iterator[tuple[str, Any]]:
         here = next(iter(OTHER_STATE.items()))
@@ -556,7 +556,7 @@ def test_a_failed_sync_leaves_the_callers_frames(gen: rm.Generator) -> None:
 
 
 def test_weights_may_go_away_after_the_push(gen: rm.Generator) -> None:
-    """The engine keeps copies: what the trainer does to its tensors later does not matter."""
+    """The engine keeps copies: later changes of the trainer's tensors have no effect."""
     state = {name: value.copy() for name, value in STATE.items()}
     gen.sync_weights(state)
     before = fingerprint(gen)

@@ -1,4 +1,4 @@
-"""What vLLM's names mean for texts: None, special tokens, the stop string in the text, chats.
+"""vLLM's settings for texts: None, special tokens, the stop string in the text, chats.
 
 Oracle: the token ids, which do not depend on these settings, decoded by the tokenizer.
 """
@@ -55,7 +55,7 @@ def test_none_is_vllms_default(gen: rm.Generator) -> None:
 
 
 def test_the_text_ends_with_the_stop_where_that_is_asked_for(gen: rm.Generator) -> None:
-    """A string, and a token."""
+    """Stops at a string, and at a token."""
     text = one(gen).text
     stop = text[4:6]
     at = text.index(stop)
@@ -74,7 +74,7 @@ def test_the_text_ends_with_the_stop_where_that_is_asked_for(gen: rm.Generator) 
 
 
 def test_special_tokens_stay_where_that_is_asked_for(gen: rm.Generator) -> None:
-    """A token of the text becomes special; with stop strings too."""
+    """A token of the text becomes special; also with stop strings."""
     plain = one(gen)
     special = gen.tokenizer.convert_ids_to_tokens(int(plain.token_ids[2]))
     gen.tokenizer.add_special_tokens({"additional_special_tokens": [special]})
@@ -86,7 +86,7 @@ def test_special_tokens_stay_where_that_is_asked_for(gen: rm.Generator) -> None:
 
 
 def test_spaces_before_punctuation_stay() -> None:
-    """transformers may remove them from what the model has generated."""
+    """transformers may remove these spaces from generated text."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +101,7 @@ def test_spaces_before_punctuation_stay() -> None:
 
 
 def test_a_tokenizer_in_python() -> None:
-    """Ids beyond its vocabulary, with which models pad theirs, have no text."""
+    """Ids beyond its vocabulary, which models use as padding, have no text."""
     from transformers import PreTrainedTokenizer
 
     class Letters(PreTrainedTokenizer):
@@ -151,7 +151,7 @@ def test_a_message_of_other_fields_is_refused(gen: rm.Generator, message: Any, w
 
 
 def test_a_chat_is_its_template(gen: rm.Generator) -> None:
-    """One chat or several, with arguments of the template."""
+    """One chat or several, with arguments for the template."""
     chats = [[{"role": "user", "content": text}] for text in ("ab", "cd")]
     params = rm.SamplingParams(**GREEDY)
     ids = [

@@ -67,7 +67,8 @@ def texts(outputs: list[rm.RequestOutput]) -> list[tuple[Any, ...]]:
 
 
 def check(codec: TextCodec, params: rm.SamplingParams, output: rm.RequestOutput) -> None:
-    """Each text is that of the tokens; a stop string is in no token before the last."""
+    """Checks that each text is that of the tokens, and that a stop string occurs in the last token
+    only."""
     for sample in output.outputs:
         keeps = params.include_stop_str_in_output
         detokenizer = Detokenizer(
@@ -137,7 +138,7 @@ def test_a_sync_between_changes_no_text(kind: str, inflight: Any) -> None:
 
 
 def test_a_reward_judges_the_text_of_the_generator(kind: str) -> None:
-    """Special tokens and the space of the first token are in it."""
+    """The text contains special tokens and the space of the first token."""
     params = rm.SamplingParams(**FREE, seed=7, skip_special_tokens=False)
     with make(kind) as gen:
         for prompt in PROMPTS:
@@ -148,7 +149,7 @@ def test_a_reward_judges_the_text_of_the_generator(kind: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes a user without processes")
 def test_a_generator_where_the_system_gives_no_thread() -> None:
-    """CapacityError; one that was made before still works."""
+    """Raises CapacityError; a generator that was made before still works."""
     code = """
         import asyncio, os, resource
         import rollmesh as rm

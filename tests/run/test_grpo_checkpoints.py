@@ -1,9 +1,8 @@
-"""Checkpoint folders that `rollmesh grpo` starts from: what is missing, unknown or stored otherwise
-is refused, and every end counts.
+"""Checkpoint folders that `rollmesh grpo` starts from: missing, unknown or differently stored
+contents are refused, and every end token counts.
 
-Oracle of the refusals: the class of error with which a generator refuses the same folder, which is
-how `rollmesh generate` reads it.
-"""
+Oracle of the refusals: the class of the error with which a generator, and so `rollmesh generate`,
+refuses the same folder."""
 
 from __future__ import annotations
 
@@ -159,9 +158,9 @@ def test_a_config_that_does_not_fit_is_refused_as_a_generator_does(
 def test_ignore_passes_over_keys_and_tensors_of_the_folder(
     folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Keys in the rope table and beside it, and buffers. The trainer's model and what is saved of
-    it have none of them, so that the generator, patch and later readers need no `ignore`. Oracle:
-    the folder without them."""
+    """Ignores keys in the rope table and beside it, and buffers. The trainer's model and its
+    checkpoints have none of them, so that the generator, patch and later readers need no `ignore`.
+    Oracle: the folder without them."""
     where, rope = (
         folder("dense"),
         {
@@ -214,7 +213,8 @@ def test_ignore_passes_over_keys_and_tensors_of_the_folder(
 
 
 def test_a_tied_matrix_stored_as_lm_head_alone(folder: Callable[[str], Path]) -> None:
-    """The trainer reads it as the generator does. Oracle: the same values under the other name."""
+    """The trainer reads the matrix like the generator. Oracle: the same values under the other
+    name."""
     where = folder("dense")
     set_key(where, tie_word_embeddings=True)
     edit(where, lambda t: t.pop("lm_head.weight"))
@@ -231,7 +231,7 @@ def test_a_tied_matrix_stored_as_lm_head_alone(folder: Callable[[str], Path]) ->
 
 
 def test_weights_that_are_not_aligned_are_copied(folder: Callable[[str], Path]) -> None:
-    """A safetensors header need not be padded; the kernels take no unaligned array."""
+    """A safetensors header need not be padded, but the kernels refuse unaligned arrays."""
     where = folder("dense")
     before = {name: x.clone() for name, x in load_file(where / "model.safetensors").items()}
     content = (where / "model.safetensors").read_bytes()
@@ -244,7 +244,7 @@ def test_weights_that_are_not_aligned_are_copied(folder: Callable[[str], Path]) 
 
 
 def test_more_labels_than_there_is_memory_for_are_refused(folder: Callable[[str], Path]) -> None:
-    """transformers makes a name for each, whatever the model; the generator does not read the
+    """transformers makes a name for each label, whatever the model; the generator does not read the
     key."""
     where = folder("dense")
     set_key(where, num_labels=2**17)
@@ -255,7 +255,8 @@ def test_more_labels_than_there_is_memory_for_are_refused(folder: Callable[[str]
 
 
 def test_a_config_that_could_not_be_saved_is_refused_at_once(folder: Callable[[str], Path]) -> None:
-    """transformers reads it, and refuses to write it: without this check after the first step."""
+    """transformers reads the config but refuses to write it; without this check the run would fail
+    after the first step."""
     where = folder("dense")
     set_key(where, output_attentions=True)
     with pytest.raises(
@@ -320,7 +321,7 @@ def test_broken_files_of_a_checkpoint_are_named(
 
 
 def test_a_folder_of_which_there_are_two_readings_is_refused(folder: Callable[[str], Path]) -> None:
-    """transformers prefers model.safetensors, SafetensorsFolder the index."""
+    """transformers prefers model.safetensors, SafetensorsFolder prefers the index."""
     where = folder("dense")
     shutil.copy(where / "model.safetensors", where / "shard.safetensors")
     names = dict.fromkeys(load_file(where / "model.safetensors"), "shard.safetensors")
@@ -367,7 +368,8 @@ def test_an_adapter_in_the_folder_is_refused(
     folder: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each file of an adapter is refused, however the folder is read, with and without PEFT."""
+    """Each file of an adapter is refused, whichever way the folder is read, with and without
+    PEFT."""
     where = folder("dense")
     if not whole_model:
         for name in ("config.json", "model.safetensors"):
@@ -430,8 +432,8 @@ def test_loading_that_adds_or_freezes_parameters_is_refused(
 
 # ------------------------------------------------------------------------------------------- ends
 def test_every_end_of_a_folder_ends_a_completion(folder: Callable[[str], Path]) -> None:
-    """Those of config.json, of the tokenizer and of generation_config.json, in a run, in one that
-    goes on with its checkpoint, and in a generator of the folder."""
+    """The end tokens of config.json, of the tokenizer and of generation_config.json end a
+    completion in a run, in a resumed run, and in a generator of the folder."""
     where = folder("dense")
     eos = data.load_tokenizer(where).eos_token_id
     set_key(where, eos_token_id=7)
@@ -452,7 +454,7 @@ def test_every_end_of_a_folder_ends_a_completion(folder: Callable[[str], Path]) 
 def test_weights_of_another_kind_say_what_to_do(
     folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """float16, by the tensors and by the config, and the state dict of a model with adapters."""
+    """float16, in the tensors and in the config, and the state dict of a model with adapters."""
     where = folder("dense")
     edit(where, lambda tensors: tensors.update({name: x.half() for name, x in tensors.items()}))
     for said in (

@@ -1,5 +1,5 @@
-"""Datasets of Hugging Face as [data] of `rollmesh grpo`: every form gives the prompts that the same
-JSONL gives."""
+"""Datasets of Hugging Face as [data] of `rollmesh grpo`: every form gives the same prompts as the
+same JSONL."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_a_dataset_gives_the_prompts_of_the_same_jsonl(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sources, ids, order, held-out share and columns. None stands for a key that a row lacks, as
-    it does in a reward's columns."""
+    """Compares sources, ids, order, held-out share and columns. None stands for a key that a row
+    lacks, as in a reward's columns."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     of_jsonl = loaded(jsonl(tmp_path / "rows.jsonl"), tokenizer)
@@ -241,8 +241,8 @@ def test_a_dataset_that_cannot_be_read_is_named(
 
 @pytest.mark.full
 def test_a_name_of_the_hub(tmp_path: Path) -> None:
-    """With the Hub's own client and a server in the Hub's place: the newest revision, one that is
-    named, and what is not there."""
+    """Uses the Hub's own client and a local server instead of the Hub: the newest revision, a named
+    revision, and missing names."""
     pytest.importorskip("datasets")
     names = [f"hf://datasets/org/{name}" for name in ("name", "name@v1", "other")]
     command = [sys.executable, str(ROOT / "tests/support/hf_hub.py"), str(tmp_path), *names]

@@ -1,9 +1,9 @@
 """Ends of `rollmesh grpo`: a signal at any moment from its first line to its last, and a run that
-goes on from an older checkpoint.
+continues from an older checkpoint.
 
-A signal's exit status is 128 + its number, with the signal's name and one line of what there is and
-how to go on; no traceback, no half of a file. The run that goes on has the bits of a run without a
-break.
+A signal's exit status is 128 + its number. The output is the signal's name and one line about the
+saved state and how to resume, without a traceback, and files are complete. The resumed run is
+bit-identical to an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def partial_files(folder: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------- signals
 BEGIN, MADE = "no step was made; the same command begins again", "all 4 steps are made: {out}"
 LATER = "rollmesh grpo: {name}: the run ends after {what}; a second one ends it at once"
-# (place of the function whose call the signal comes before, number, what waits for it, the line
-# that says how to go on)
+# (place of the function before whose call the signal arrives, number, the object that waits for it,
+# the line about how to resume)
 MOMENTS: dict[str, tuple[Any, str, signal.Signals, str, str]] = {
     "data": (loop, "load_dataset", signal.SIGTERM, "", BEGIN),
     "trainer": (loop, "Trainer", signal.SIGINT, "", BEGIN),
@@ -118,7 +118,8 @@ def test_a_signal_ends_the_command(
 def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second one does not: nothing of the checkpoint stays, the one before does."""
+    """A second signal does not wait: the partial checkpoint is removed, and the previous checkpoint
+    stays."""
     replace, calls = os.replace, iter(range(100))
     hits = {1: 1, 2: 2}  # of the checkpoints of steps 2 and 3: so many signals
 
@@ -145,11 +146,11 @@ def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(
 
 
 class Bearer:
-    """Something that can be referred to weakly."""
+    """An object that supports weak references."""
 
 
 def test_no_signal_is_lost_where_nothing_can_be_raised() -> None:
-    """In a callback of a weak reference Python prints what is raised, and goes on."""
+    """In a callback of a weak reference Python prints the exception and continues."""
     with Interrupts():
         bearer, seen = Bearer(), []
         hook = sys.unraisablehook
@@ -224,8 +225,8 @@ def one(text: str) -> int:
 
 
 def test_a_pool_of_forked_processes_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    """Which a pool ends by SIGTERM, at any moment after their fork. With handlers of Python some
-    would never see it, and others tell it by a traceback."""
+    """The pool ends its processes by SIGTERM, at any moment after their fork. With Python's
+    handlers some processes would never handle it, and others would print a traceback."""
     with Interrupts():
         for _ in range(30):
             with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -240,8 +241,8 @@ def test_a_pool_of_forked_processes_ends(capfd: pytest.CaptureFixture[str]) -> N
 def test_a_signal_at_any_moment_of_a_process(
     number: signal.Signals, whole: Path, tmp_path: Path
 ) -> None:
-    """So many seconds after the first line. The last ones come in the interpreter's end, or too
-    late."""
+    """Sends the signal a given number of seconds after the first line. The last ones arrive while
+    the interpreter exits, or too late."""
     statuses = []
     for moment in range(7):
         out = tmp_path / f"out-{moment}"
@@ -296,8 +297,9 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """So that what goes on next is the new run, even if it ended before its first checkpoint. A
-    second time they get other names, and one that is set aside can be resumed."""
+    """The later checkpoints are moved, so that --resume continues the new run, even if it ended
+    before its first checkpoint. A second time they get other names, and a moved checkpoint can be
+    resumed."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
 
     trained(tmp_path, "train.lr=0.01")
@@ -316,9 +318,8 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
     assert [r.getMessage() for r in caplog.records] == moved
     trained(tmp_path, "train.lr=0.02", resume=tmp_path)
     assert checkpoints(tmp_path) == [*aside, *older]
-    trained(
-        tmp_path, "train.lr=0.02", resume=tmp_path
-    )  # nothing is left to do, and nothing to move
+    # The run is complete, and there is nothing to move.
+    trained(tmp_path, "train.lr=0.02", resume=tmp_path)
     assert checkpoints(tmp_path) == [*aside, *older]
     trained(tmp_path, "train.lr=0.01", resume=tmp_path / aside[0])
     twice = [
@@ -354,7 +355,8 @@ def test_a_checkpoint_names_its_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By whatever path: from its own folder, and by a link. One that is elsewhere has no run."""
+    """The run is found by any path: from its own folder, and by a link. A copy elsewhere has no
+    run."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     (tmp_path / "link").symlink_to("out/checkpoints/step_000002")
     places = (
@@ -393,7 +395,7 @@ def test_no_run_goes_on_in_the_folder_of_another(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its lines of metrics would be those of both."""
+    """The metrics would contain lines of both runs."""
     shutil.copytree(whole, tmp_path / "other")
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     assert resumed(str(whole / "checkpoints/step_000002"), "--out", str(tmp_path / "other")) == 2

@@ -1,9 +1,7 @@
-"""What goes wrong in a run of `rollmesh grpo`: a full disk, a read-only folder, a Ctrl-C, broken
-files.
+"""Failures in a run of `rollmesh grpo`: a full disk, a read-only folder, a Ctrl-C, malformed files.
 
-Each ends with one line that says what was seen, the last checkpoint stays whole, and the run that
-goes on from it has the bits of a run without a break.
-"""
+Each failure ends with one line about its cause, the last checkpoint stays complete, and the run
+that is resumed from it is bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """draw_curves takes longer than these runs."""
+    """Disables draw_curves, which takes longer than these runs."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
 
 
@@ -75,7 +73,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 
 def state_of(out: Path) -> dict[str, bytes]:
-    """What the last checkpoint has of weights, moments and random state, and its config."""
+    """Returns the weights, moments, random state and config of the last checkpoint."""
     folder = out / "checkpoints/step_000004"
     return {
         str(file.relative_to(folder)): file.read_bytes()
@@ -85,7 +83,7 @@ def state_of(out: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing ended early: the oracle."""
+    """An undisturbed run: the oracle."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
@@ -95,8 +93,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def disk() -> Iterator[Callable[[int], None]]:
-    """A function after whose call no file of this process may grow beyond so many bytes: such a
-    write is refused as on a full disk, with another number."""
+    """Returns a function that limits the size of all files of this process: a larger write fails as
+    on a full disk, with another errno."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -105,7 +103,7 @@ def disk() -> Iterator[Callable[[int], None]]:
 
 
 # -------------------------------------------------------------------------------- what is written
-# TensorBoard writes in a thread, which may meet the limit too.
+# TensorBoard writes in a thread, which may reach the limit too.
 @pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
@@ -114,9 +112,9 @@ def disk() -> Iterator[Callable[[int], None]]:
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     file: str, whole: Path, tmp_path: Path
 ) -> None:
-    """Refused in the first write of this file. A partial folder of a run that was killed is removed
-    too. With the least room the next line of metrics does not fit either; else the run ends in the
-    second try, after the last step."""
+    """The checkpoint fails in the first write of this file. A partial folder of a killed run is
+    removed too. With the smallest limit the next line of metrics does not fit either; else the run
+    ends in the second try, after the last step."""
     reference = whole / "checkpoints/step_000002"
     assert (reference / "model.safetensors").stat().st_size < (
         reference / "trainer/optimizer.safetensors"
@@ -124,9 +122,8 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
     limit = (reference / file).stat().st_size - 1
     (tmp_path / "checkpoints/.step_000001.partial/trainer").mkdir(parents=True)
     with disk() as allow, pytest.raises(OSError) as caught:
-        run(
-            tmp_path, show=lambda line: allow(limit) if line["step"] == 3 else None
-        )  # before the step's checkpoint
+        # The disk is full before the step's checkpoint.
+        run(tmp_path, show=lambda line: allow(limit) if line["step"] == 3 else None)
     named = tmp_path / ("metrics.jsonl" if file == "config.json" else "checkpoints/step_000004")
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(named))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
@@ -139,7 +136,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(
 def test_a_checkpoint_that_did_not_fit_is_tried_again(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the next step, when there is room again."""
+    """The run tries again after the next step, when there is room."""
     limit = (whole / "checkpoints/step_000002/model.safetensors").stat().st_size - 1
     with disk() as allow:
         run(
@@ -160,10 +157,10 @@ def test_a_checkpoint_that_did_not_fit_is_tried_again(
     assert state_of(tmp_path) == state_of(whole)
 
 
-# TensorBoard writes in a thread, which may meet the limit too.
+# TensorBoard writes in a thread, which may reach the limit too.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_line_of_metrics_that_does_not_fit(whole: Path, tmp_path: Path) -> None:
-    """The half of a line that was written is dropped by the run that goes on."""
+    """The resumed run drops the partial line."""
     size = len(b"".join((whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:3]))
     with disk() as allow, pytest.raises(OSError, match=r"metrics\.jsonl'$"):
         run(tmp_path, show=lambda line: allow(size + 99) if line["step"] == 2 else None)
@@ -184,8 +181,8 @@ def test_what_a_resumed_run_cannot_rewrite_stays(whole: Path, tmp_path: Path) ->
 
 
 def test_errors_of_writing_name_a_file() -> None:
-    """Python's own without a name, with one, and those of the tokenizers library; what is no error
-    of the system passes through."""
+    """Python's own errors with and without a file name, and errors of the tokenizers library, get a
+    file name; an exception that is not an OSError is passed on."""
     tokenizer = data.load_tokenizer(ROOT / "data/chars").backend_tokenizer
     with pytest.raises(OSError, match=r"No space left on device: 'here'$"), writing(Path("here")):
         tokenizer.save("/dev/full")
@@ -204,7 +201,7 @@ def test_a_read_only_folder_is_refused_at_once(
 ) -> None:
     folder = tmp_path / "out"
     folder.mkdir(mode=0o555)
-    if os.geteuid() == 0:  # whom a mode does not stop
+    if os.geteuid() == 0:  # file modes do not stop root
         mounted = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", str(folder)],
             capture_output=True,
@@ -225,7 +222,7 @@ def test_a_read_only_folder_is_refused_at_once(
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
 def test_logs_that_cannot_be_read_stay_as_they_are(name: str, whole: Path, tmp_path: Path) -> None:
-    """Both, although a resumed run rewrites either."""
+    """Tests both logs, although a resumed run rewrites them."""
     shutil.copytree(whole, tmp_path / "out")
     (tmp_path / "out/completions.jsonl").write_text('{"step": 2}\n')
     (tmp_path / "out" / name).unlink()
@@ -243,7 +240,8 @@ def test_logs_that_cannot_be_read_stay_as_they_are(name: str, whole: Path, tmp_p
     ["metrics.jsonl", "completions.jsonl", "trainer/optimizer.safetensors", "model.safetensors"],
 )
 def test_a_pipe_is_no_file(name: str, whole: Path, tmp_path: Path) -> None:
-    """Which would be read for ever: of a run, and of a checkpoint that is resumed or begun from."""
+    """A pipe would block its reader for ever: in a run, and in a checkpoint that is resumed or
+    started from."""
     is_log = name.endswith(".jsonl")
     shutil.copytree(whole, tmp_path / "out")
     folder = tmp_path / "out/checkpoints/step_000004"
@@ -264,7 +262,7 @@ def test_a_pipe_is_no_file(name: str, whole: Path, tmp_path: Path) -> None:
 def test_an_older_checkpoint_that_cannot_be_removed_ends_no_run(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a link to another disk."""
+    """Input: a link, for example to another disk."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/step_000001").symlink_to(whole / "checkpoints/step_000002")
     shutil.copytree(whole / "checkpoints/step_000002", tmp_path / "checkpoints/step_000002")
@@ -286,8 +284,8 @@ def test_an_older_checkpoint_that_cannot_be_removed_ends_no_run(
 def test_a_reward_may_change_its_process(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The working folder, which the run folder is relative to, in its import too; sys.path; what
-    torch has by default; standard output."""
+    """The reward changes the working folder, to which the run folder is relative, also during its
+    import; sys.path; torch's defaults; standard output."""
     (tmp_path / "careless_reward_of_test.py").write_text(
         "import os, sys, torch\nfrom rollmesh.grpo.rewards import "
         "char_match\nos.chdir('/')\nsys.path.pop(0)\n"
@@ -339,12 +337,13 @@ def test_metrics_that_another_program_touches_are_written_again(
     ]
 
 
-# TensorBoard writes in a thread, which may tell it before.
+# TensorBoard writes in a thread, which may report the error first.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_folder_that_is_moved_away_is_made_again(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its completions are those since; TensorBoard gets no more, which ends no run."""
+    """The new folder has the completions since then; TensorBoard gets no more lines, but the run
+    continues."""
     out = tmp_path / "out"
 
     def move(line: metrics.Metrics) -> None:
@@ -392,7 +391,7 @@ def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path: Path) -> None:
 
 
 def forked(call: Callable[[], object]) -> int:
-    """The id of a process that makes the call."""
+    """Returns the id of a process that makes the call."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -403,8 +402,8 @@ def forked(call: Callable[[], object]) -> int:
 
 
 def test_a_forked_process_keeps_nobody_out(tmp_path: Path) -> None:
-    """As one of a reward's pool, which outlives a run that was killed. One that comes to the run's
-    end lets nobody in."""
+    """A process of a reward's pool may outlive a run that was killed. If it reaches the run's end,
+    it does not release the lock."""
     reader, writer = os.pipe()
 
     def killed() -> None:
@@ -430,8 +429,8 @@ def test_a_forked_process_keeps_nobody_out(tmp_path: Path) -> None:
 def test_a_run_keeps_others_out_of_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By --out and by --resume, at once; of a run that was killed nothing but the file stays, which
-    locks nobody out."""
+    """Refuses --out and --resume immediately. A killed run leaves only the file, which does not
+    lock anything."""
     (tmp_path / ".lock").write_text("process 1 on nowhere\n")
     with locked(tmp_path):
         for option in ("--out", "--resume"):
@@ -455,18 +454,18 @@ def test_fewer_steps_than_the_checkpoint_has_made(whole: Path) -> None:
 
 
 def test_a_million_steps_are_in_order(tmp_path: Path) -> None:
-    """A copy of the user's is none of the run's checkpoints."""
+    """A copy that the user has made is not one of the run's checkpoints."""
     for name in ("step_999999", "step_1000000", "step_000002 (copy)", "step_000002.bak.bak"):
         (tmp_path / f"checkpoints/{name}/trainer").mkdir(parents=True)
         (tmp_path / f"checkpoints/{name}/trainer/state.json").touch()
     assert checkpoint.find(tmp_path).name == "step_1000000"
 
 
-# ----------------------------------------------------------------------------------- how to go on
+# ------------------------------------------------------------------------------------- resuming
 @pytest.fixture
 def plain_signals() -> Iterator[None]:
-    """Whoever started this process may have had some ignored: a shell what runs in its background,
-    nohup."""
+    """Restores signals that the parent process may have ignored, such as a shell for background
+    jobs, or nohup."""
     plain = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
@@ -482,7 +481,7 @@ def plain_signals() -> Iterator[None]:
 def test_what_ends_a_run_says_how_to_go_on(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Ctrl-C in a reward. The command that is printed goes on from the checkpoint."""
+    """Sends Ctrl-C in a reward. The printed command resumes from the checkpoint."""
     (tmp_path / "interrupted_reward_of_test.py").write_text(
         "import os, signal\nfrom rollmesh.grpo.rewards import char_match\ncalls = 0\n"
         "def f(prompts, completions, answer, **_):\n"
@@ -514,7 +513,8 @@ def kill(number: signal.Signals) -> None:
 
 
 def ends_in_a_reward(this: loop.Run, number: signal.Signals) -> None:
-    """Of step 3: the rewards of 2 evaluations and 3 steps come before it."""
+    """Sends the signal in a reward of step 3: the rewards of 2 evaluations and 3 steps come before
+    it."""
     [function], calls = this.rewards.functions, iter(range(100))
     this.rewards.functions = [
         lambda **columns: kill(number) if next(calls) == 5 else function(**columns)
@@ -522,7 +522,8 @@ def ends_in_a_reward(this: loop.Run, number: signal.Signals) -> None:
 
 
 def ends_in_an_update(this: loop.Run, number: signal.Signals) -> None:
-    """Of step 2, where the weights are of no version: the run ends after it."""
+    """Sends the signal in the update of step 2, where the weights are between versions: the run
+    ends after it."""
     calls = iter(range(100))
     this.trainer.optimizer.register_step_pre_hook(
         lambda *_: kill(number) if next(calls) == 4 else None
@@ -552,8 +553,8 @@ def test_what_ends_a_run_leaves_its_last_finished_step(
     whole: Path,
     tmp_path: Path,
 ) -> None:
-    """The run that goes on from there has the weights, moments and metrics of one without a break.
-    Every handler is as it was."""
+    """The resumed run has the weights, moments and metrics of an uninterrupted run. All signal
+    handlers are restored."""
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     this = loop.prepare(config.load(DENSE, [*SMALL, "checkpoint.every=0"]))
     how(this, number)
@@ -571,7 +572,7 @@ def test_what_ends_a_run_leaves_its_last_finished_step(
 
 
 def test_an_update_that_fails_half_way_leaves_no_checkpoint(tmp_path: Path) -> None:
-    """Two updates a step: after the first the weights are of no step."""
+    """A step has two updates: between them the weights do not belong to a step."""
     this, calls = loop.prepare(config.load(DENSE, SMALL)), iter(range(100))
     this.trainer.optimizer.register_step_pre_hook(lambda *_: 1 / 0 if next(calls) == 3 else None)
     try:
@@ -586,8 +587,8 @@ def test_an_update_that_fails_half_way_leaves_no_checkpoint(tmp_path: Path) -> N
 def test_neither_a_display_nor_a_picture_ends_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Standard output goes to a reader that has gone, as with `| head -1`, and a folder is in the
-    picture's place."""
+    """Standard output goes to a closed pipe, as with `| head -1`, and a folder has the picture's
+    name."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", metrics.draw_curves)
     (tmp_path / "curves.png").mkdir()
     reader, writer = os.pipe()
@@ -614,7 +615,7 @@ def test_neither_a_display_nor_a_picture_ends_a_run(
 
 
 class Gone(io.StringIO):
-    """A file whose reader has gone, or that was closed."""
+    """A file that was closed, or whose reader has exited."""
 
     def __init__(self, error: type[Exception]) -> None:
         super().__init__()
@@ -625,7 +626,7 @@ class Gone(io.StringIO):
 
 
 def test_output_that_is_closed_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a shell's >&-. What cannot be told on standard error has its exit status."""
+    """A shell closes it with >&-. If standard error is closed, only the exit status remains."""
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", None)
         assert main(["plan", str(DENSE)]) == 0
@@ -700,10 +701,10 @@ def test_a_run_that_ends_before_its_first_checkpoint_says_so(
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
-    """Of W&B's file: a header of 7 bytes, then LevelDB's log format."""
+    """Yields the records of W&B's file: a header of 7 bytes, then LevelDB's log format."""
     at, parts = 7, []
     while at + 7 <= len(log):
-        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
+        if 32768 - at % 32768 < 7:  # a header does not fit into the rest of a block
             at += 32768 - at % 32768
         _, length, kind = struct.unpack_from("<IHB", log, at)
         if at + 7 + length > len(log):  # it is being written
@@ -719,7 +720,7 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
 def test_weights_and_biases_gets_the_lines_of_the_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offline, by the real library, whose file is read back."""
+    """Offline, with the real library; the test reads its file back."""
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2
 
@@ -742,9 +743,8 @@ def test_weights_and_biases_gets_the_lines_of_the_metrics(
     [file] = out.glob("wandb/offline-run-*/*.wandb")
     logged, names, axes = [], [], []
     deadline, records = time.monotonic() + 30, []
-    while (
-        not (records and records[-1].HasField("exit")) and time.monotonic() < deadline
-    ):  # its process may write on after finish()
+    # W&B's process may still write after finish().
+    while not (records and records[-1].HasField("exit")) and time.monotonic() < deadline:
         records = [
             wandb_internal_pb2.Record.FromString(content)
             for content in leveldb_records(file.read_bytes())
@@ -830,8 +830,8 @@ def half(folder: Path, name: str) -> None:
 def test_a_broken_tokenizer_is_named(
     name: str, content: str | None, message: str, tmp_path: Path
 ) -> None:
-    """Of a file that is missing (None), cut in half, or something else. The chars of data/, saved
-    with the template as a file."""
+    """Input: a file that is missing (None), truncated, or something else, in the tokenizer of
+    data/chars, saved with the chat template as a file."""
     folder, chats = tmp_path / "tok", tmp_path / "chats.jsonl"
     data.load_tokenizer(ROOT / "data/chars").save_pretrained(str(folder))
     chats.write_text('{"messages": [{"role": "user", "content": "ab"}]}\n')
@@ -847,7 +847,7 @@ def test_a_broken_tokenizer_is_named(
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    """transformers would make an empty one, from the model_type of a config.json."""
+    """transformers would make an empty tokenizer, from the model_type of a config.json."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(
         rm.ConfigError,
@@ -881,8 +881,8 @@ def test_a_checkpoint_cut_in_half_is_named(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer/optimizer.safetensors"])
 def test_a_flipped_bit_of_a_checkpoint_is_named(name: str, whole: Path, tmp_path: Path) -> None:
-    """The lowest bit of a number is another number that looks as good. A checkpoint without digests
-    is an older one."""
+    """A change of a number's lowest bit cannot be seen without a digest. Older checkpoints have no
+    digests."""
     folder = tmp_path / "step_000004"
     shutil.copytree(whole / "checkpoints/step_000004", folder)
     content = bytearray((folder / name).read_bytes())
@@ -924,7 +924,7 @@ def edit_config(folder: Path, table: str, **changes: Any) -> None:
 
 
 def edit_optimizer(folder: Path, **changes: Any) -> None:
-    """None removes a tensor."""
+    """A value of None removes a tensor."""
     from safetensors.torch import load_file, save_file
 
     file = folder / "trainer/optimizer.safetensors"

@@ -1,10 +1,9 @@
-"""The mutator of what `rollmesh grpo` reads: the driver is tests/support/grpo_fuzz.py, which says
-at its head what it changes and its oracle.
+"""The fuzzer of the inputs of `rollmesh grpo`. The driver is tests/support/grpo_fuzz.py; its head
+states the mutations and the oracle.
 
-RM_FUZZ_SECONDS seconds are run (.ci/run: 60; else 2), from a seed fixed by the test's id, which
-RM_TEST_SEED=n replaces; the injected faults are seen first. An hour: RM_FUZZ_SECONDS=3600 pytest -m
-full tests/run/test_grpo_fuzz.py
-"""
+The fuzzer runs for RM_FUZZ_SECONDS seconds (.ci/run: 60; else 2), from a seed fixed by the test's
+id, which RM_TEST_SEED=n replaces. It must first detect the injected faults. An hour:
+RM_FUZZ_SECONDS=3600 pytest -m full tests/run/test_grpo_fuzz.py"""
 
 from __future__ import annotations
 

@@ -27,6 +27,6 @@ def test_a_killed_run_that_is_resumed_ends_as_an_undisturbed_one(
 
 @pytest.mark.full
 def test_another_run_is_seen() -> None:
-    """AdamW's moments are not read: the fault that the driver plants."""
+    """The driver injects a fault: AdamW's moments are not read."""
     done = run([sys.executable, DRIVER, "--kills", "30", "--plant", "1"])
     assert "model.safetensors" in done.stderr, done.stdout + done.stderr

@@ -1,5 +1,5 @@
-"""What a run of `rollmesh grpo` says and writes besides its numbers: a line at once, its
-completions, prompts that are too long, no eos."""
+"""The output of `rollmesh grpo` besides its numbers: lines without delay, its completions, prompts
+that are too long, a model without an eos."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 def test_a_run_says_and_writes_what_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run that goes on from step 1 writes the lines from there again, and no more."""
+    """The run that is resumed from step 1 writes the lines from there again, and no more."""
     monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     sets = [word for change in SETS for word in ("--set", change)]
     assert main(["grpo", str(DENSE), "--out", str(tmp_path), *sets]) == 0
@@ -66,8 +66,8 @@ def test_a_run_says_and_writes_what_it_does(
 def test_completions_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first ones of each displayed step, also where none is written to the file. Off by
-    default. The reward is async, and the run closes its event loop."""
+    """Prints the first completions of each displayed step, even if the file gets none of them. Off
+    by default. The reward is async, and the run closes its event loop."""
     (tmp_path / "async_run_of_test.py").write_text(
         "async def f(completions, **_):\n    return [float(len(c)) for c in completions]\n"
     )
@@ -98,8 +98,8 @@ def test_completions_are_printed(
 def test_what_nothing_judged_has_no_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Step 0 is all unjudged: its means are missing in every file and on the terminal. Half of
-    step 1 is judged: its means are those of this half."""
+    """Step 0 has no judged completion: its means are missing in every file and on the terminal.
+    Half of step 1 is judged: its means are those of this half."""
     (tmp_path / "unjudged_run_of_test.py").write_text(
         "calls = []\n"
         "def f(completions, **_):\n"
@@ -119,7 +119,8 @@ def test_what_nothing_judged_has_no_number(
     ]
     sets += ['reward.functions=["unjudged_run_of_test:f"]']
     with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # NumPy's of a mean of nothing
+        # NumPy warns about the mean of an empty array.
+        warnings.simplefilter("error", RuntimeWarning)
         assert (
             main(
                 [
@@ -156,7 +157,8 @@ def test_what_nothing_judged_has_no_number(
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_completion_moves_no_cursor(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it markup; a long one is cut in its middle; an ASCII terminal shows it."""
+    """Control characters and markup are escaped, a long completion is cut in its middle, and an
+    ASCII terminal can show it."""
     said = io.BytesIO()
     monkeypatch.setattr(
         "sys.stdout", io.TextIOWrapper(said, encoding=encoding, errors="backslashreplace")
@@ -246,7 +248,7 @@ def test_a_model_without_an_end_is_told(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_the_curves_show_differences_of_zero(tmp_path: Path) -> None:
-    """The panel "trainer against generator", at the top right, is not empty where the two agree."""
+    """The panel "trainer against generator", at the top right, is not empty if the two agree."""
     from matplotlib.image import imread
 
     for values in ((0.0, 0.0), (0.0, 1e-3), (1e-3, 1e-2)):
@@ -259,7 +261,8 @@ def test_the_curves_show_differences_of_zero(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("largest", [0.0, 1e-6])
 def test_the_curves_say_how_many_logprobs_were_compared(largest: float) -> None:
-    """The headline of two steps of 700 and 800 tokens, only if all differences are 0."""
+    """The headline covers two steps of 700 and 800 tokens, and appears only if all differences are
+    0."""
     lines = [
         {"step": i, "tokens": tokens, "logprob_diff_max": i * largest, "kl_k3": 0.0}
         for i, tokens in enumerate((700, 800))

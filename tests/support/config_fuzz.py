@@ -1,19 +1,18 @@
-"""Configs that somebody got wrong: dicts with up to four mistakes in them, and their JSON with
-bytes changed; and arguments of SamplingParams, SyncOptions, Mesh and Generator, with up to two
-mistakes.
+"""Malformed configs: dicts with up to four mistakes in them, and their JSON with changed bytes; and
+arguments of SamplingParams, SyncOptions, Mesh and Generator, with up to two mistakes.
 
-Oracle: ModelSpec.from_hf gives a spec or raises an error of rollmesh, within `SECONDS` and
-`MOST_KIB`. A refusal fits a page and names one of the keys that were touched, or one that is
-computed from them. A spec goes through its dict and back, keeps the rules of csrc/model/spec.h,
-written down again here, and, where it is small, becomes a Generator, or an error of rollmesh. Wrong
-arguments are refused in the same way; those that are taken are the ones that went in.
+Oracle: ModelSpec.from_hf returns a spec or raises an error of rollmesh, within `SECONDS` and
+`MOST_KIB`. A refusal is at most a page long and names one of the changed keys, or a key that is
+computed from them. A spec survives a round trip through its dict, keeps the rules of
+csrc/model/spec.h, which are written down again here, and, if it is small, becomes a Generator or
+raises an error of rollmesh. Wrong arguments are refused in the same way; accepted arguments are
+kept unchanged.
 
     PYTHONPATH=python python tests/support/config_fuzz.py [--cases 2000] [--seconds 0] [--seed 1]
     [--first 0] [--plant 0]
 
-A case depends on the seed and its number alone. --plant 1: a rule is left out of the oracle's; 2:
-an error is not one of rollmesh.
-"""
+A case depends only on the seed and its number. --plant injects a fault. 1: a rule is missing in the
+oracle; 2: an error is not an error of rollmesh."""
 
 from __future__ import annotations
 
@@ -73,7 +72,8 @@ SLIDING: Config = {"use_sliding_window": True, "sliding_window": 9}
 
 
 def of_family(model_type: str, **changes: Any) -> Config:
-    """What all families have, of helpers.tiny_config, and the keys of one."""
+    """The keys of helpers.tiny_config that all families share, with the given model type and
+    changes."""
     common = {
         key: value
         for key, value in helpers.tiny_config().items()
@@ -190,7 +190,7 @@ AKIN: dict[str, list[str]] = {
 } | dict.fromkeys(ROPE, ROPE)
 
 
-# Of what takes arguments: how it is called, and with what.
+# Functions that take arguments: how to call each of them, and with which values.
 SMALL = {
     "max_model_len": 48,
     "kv_cache_gib": 0.004,
@@ -198,22 +198,8 @@ SMALL = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,
 }
-RIGHT = [
-    0,
-    1,
-    2,
-    16,
-    0.5,
-    1.0,
-    True,
-    None,
-    "float32",
-    "keep",
-    "ref",
-    (1, 2),
-    [],
-    ["ab"],
-]  # somewhere
+# Each of these is a valid value for some field.
+RIGHT = [0, 1, 2, 16, 0.5, 1.0, True, None, "float32", "keep", "ref", (1, 2), [], ["ab"]]
 TAKERS: dict[str, tuple[Any, list[str]]] = {
     "SamplingParams": (
         rollmesh.SamplingParams,
@@ -345,7 +331,7 @@ def junk(r: Dice, depth: int = 0) -> Any:
 
 
 def nudge(r: Dice, value: Any) -> Any:
-    """A value near to a right one."""
+    """A value close to a valid one."""
     if isinstance(value, bool):
         return r.choice([not value, int(value), str(value)])
     if isinstance(value, (int, float)) and abs(value) < 1e30:
@@ -399,7 +385,7 @@ def nudge(r: Dice, value: Any) -> Any:
 
 
 def mutate(r: Dice, config: Config) -> set[str]:
-    """One mistake in the config; returns the names of what was touched."""
+    """Makes one mistake in the config; returns the names of the changed keys."""
     key: Any = r.choice(KNOWN if r.random() < 0.9 else list(config))
     how = r.random()
     if how < 0.15:
@@ -434,8 +420,8 @@ def mutate(r: Dice, config: Config) -> set[str]:
 
 # ------------------------------------------------------------------------------------- the oracle
 def names(message: str, touched: set[str]) -> bool:
-    """Whether the message names what was touched or something akin. A key that is no identifier may
-    be shown as its repr."""
+    """Whether the message names what was changed, or something related. A key that is not an
+    identifier may appear as its repr."""
     akin = touched.union(*(AKIN.get(key, []) for key in touched))
     return (
         any(key[:50] in message or repr(key)[1:50] in message for key in akin)
@@ -444,7 +430,7 @@ def names(message: str, touched: set[str]) -> bool:
 
 
 def check_spec(spec: rollmesh.ModelSpec, plant: int) -> None:
-    """The rules of csrc/model/spec.h."""
+    """Checks the rules of csrc/model/spec.h."""
     s = spec
     sizes = [
         (s.vocab_size, 2**26),
@@ -537,7 +523,7 @@ def is_small(s: rollmesh.ModelSpec) -> bool:
 
 
 def build(spec: rollmesh.ModelSpec) -> bool:
-    """Whether it becomes a generator; everything but an error of rollmesh passes through."""
+    """Returns whether it becomes a generator; only errors of rollmesh are caught."""
     try:
         with rollmesh.Generator(
             spec,
@@ -569,9 +555,8 @@ def arguments(r: Dice) -> str:
         field: junk(r) if r.random() < 0.7 else r.choice(RIGHT)
         for field in r.sample(fields, r.choice([1, 1, 2]))
     }
-    if (
-        name == "Generator"
-    ):  # of what it would make as big as it is told to, only a little, or too much
+    # Sizes that a Generator would allocate are small, or larger than any memory.
+    if name == "Generator":
         given = {
             k: v * 2**64 if isinstance(v, (int, float)) and 8 < abs(v) < 2**64 else v
             for k, v in given.items()
@@ -585,10 +570,8 @@ def arguments(r: Dice) -> str:
         ):
             for field, value in given.items():
                 got = getattr(made, field, value)
-                plain = isinstance(value, (int, float)) and (field, value) != (
-                    "top_k",
-                    0,
-                )  # vLLM's 0 is -1
+                # vLLM's 0 is -1.
+                plain = isinstance(value, (int, float)) and (field, value) != ("top_k", 0)
                 if plain and isinstance(got, float) and isinstance(value, int):
                     value = float(value)  # an integer beyond 2^53 is rounded as Python rounds it
                 if plain and not isinstance(got, tuple) and got != value:
@@ -607,7 +590,8 @@ def arguments(r: Dice) -> str:
 
 
 def damaged_json(r: Dice, config: Config, folder: Path) -> Path:
-    """The config as a file with a few bytes changed, cut, doubled, or nested beyond reason."""
+    """Returns the config as a file with a few bytes changed, cut, doubled, or nested very
+    deeply."""
     try:
         text = bytearray(
             json.dumps(config, default=str, skipkeys=True).encode("utf-8", "surrogatepass")

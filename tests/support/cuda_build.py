@@ -43,6 +43,7 @@ CPU_FLAGS = [
     "-Wshadow",
     "-Werror",
 ]
+# -Wno-unknown-pragmas, because g++ does not know nvcc's pragmas.
 CPU_FLAGS += [
     "-Wno-unknown-pragmas",
     "-DRM_SIMT",
@@ -51,7 +52,7 @@ CPU_FLAGS += [
     "-fvisibility=hidden",
     "-x",
     "c++",
-]  # nvcc's pragmas mean nothing to g++
+]
 # A GPU faults where an address is not a multiple of its word; here that is an illegal instruction.
 CPU_FLAGS += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 
@@ -67,7 +68,7 @@ def library(into: Path) -> Path:
 
 @functools.cache
 def headers(into: Path) -> list[str]:
-    """The standard headers, parsed once: that was half of the time of compiling forty small
+    """Parses the standard headers once: this was half of the time of compiling forty small
     sources."""
     names = (
         "algorithm",
@@ -122,7 +123,7 @@ def simt_sources() -> list[Path]:
 
 @functools.cache
 def simt(into: Path) -> Path:
-    """The kernels as C++, threads as fibres: needs no CUDA."""
+    """Builds the kernels as C++ with threads as fibres: does not need CUDA."""
     objects = simt_objects(into, [*simt_sources(), *sorted(SIMT.glob("check*.cpp"))])
     program = into / "check_simt"
     link = [os.environ.get("CXX", "g++"), *objects]
@@ -136,9 +137,9 @@ def simt(into: Path) -> Path:
 
 @functools.cache
 def simt_library(into: Path) -> Path:
-    """What stands in for librollmesh_cuda.so where there is no GPU: the same doors over the same
-    kernels and the CUDA runtime of tests/gpu/simt, so that whatever loads the one runs on the
-    other."""
+    """Builds a replacement for librollmesh_cuda.so on machines without a GPU. It exports the same
+    functions over the same kernels and uses the CUDA runtime of tests/gpu/simt, so code that loads
+    the real library can load this one."""
     target = into / "librollmesh_simt.so"
     flags = ["-shared", "-pthread", "-Wl,-z,noexecstack,-z,defs"]
     link = [
@@ -153,9 +154,10 @@ def simt_library(into: Path) -> Path:
 
 
 def gpu(into: Path) -> Path:
-    """The kernels as the library has them, called by the same check; beside it probe_mma, which
-    asks the hardware what the family cuda_mma needs of it, bench_mma, which times ops one by one,
-    and bench_wgmma, which asks what wgmma would gain. Needs nvcc to build and a GPU to run."""
+    """Builds the kernels as in the library, called by the same check; also probe_mma, which tests
+    the hardware properties that the family cuda_mma relies on, bench_mma, which times ops one by
+    one, and bench_wgmma, which measures the gain from wgmma. Needs nvcc to build and a GPU to
+    run."""
     objects = sorted(library(into).parent.glob("kernels/cuda/*.o"))
     program = into / "check_gpu"
     flags = [
@@ -193,7 +195,7 @@ def gpu(into: Path) -> Path:
 
 
 def reference(into: Path, on_gpu: bool = False) -> Path:
-    """The reference table alone, the oracle; and as rm_table_ref_mma the same files over the sums
+    """Builds the reference table, the oracle; and as rm_table_ref_mma the same files with the sums
     of the family cuda_mma, whose one instruction is a model's, or the GPU's own."""
     cpu = ROOT / "kernels" / "cpu"
     objects = []
@@ -235,8 +237,8 @@ def reference(into: Path, on_gpu: bool = False) -> Path:
 
 
 class Kernel(NamedTuple):
-    """One entry function for one architecture, in ptxas' words. Shared memory of a size known to
-    the launch alone is not in `shared`."""
+    """One entry function for one architecture, as ptxas reports it. `shared` omits shared memory
+    whose size is set at launch."""
 
     source: str
     name: str
@@ -248,7 +250,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(built: Path) -> list[Kernel]:
-    """Of the library `built`, in the order of its sources."""
+    """Returns the kernels of the library `built`, in the order of its sources."""
     found = []
     for path in sorted(built.parent.glob("kernels/cuda/*.ptxas")):
         for entry in path.read_text().split("Compiling entry function ")[1:]:
@@ -271,8 +273,8 @@ def kernels(built: Path) -> list[Kernel]:
 
 
 def largest(found: list[Kernel], arch: str, most: int = 3) -> str:
-    """One line: how many kernels there are for `arch`, those with the most registers and with the
-    most shared memory, and all that spill or have a stack."""
+    """Returns one line: the number of kernels for `arch`, those with the most registers and with
+    the most shared memory, and all that spill or use a stack."""
     here = [k for k in found if k.arch == arch]
     parts = [f"{arch}: {len(here)} kernels"]
     static = "bytes of shared memory, but for what launches ask for"
@@ -292,8 +294,8 @@ def _listed(found: list[Kernel], figure: Callable[[Kernel], object]) -> str:
 
 
 def report(into: Path) -> str:
-    """A line for each kernel, a column for each architecture: registers, then bytes of stack,
-    spills and shared memory where there are any."""
+    """Returns a line for each kernel with a column for each architecture: registers, then nonzero
+    bytes of stack, spills and shared memory."""
     found = kernels(library(into))
     archs, names = (
         list(dict.fromkeys(k.arch for k in found)),
@@ -322,7 +324,8 @@ def report(into: Path) -> str:
 
 
 def demangled(names: list[str]) -> list[str]:
-    """Without arguments and namespaces; as they are where there is no c++filt."""
+    """Returns the names without arguments and namespaces, or unchanged if c++filt is not
+    installed."""
     if not shutil.which("c++filt"):
         return names
     done = subprocess.run(

@@ -16,7 +16,7 @@ EVENTS = 4
 
 
 class Embed(Structure):
-    """rm_embed_args: an op that takes every kind of argument, and whose result is easily told."""
+    """rm_embed_args: an op that takes every kind of argument, and whose result is easy to check."""
 
     _fields_ = (
         ("out", c_void_p),
@@ -111,8 +111,8 @@ def no_gpu(reason: str) -> NoReturn:
 
 
 class Refused(Exception):
-    """What rm_cuda_open says: RM_DEVICE_NOT_SUCH 1, RM_DEVICE_FULL 2, RM_DEVICE_FAILED 3, and
-    why."""
+    """rm_cuda_open failed: RM_DEVICE_NOT_SUCH 1, RM_DEVICE_FULL 2 or RM_DEVICE_FAILED 3, and the
+    reason."""
 
 
 class Library:
@@ -124,7 +124,7 @@ class Library:
         self.is_simt = hasattr(self.loaded, "simt_contexts")
 
     def driver(self) -> Any:
-        """CUDA's driver, whose names for a few calls of captures the stand-in has too."""
+        """CUDA's driver. The stand-in implements its calls for captures under the same names."""
         return self.loaded if self.is_simt else ctypes.CDLL("libcuda.so.1")
 
     def devices(self) -> int:
@@ -132,7 +132,7 @@ class Library:
 
     @contextmanager
     def open(self, ordinal: int = 0) -> Iterator[Device]:
-        """A device between enter and leave, with what it still holds given back at the end."""
+        """Opens a device between enter and leave, and frees what it still holds at the end."""
         device = Device(self, ordinal)
         saved = device.table.enter(device.table.self)
         try:
@@ -190,22 +190,21 @@ class Device:
         return self.table.end_capture(self.table.self, byref(out)), out.value
 
     def write(self, to: int, data: bytes) -> None:
-        """copy_to_device from ordinary memory, waited for."""
+        """copy_to_device from ordinary memory, and a wait."""
         self.copy_to_device(to, data, len(data))
         assert self.wait() == OK, self.message()
 
     def read(self, at: int, size: int) -> bytes:
-        """copy_to_host to ordinary memory, waited for."""
+        """copy_to_host to ordinary memory, and a wait."""
         out = ctypes.create_string_buffer(size)
         self.copy_to_host(ctypes.addressof(out), at, size)
         assert self.wait() == OK, self.message()
         return out.raw
 
     def embed(self, out: int, ids: int, table: int, rows: int, hidden: int) -> None:
-        """out[r] = table[ids[r]] of float32: an op, enqueued."""
+        """Enqueues the op out[r] = table[ids[r]] of float32."""
         context = Context(stream=self.table.stream, n_threads=1)
         arguments = Embed(out=out, ids=ids, table=table, rows=rows, hidden=hidden, dtype=1)
         self.table.kernels.contents.embed(byref(context), byref(arguments))
-        ctypes.memset(
-            byref(arguments), 0, ctypes.sizeof(arguments)
-        )  # they are not the op's behind its call
+        # The op must not read its arguments after the call.
+        ctypes.memset(byref(arguments), 0, ctypes.sizeof(arguments))

@@ -1,7 +1,6 @@
-"""DLPack producers that say whatever a test wants: a capsule is built by hand, so that shape,
-strides, type, device and data can disagree with each other and with the truth. `alive` counts the
-capsules whose deleter has not run.
-"""
+"""DLPack producers with arbitrary contents: a capsule is built by hand, so that shape, strides,
+type, device and data can disagree with each other and with the memory. `alive` counts the capsules
+whose deleter has not run."""
 
 from __future__ import annotations
 
@@ -111,9 +110,8 @@ class Producer:
         if arguments and not self._takes_version:
             raise TypeError(f"__dlpack__ got {arguments}")  # a producer from before versions
         if self._raises is not None:
-            raise type(self._raises)(
-                *self._raises.args
-            )  # a fresh one: an exception keeps the frames it went through
+            # A new exception, because an exception keeps the frames that it went through.
+            raise type(self._raises)(*self._raises.args)
         if self._gives is not None:
             return self._gives
         alive += 1

@@ -1,9 +1,8 @@
-"""Random models of every family, as transformers makes them: configs with the family's options
-drawn at random, weights by name.
+"""Random transformers models of every family: configs with the family's options drawn at random,
+weights by name.
 
-Unlike helpers.py, which writes the Qwen3 formats down, names and shapes are transformers' own here,
-so that a new family needs no more than a function that draws its config.
-"""
+Unlike in helpers.py, which writes the Qwen3 formats down, names and shapes are transformers' own,
+so that a new family needs only a function that draws its config."""
 
 from __future__ import annotations
 
@@ -52,8 +51,8 @@ def rope(dice: Dice) -> dict[str, Any]:
 
 
 def sizes(dice: Dice, *, head_dim: bool = True, heads_divide: bool = False) -> dict[str, Any]:
-    """What all families have. head_dim: the family reads that key; heads_divide: hidden_size is a
-    multiple of the heads."""
+    """The config keys that all families share. head_dim: the family reads that key. heads_divide:
+    hidden_size is a multiple of the number of heads."""
     kv_heads = dice.between(1, 4)
     heads = kv_heads * dice.between(1, 4)
     dim = 2 * dice.between(2, 16)
@@ -261,15 +260,15 @@ def draw(family: str, number: int, seed: int = 0, **changes: Any) -> Model:
 
 @dataclasses.dataclass
 class Routing:
-    """What a router of one layer chose for each row, best first, and by how much: the least gap in
-    what it compared."""
+    """The choices of one layer's router for each row, best first, and the smallest gap between the
+    values that it compared."""
 
     ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     gaps: list[np.ndarray] = dataclasses.field(default_factory=list)
 
 
 def _gap(keys: torch.Tensor, chosen: int) -> torch.Tensor:
-    """[rows]: between the last of `chosen` and the next, of keys [rows][n]."""
+    """[rows]: the gap between the last of `chosen` and the next, for keys [rows][n]."""
     ranked = keys.sort(-1, descending=True).values
     return (
         ranked[:, chosen - 1] - ranked[:, chosen]
@@ -279,7 +278,7 @@ def _gap(keys: torch.Tensor, chosen: int) -> torch.Tensor:
 
 
 def _gaps(router: Any, logits: torch.Tensor) -> torch.Tensor:
-    """[rows]: relative to the scores where these are softmax's, whose sum is 1."""
+    """[rows]: relative to the scores if these come from a softmax, whose sum is 1."""
     logits = logits.double()
     if not hasattr(router, "e_score_correction_bias"):
         return _gap(torch.log_softmax(logits, -1), router.top_k)
@@ -294,7 +293,7 @@ def _gaps(router: Any, logits: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def routings(net: Any) -> Iterator[Routing]:
-    """Of the forward passes inside, a layer after another."""
+    """Records the routings of the forward passes inside the block, one layer after another."""
     made = Routing()
 
     def record(router: Any, _: Any, outputs: Any) -> None:

@@ -1,4 +1,5 @@
-"""Runs a function on ranks of a torch.distributed group over Gloo, each a process of its own."""
+"""Runs a function on the ranks of a torch.distributed group over Gloo, each in a separate
+process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A trainer's tensors on a simulated GPU (tests/gpu/simt): DLPack producers that behave as torch's
-CUDA tensors do, with work on a stream of their own that nobody has waited for, in this process or
-in one that a test drives."""
+"""A trainer's tensors on a simulated GPU (tests/gpu/simt). The DLPack producers behave like torch's
+CUDA tensors: their work is enqueued on the trainer's stream and may be unfinished. They live in
+this process or in a process that a test drives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollmesh.weights.transport.segment import MappedSegment
 
 
 class Trainer:
-    """Another library of this process, on one device, with a stream of its own."""
+    """A second library in this process that uses the same device with a separate stream."""
 
     def __init__(self, library: Path, ordinal: int) -> None:
         self.ordinal = ordinal
@@ -50,7 +50,7 @@ class Trainer:
         return {name: self.tensor(array) for name, array in arrays.items()}
 
     def packed(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """All in one allocation, as torch's allocator has small tensors."""
+        """All tensors in one allocation, like small tensors of torch's allocator."""
         with self.current():
             block = self.device.alloc(sum(array.nbytes + 64 for array in arrays.values()))
         tensors, at = {}, block + 64
@@ -66,8 +66,8 @@ class Trainer:
 
 
 class OnGpu(dlpack.Producer):
-    """As torch gives a CUDA tensor: while its device is the current one, after the reader's stream
-    was made to wait for its own."""
+    """Exports DLPack as torch does for a CUDA tensor: with its device current, and after making the
+    reader's stream wait for the producer's stream."""
 
     def __init__(
         self, trainer: Trainer, array: np.ndarray, *, block: int | None = None, **fields: Any
@@ -97,10 +97,10 @@ class OnGpu(dlpack.Producer):
         return super().__dlpack__(**arguments)
 
 
-# ------------------------------------------------------------------------ in a process of its own
+# ------------------------------------------------------------------------ in a separate process
 class Lender:
-    """What a test makes its trainer's process do: each method is a command, and returns its answer.
-    `held` is what it lends."""
+    """The commands that a test sends to its trainer's process: each method is a command and returns
+    its answer. `held` is the tensors that the trainer lends."""
 
     def __init__(self, library: str, ordinal: int) -> None:
         self.trainer = Trainer(Path(library), ordinal)
@@ -118,13 +118,13 @@ class Lender:
             assert self.trainer.device.wait() == cuda_device.OK
 
     def free(self) -> None:
-        """A fault of the simulated device when somebody has the memory open."""
+        """Frees the tensors: a fault of the simulated device if a process has the memory open."""
         with self.trainer.current():
             self.trainer.device.give_back()
 
 
 class Lending(Lender):
-    """By a writer of its own."""
+    """Lends with its own WeightWriter."""
 
     def __init__(self, library: str, ordinal: int, folder: str) -> None:
         super().__init__(library, ordinal)
@@ -164,8 +164,8 @@ class Lending(Lender):
 def lend(
     pipe: Connection, library: str, ordinal: int, folder: str, settings: dict[str, str]
 ) -> None:
-    """The process: answers (answer, None) or (None, error). What it publishes lies in folder, which
-    a killed process leaves behind."""
+    """The process: answers (answer, None) or (None, error). Its publications are in `folder`, which
+    stays when it is killed."""
     os.environ.update(settings)
     lending = Lending(library, ordinal, folder)
     with lending.writer:
@@ -179,7 +179,7 @@ def lend(
 
 
 def borrow_and_die(address: str) -> None:
-    """A reader's process that ends in the middle."""
+    """A reader's process that exits while it reads."""
     reader = SharedReader(address)
     reader.refresh()
     with reader.lent():
@@ -187,7 +187,7 @@ def borrow_and_die(address: str) -> None:
 
 
 def borrow_and_end(address: str) -> None:
-    """A reader's process that has read and never closes."""
+    """A reader's process that reads and never closes."""
     reader = SharedReader(address)
     reader.refresh()
     with reader.lent():
@@ -196,8 +196,8 @@ def borrow_and_end(address: str) -> None:
 
 # ---------------------------------------------------------------------------------------- readers
 class Interrupted(SharedReader):
-    """Something happens when tensors have been asked for so many times; or they cannot be given
-    back."""
+    """Calls a function when a given number of tensors has been read; or makes them impossible to
+    return."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -222,7 +222,7 @@ class Interrupted(SharedReader):
 
 
 def end(address: str, victim: int) -> None:
-    """The trainer of a store, for good."""
+    """Ends the trainer of a store permanently."""
     path, _, nonce = address.rpartition(":")
     segment = MappedSegment(Path(path), nonce)
     os.kill(victim, signal.SIGKILL)
@@ -239,10 +239,10 @@ def rank_of_two(
     options: dict[str, Any],
     address: str | None,
 ) -> None:
-    """A process of a mesh of two, on the GPU of its number, until it is told None: syncs from a
-    reader of `address` (None: it has no weights) and answers [digest, logits], or [error]. Told a
-    trainer's process, rank 0 ends that in the middle; told -1, it cannot give back what it has
-    read."""
+    """A process of a mesh of two, on the GPU of its number, until it receives None: syncs from a
+    reader of `address` (None: it has no weights) and answers [digest, logits], or [error]. If it
+    receives a trainer's process, rank 0 ends that process during the sync; if it receives -1, it
+    cannot return what it has read."""
     mesh = {"mesh": rm.Mesh(tp=2), "comm": rm.comm.shm(name, rank, 2, 60)}
     generator = rm.Generator(rm.ModelSpec.from_hf(config), device="cuda", **mesh, **options)
     reader = None if address is None else Interrupted(address)
@@ -252,9 +252,8 @@ def rank_of_two(
                 reader.refresh()
                 reader.keeps = victim < 0 and rank == 0
                 if victim > 0 and rank == 0:
-                    reader.interrupt(
-                        2 * len(reader) + 3, lambda: end(address, victim)
-                    )  # each is looked at twice before
+                    # The reader checks each entry twice before this.
+                    reader.interrupt(2 * len(reader) + 3, lambda: end(address, victim))
             digest = generator.sync_weights(reader, cast=True).digest
             pipe.send(
                 [digest, [array.tobytes() for array in generator.logits([[3, 1, 2, 9], [4] * 40])]]

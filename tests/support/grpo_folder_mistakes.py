@@ -1,5 +1,5 @@
-"""What may be wrong with the folders that `rollmesh grpo` reads: a model's checkpoint, a run that
-is resumed. For tests/support/grpo_fuzz.py."""
+"""Mistakes in the folders that `rollmesh grpo` reads: the checkpoint of a model, and a run that is
+resumed. Used by tests/support/grpo_fuzz.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLIPS = [b"", b"\x00", b"\xff", b"\x7f", b"\x80", b"\xc0\x7f"]
 
 
 def tensors_of(content: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
-    """By the safetensors format; None: it is not one."""
+    """Reads the tensors by the safetensors format; returns None for a malformed file."""
     try:
         (length,) = struct.unpack_from("<Q", content)
         header = json.loads(content[8 : 8 + length].decode(), object_pairs_hook=once)
@@ -101,7 +101,7 @@ def damaged_tensors(r: random.Random, file: Path) -> str:
 
 
 def weights(r: random.Random, trial: Path) -> Case:
-    """model.safetensors: whoever reads it gets what stands there, or nothing."""
+    """Mistakes in model.safetensors: a reader gets the stored contents, or an error."""
     file = trial / "model/model.safetensors"
     before = tensors_of(file.read_bytes())
     how = damaged_tensors(r, file)
@@ -120,7 +120,7 @@ def weights(r: random.Random, trial: Path) -> Case:
 
 
 def shards(r: random.Random, trial: Path) -> Case:
-    """The same weights in two files with an index, in which something is wrong, or nothing."""
+    """The same weights in two files with an index, with or without a mistake."""
     folder = trial / "model"
     tensors = tensors_of((folder / "model.safetensors").read_bytes())
     assert tensors is not None
@@ -268,7 +268,7 @@ ENDS = [
 
 
 def json_file(r: random.Random, trial: Path) -> Case:
-    """config.json and generation_config.json: a key, or bytes."""
+    """Mistakes in config.json and generation_config.json: a key, or bytes."""
     import rollmesh as rm
 
     name = r.choice(["config.json", "config.json", "generation_config.json"])
@@ -366,8 +366,8 @@ def tokenizer(r: random.Random, trial: Path) -> Case:
 
 # ------------------------------------------------------------------------------------ run folders
 def run_folder(r: random.Random, trial: Path) -> Case:
-    """Of a run with a step to go: a file of its last checkpoint, its logs, or other folders beside
-    it."""
+    """Mistakes in a run folder that has one step left: in a file of its last checkpoint, in its
+    logs, or in other folders beside it."""
     name = r.choice(["run", "ahead"])
     out = trial / "out"
     shutil.copytree(trial / f"{name}-left", out)
@@ -438,7 +438,7 @@ def state(r: random.Random, out: Path, folder: Path) -> Case:
 
 
 def of_tensors(r: random.Random, file: Path, *names: str) -> Case:
-    """A safetensors file of a checkpoint, of which state.json has the digest."""
+    """Mistakes in a safetensors file of a checkpoint whose digest is in state.json."""
     before = file.read_bytes()
     how = damaged_tensors(r, file)
     same = file.read_bytes() == before
@@ -487,7 +487,7 @@ def checkpoint_weights(r: random.Random, out: Path, folder: Path) -> Case:
 
 
 def logs(r: random.Random, out: Path, folder: Path) -> Case:
-    """What stands before the resumed step is kept, line by line; what is no line of metrics is
+    """Lines before the resumed step are kept unchanged. A line that is not valid metrics is
     refused."""
     name = r.choice(["metrics.jsonl", "completions.jsonl"])
     file = out / name
@@ -512,9 +512,8 @@ def logs(r: random.Random, out: Path, folder: Path) -> Case:
         shutil.rmtree(out / "events")
         if r.random() < 0.5:
             (out / "events").touch()
-            return Case(
-                "events is a file", "refused", ("events",), keeps=False
-            )  # lines of later steps are dropped before
+            # Lines of later steps are dropped before the error.
+            return Case("events is a file", "refused", ("events",), keeps=False)
         return Case("no events", "same")
     if how == "folder":
         file.unlink()

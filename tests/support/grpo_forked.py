@@ -1,8 +1,8 @@
 """`rollmesh grpo` in forks of a process that has imported what it needs and has not computed: a
 tiny run takes about a second.
 
-For the drivers tests/support/grpo_fuzz.py and tests/support/grpo_kills.py, which are programs and
-import this first: no thread may run before a fork."""
+For the drivers tests/support/grpo_fuzz.py and tests/support/grpo_kills.py. They are programs and
+import this module first, because the process must be single-threaded when it forks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ PLAIN = {
 
 
 def prepare() -> None:
-    """Imports all that a run imports. Gives this process a /dev/shm of its own where it may:
-    others' names would be taken for a run's."""
+    """Imports all modules that a run imports. Gives this process a private /dev/shm if it is
+    allowed to, because names of other processes would be counted as names of a run."""
     libc = ctypes.CDLL(None)
     if (
         not _shm
@@ -83,8 +83,8 @@ class Child:
     status: int | None = None
 
     def wait(self, limit: float) -> int | None:
-        """The exit status, of a signal its negative number; None: it has not ended within so many
-        seconds."""
+        """Returns the exit status, or the negative number of a signal; None after the given number
+        of seconds."""
         end = time.monotonic() + limit
         while self.status is None:
             done, status = os.waitpid(self.pid, os.WNOHANG)
@@ -106,7 +106,7 @@ class Child:
 
 
 def start(argv: list[str], said: Path, before: Callable[[], object] = lambda: None) -> Child:
-    """`rollmesh ARGV` in a fork with a process group of its own. before: called in the fork."""
+    """Runs `rollmesh ARGV` in a fork with a separate process group. before: called in the fork."""
     pid = os.fork()
     if pid == 0:
         status = UNTYPED
@@ -140,7 +140,7 @@ def start(argv: list[str], said: Path, before: Callable[[], object] = lambda: No
 
 
 def start_command(argv: list[str], said: Path) -> Child:
-    """The same by a fresh interpreter, whose imports take seconds."""
+    """Starts the same in a fresh interpreter, whose imports take seconds."""
     with said.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "rollmesh", *argv], stdout=file, stderr=file, process_group=0
@@ -152,7 +152,7 @@ def start_command(argv: list[str], said: Path) -> Child:
 def run(
     argv: list[str], said: Path, limit: float, before: Callable[[], object] = lambda: None
 ) -> int:
-    """The exit status; HUNG where it was killed after so many seconds."""
+    """Returns the exit status, or HUNG if the run was killed after the given number of seconds."""
     child = start(argv, said, before)
     try:
         status = child.wait(limit)
@@ -165,8 +165,8 @@ def run(
 
 
 def result(out: Path) -> dict[str, Any]:
-    """All that a run leaves, without what tells the time: every file of its last checkpoint, and
-    its logs."""
+    """Returns the results of a run without times: every file of its last checkpoint, and its
+    logs."""
     from safetensors.numpy import load_file
 
     folder = max(file.parents[1] for file in out.glob("checkpoints/step_*/trainer/state.json"))

@@ -1,18 +1,19 @@
-"""Runs of `rollmesh grpo` of which somebody got something wrong: the TOML or an option, the
+"""Runs of `rollmesh grpo` with a mistake in one of their inputs: the TOML or an option, the
 prompts, the reward, the checkpoint folder of the model, or the run folder that is resumed.
 
-Oracle: a run ends within `SECONDS` with exit status 2, after a line that gives an error's class and
-names what was touched, and then the folder that was resumed is as it was; or with status 0, and
-then what it left is what an independent reading of the inputs says: the config that is kept, the
-columns that the reward got, the weights, or every byte of an undisturbed run. A mistake that is
-known to be one is refused. Nothing stays in /dev/shm, no process, no lock, no half of a file.
+Oracle: a run ends within `SECONDS`, either with exit status 2 or with status 0. With status 2 it
+has printed a line with an error's class and the name of the changed input, and a resumed folder is
+unchanged. With status 0 its results match an independent reading of the inputs: the config that is
+kept, the columns that the reward received, the weights, or every byte of an undisturbed run. A
+mistake that is known to be a mistake is refused. Nothing stays in /dev/shm; no process, lock or
+partial file is left.
 
     PYTHONPATH=python python tests/support/grpo_fuzz.py [--cases 300] [--seconds 0] [--seed 1]
     [--first 0] [--kind KIND] [--plant 0]
 
-A case depends on the seed, its number and its kind alone. --plant 1: every reward is a half; 2: an
-error is not one of rollmesh; 3: a checkpoint of any run is resumed; 4: a run hangs; 5: a column is
-lost. --planted: each is seen, before all else.
+A case depends only on the seed, its number and its kind. --plant injects a fault. 1: every reward
+is 0.5; 2: an error is not an error of rollmesh; 3: a checkpoint of any run is resumed; 4: a run
+hangs; 5: a column is dropped. With --planted the driver first checks that it detects each one.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ SHARES = {"run_folder": 3, "rewards": 2}
 
 # ------------------------------------------------------------------------------------- the set-up
 def make_base(folder: Path) -> None:
-    """run.toml and folder.toml (the model of a folder), ahead.toml (async_level 1); prompts,
-    tokenizer, reward, model; what each leaves."""
+    """Makes the valid inputs: run.toml and folder.toml (the model of a folder), ahead.toml
+    (async_level 1); prompts, tokenizer, reward, model; and the results of each run."""
     folder.mkdir()
     shutil.copytree(forked.ROOT / "data/chars", folder / "tok")
     prompts = [f"{a}{b}=" for a in "abcd" for b in "efgh"]
@@ -116,7 +117,7 @@ def make_base(folder: Path) -> None:
 
 
 def cut_lines(out: Path) -> None:
-    """What a run killed in step 2 leaves: a line of it, and half a line."""
+    """Leaves the logs as a run killed in step 2 does: one line of that step and half a line."""
     for name in ("metrics.jsonl", "completions.jsonl"):
         lines = (out / name).read_bytes().splitlines(keepends=True)
         (out / name).write_bytes(
@@ -125,8 +126,8 @@ def cut_lines(out: Path) -> None:
 
 
 def at(folder: Path) -> None:
-    """In the fork: its working folder and its limit of memory. The picture takes longer than the
-    run."""
+    """Sets the working folder and the memory limit in the fork. Skips the picture, which takes
+    longer than the run."""
     from rollmesh.grpo import loop
 
     os.chdir(folder)
@@ -137,7 +138,7 @@ def at(folder: Path) -> None:
 
 # ------------------------------------------------------------------------------------- the oracle
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Of a run folder: each path with its content, None for a folder."""
+    """Returns the paths of a run folder with their contents; the value of a folder is None."""
     return {
         str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
         for p in folder.rglob("*")
@@ -200,7 +201,7 @@ def same_result(out: Path, whole: Path, apart_from: str) -> None:
 
 
 def plant_fault(fault: int) -> None:
-    """In the fork."""
+    """Injects the fault in the fork."""
     from rollmesh.grpo import loop, rollout
     from rollmesh.run import checkpoint, user_code
 
@@ -299,7 +300,7 @@ def run(
 
 
 def see_planted(folder: Path) -> None:
-    """Raises Failure for a injected fault that no case shows."""
+    """Raises Failure for an injected fault that no case detects."""
     for plant, kind in (
         (1, "rewards"),
         (2, "toml_value"),

@@ -1,20 +1,19 @@
-"""Runs of `rollmesh grpo` that are killed at random moments, resumed, killed again, until they
-reach their end.
+"""Runs of `rollmesh grpo` that are killed at random moments and resumed until they finish.
 
-Oracle: a run that nobody disturbed. Every file of the last checkpoint, completions.jsonl, and
-metrics.jsonl but for times are the same, byte for byte; nothing of a killed run stays in its
-folder, and nothing in /dev/shm.
+Oracle: an undisturbed run. Every file of the last checkpoint, completions.jsonl, and metrics.jsonl
+except for times are identical, byte for byte. A killed run leaves nothing in its folder and nothing
+in /dev/shm.
 
-Most signals are SIGKILL, the others SIGTERM and SIGINT. A moment is drawn from the time that an
-undisturbed run takes, with the forks of tests/support/grpo_forked.py. Every tenth run begins as the
-command by a fresh interpreter, and may be killed in its imports. What was killed before its first
-checkpoint begins anew.
+Most signals are SIGKILL, the others SIGTERM and SIGINT. The moment is drawn from the duration of an
+undisturbed run, with the forks of tests/support/grpo_forked.py. Every tenth run starts as a command
+in a fresh interpreter and may be killed during its imports. A run that was killed before its first
+checkpoint starts again from the beginning.
 
     PYTHONPATH=python python tests/support/grpo_kills.py [--kills 200] [--seed 1] [--first 0]
     [--plant 0]
 
-A run depends on the seed and its number, and on the machine's speed. --plant 1: AdamW's moments of
-a checkpoint are not read.
+A run depends on the seed, its number and the machine's speed. --plant 1 injects a fault: AdamW's
+moments are not read from a checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ LIMIT = 120.0  # seconds of a run, which takes one or two
 
 
 class Failure(AssertionError):
-    """A resumed run that is another, or one that did not end."""
+    """A resumed run that differs, or that did not end."""
 
 
 def compare(out: Path, whole: dict[str, Any]) -> None:
@@ -66,7 +65,7 @@ def compare(out: Path, whole: dict[str, Any]) -> None:
 
 
 def steps_kept(out: Path) -> int:
-    """Of the newest checkpoint; 0: there is none."""
+    """Returns the number of steps in the newest checkpoint, or 0 without a checkpoint."""
     return max(
         (int(file.parts[-3][5:]) for file in out.glob("checkpoints/step_*/trainer/state.json")),
         default=0,
@@ -104,8 +103,8 @@ def one(
     most: int,
     plant: int,
 ) -> Counter[str]:
-    """A run until its end, killed up to eight times, and at most so many. Returns what was sent,
-    and how often it began anew."""
+    """Runs until the end, with at most eight kills and at most the given number. Returns the
+    signals that were sent, and how often the run started again from the beginning."""
     out = folder / "out"
     counts: Counter[str] = Counter()
     most = min(most, r.randint(1, 8))
@@ -126,9 +125,8 @@ def one(
                 left = whole.seconds * (0.3 + 0.7 * (STEPS - done) / STEPS) + (
                     3.0 if is_command else 0.0
                 )
-                if (
-                    child.wait(left * min(r.random(), r.random())) is None
-                ):  # the earlier half has more
+                # The product of two draws makes early moments more likely.
+                if child.wait(left * min(r.random(), r.random())) is None:
                     counts[sent.name] += 1
                     child.end(sent)
             status = child.wait(LIMIT)
@@ -137,17 +135,16 @@ def one(
         if status == 0:
             compare(out, whole.result)
             return counts
-        begun = (
-            not is_command or "reading data and model" in child.text()
-        )  # an import may make any error of a Ctrl-C
+        # A Ctrl-C during an import may raise any error.
+        begun = not is_command or "reading data and model" in child.text()
         if begun and status not in {-s for s in SIGNALS} | {128 + s for s in SIGNALS}:
             raise Failure(f"expected the end by a signal, got {status}:\n{child.text()[-4000:]}")
         is_command = False
 
 
 def run(*, kills: int, seed: int = 1, first: int = 0, plant: int = 0) -> tuple[int, Counter[str]]:
-    """(runs, signals sent): runs until there were so many kills. Raises Failure, which says how to
-    run the case alone."""
+    """Returns (runs, signals sent): runs until there were enough kills. Raises Failure with the
+    command that runs the case alone."""
     forked.prepare()
     counts: Counter[str] = Counter()
     wholes: dict[str, Whole] = {}

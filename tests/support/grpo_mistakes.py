@@ -1,9 +1,8 @@
-"""What somebody may get wrong of the inputs of `rollmesh grpo`: the TOML or an option, the prompts,
-the reward. For tests/support/grpo_fuzz.py.
+"""Mistakes in the inputs of `rollmesh grpo`: the TOML or an option, the prompts, the reward. Used
+by tests/support/grpo_fuzz.py.
 
-Each function makes mistakes, or changes that are none, in a trial's folder, and says by an
-independent reading of what stands there whether the run must be refused, and what it must have done
-if it was not.
+Each function makes mistakes, or harmless changes, in a trial's folder. From an independent reading
+of the folder it returns whether the run must be refused and, if not, what the run must have done.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ TOML: Table = {
     "eval": {"every": 1, "prompts": 2, "temperature": 0.0},
     "checkpoint": {"every": 1, "keep": 2},
 }  # fmt: skip
-# Keys of which a large number is no mistake, but takes its time or its memory.
+# A large number is valid for these keys, but takes a long time or much memory.
 LONG = {
     "steps",
     "prompts",
@@ -114,12 +113,12 @@ class Failure(AssertionError):
 
 
 class Raw(str):
-    """TOML as it is."""
+    """A TOML value in literal form."""
 
 
 @dataclass
 class Case:
-    """A run to try. verdict: refused, accepted, same (as an undisturbed one) or either."""
+    """A run to try. verdict: refused, accepted, same (as an undisturbed run) or either."""
 
     what: str
     verdict: str = "either"
@@ -153,7 +152,7 @@ def as_toml(value: Any) -> str:
 
 
 def write_toml(table: Table, file: Path) -> None:
-    """Plain values first, then a table each."""
+    """Writes plain values first, then a table each."""
     lines = [f"{json.dumps(k)} = {as_toml(v)}" for k, v in table.items() if not isinstance(v, dict)]
     for name, values in table.items():
         if isinstance(values, dict):
@@ -222,7 +221,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_mistake(there: Any, value: Any) -> bool:
-    """Whether a value cannot be of this key, whose value `there` is right."""
+    """Returns whether a value is invalid for this key, for which `there` is valid."""
     if isinstance(value, Raw):
         return True
     if isinstance(there, bool) or isinstance(value, bool):
@@ -239,12 +238,12 @@ def is_mistake(there: Any, value: Any) -> bool:
 
 
 def takes_long(key: str, value: Any) -> bool:
-    """Whether the run that this asks for would be right, and too much."""
+    """Returns whether the run with this value would be valid, but too large."""
     return key in LONG and is_number(value) and 4 < value < (2**63 if key == "steps" else 2**40)
 
 
 def toml_value(r: random.Random, trial: Path) -> Case:
-    """One or two keys with another value, in the file or by --set."""
+    """Sets one or two keys to another value, in the file or by --set."""
     table: Table = json.loads(json.dumps(TOML))
     wanted: Table = json.loads(json.dumps(TOML))
     options, names, wrong = [], [], False
@@ -280,9 +279,10 @@ def toml_value(r: random.Random, trial: Path) -> Case:
         for name, keys in kept_config(where).items():
             for key, value in keys.items() if isinstance(keys, dict) else [(name, keys)]:
                 given = wanted[name].get(key, value) if isinstance(keys, dict) else wanted[name]
+                # An integer is rounded to a float.
                 if value != (
                     float(given) if isinstance(value, float) and is_number(given) else given
-                ):  # an integer is rounded to a number
+                ):
                     raise Failure(
                         f"[{name}] {key}: {given!r:.200} was given, {value!r:.200} is kept"
                     )
@@ -293,7 +293,7 @@ def toml_value(r: random.Random, trial: Path) -> Case:
 
 
 def toml_key(r: random.Random, trial: Path) -> Case:
-    """A key or a table that is not there."""
+    """Adds an unknown key or table."""
     table: Table = json.loads(json.dumps(TOML))
     key = r.choice(
         [
@@ -471,7 +471,7 @@ COMMANDS: list[tuple[list[str], str, str]] = [  # options, verdict, what a refus
 
 
 def command(r: random.Random, trial: Path) -> Case:
-    """Other options, or paths that are none."""
+    """Other options, or invalid paths."""
     options, verdict, name = r.choice(COMMANDS)
     (trial / "folder-is-no.toml").mkdir()
     return Case(str(options), verdict, (name,), options, whole=True)
@@ -512,7 +512,8 @@ CHATS: list[Any] = [
 
 
 def verdict_of_row(line: bytes) -> tuple[str, Any]:
-    """Of a line, by the rules of docs/grpo.md: (refused | accepted | either, [prompt, columns])."""
+    """Judges a line by the rules of docs/grpo.md: (refused | accepted | either, [prompt,
+    columns])."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -552,7 +553,7 @@ def has_surrogate(text: str) -> bool:
 
 
 def prompts(r: random.Random, trial: Path) -> Case:
-    """Of the training or the held-out prompts: a row with another value, bytes of the file, or the
+    """Changes the training or the held-out prompts: a value in a row, bytes of the file, or the
     file itself."""
     name = r.choice(["train.jsonl", "heldout.jsonl"])
     file = trial / name
@@ -751,8 +752,8 @@ def exits(v):
 
 
 def rewards(r: random.Random, trial: Path) -> Case:
-    """What a reward returns or raises, does to its arguments and to the process; or a module that
-    cannot be imported."""
+    """Changes what a reward returns or raises, or what it does to its arguments and to the process;
+    or makes a module that cannot be imported."""
     how, file = r.random(), trial / "reward_of_fuzz.py"
     good = file.read_text()
     head = (

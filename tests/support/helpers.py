@@ -4,8 +4,9 @@
 A `Case` is a transformers config as a plain dict plus what the config cannot say (a router bias,
 the longest context). Its weights are made by NumPy from the parameter's checkpoint name alone, so
 the same numbers reach rollmesh (with or without torch in the process), a transformers module and a
-torchtitan-style state dict. Scales are chosen so that nothing is dull: logits spread over several
-units, routers disagree between rows, norm weights are not ones, biases are not zero.
+torchtitan-style state dict. Scales are chosen so that results are distinctive: logits spread over
+several units, routers choose differently for each row, norm weights differ from one, and biases
+differ from zero.
 
 torch and transformers are imported inside functions only: sanitizer runs use this file without
 them.
@@ -21,15 +22,8 @@ from typing import Any
 import numpy as np
 
 Config = dict[str, Any]
-TIMES = (
-    "tokens_per_s",
-    "sync_s",
-    "sync_gb_per_s",
-    "generate_s",
-    "update_s",
-    "step_s",
-    "eval_s",
-)  # of a run's metrics: no two runs agree
+# Metrics of a run that differ between any two runs.
+TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")
 TIMES += ("reward_s", "environment_s", "both_share", "trainer_only_share", "generator_only_share")
 TINY_RUN = [  # settings of `rollmesh grpo` under which a step takes a moment
     "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2",
@@ -94,20 +88,14 @@ def tiny_spec(moe: bool = False, **changes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model to hold against transformers."""
+    """A model to compare with transformers."""
 
     name: str
     config: Config
     router_bias: bool = False
     max_model_len: int = 1100
-    prompt_lens: tuple[int, ...] = (
-        1,
-        2,
-        15,
-        33,
-        64,
-        97,
-    )  # around a K block, an attention block and a page
+    # Lengths around a K block, an attention block and a page.
+    prompt_lens: tuple[int, ...] = (1, 2, 15, 33, 64, 97)
     long_len: int = 1045  # crosses the attention segment of 1024; 0: no long prompt
     without: Config | None = (
         None  # config changes that switch the case's option off: the numbers must differ
@@ -387,7 +375,7 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 
 
 def random_config(rng: np.random.Generator) -> Config:
-    """Any combination of the options, at widths that no layout likes."""
+    """Returns any combination of the options, at widths that are awkward for every layout."""
 
     def pick(*choices: Any) -> Any:
         return choices[rng.integers(len(choices))]
@@ -453,9 +441,8 @@ def weight(name: str, shape: Iterable[int], seed: int = 0) -> np.ndarray:
     if name.endswith("norm.weight"):
         return 1.0 + np.float32(0.3) * normal
     if name.endswith(("expert_bias", "e_score_correction_bias")):
-        return (
-            np.float32(0.5 / shape[0]) * normal
-        )  # scores are about 1/experts: enough to turn many choices
+        # Scores are about 1/experts, so this changes many choices.
+        return np.float32(0.5 / shape[0]) * normal
     if name.endswith(".bias"):
         return np.float32(0.3) * normal
     if name.endswith("embed_tokens.weight"):
@@ -473,8 +460,8 @@ def is_moe_layer(config: Mapping[str, Any], layer: int) -> bool:
 def parameter_shapes(
     config: Mapping[str, Any], router_bias: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """Checkpoint names and shapes of a config, in checkpoint order: written from the format, not
-    asked of rollmesh."""
+    """Checkpoint names and shapes of a config, in checkpoint order: written from the format,
+    independent of rollmesh."""
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -536,7 +523,7 @@ def numpy_state_dict(
 
 
 def state_dict(case: Case, dtype: str = "float32", seed: int | None = None) -> dict[str, Any]:
-    """Checkpoint names → torch tensors. bfloat16 values are the float32 ones rounded to nearest
+    """Checkpoint names → torch tensors. bfloat16 values are the float32 values rounded to nearest
     even, as by .to()."""
     import torch
 
@@ -553,8 +540,8 @@ def state_dict(case: Case, dtype: str = "float32", seed: int | None = None) -> d
 
 
 def module_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same weights as a transformers 5 module holds them: experts stacked, gate and up in one
-    tensor."""
+    """The same weights in the layout of a transformers 5 module: experts stacked, gate and up in
+    one tensor."""
     import torch
 
     packed = {name: x for name, x in state.items() if ".experts." not in name}
@@ -632,7 +619,7 @@ def titan_state_dict(
 
 
 def fused_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same weights as inference engines fuse them: qkv_proj and gate_up_proj, rows one after
+    """The same weights fused as in inference engines: qkv_proj and gate_up_proj, rows one after
     another."""
     import torch
 
@@ -657,13 +644,13 @@ def fused_state_dict(state: Mapping[str, Any], config: Mapping[str, Any]) -> dic
 
 # ---------------------------------------------------------------------------------------- prompts
 def prompts(config: Mapping[str, Any], lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
-    """Uniform random token ids, one list a length."""
+    """Uniform random token ids, one list for each length."""
     rng = np.random.default_rng([seed, 0x70726F6D])
     return [rng.integers(0, config["vocab_size"], length).tolist() for length in lengths]
 
 
 def hf_model(case: Case, dtype: str = "float32", seed: int | None = None, **changes: Any) -> Any:
-    """The transformers model of a case (its config with `changes`), holding the weights of
+    """Returns the transformers model of a case (its config with `changes`), with the weights of
     state_dict(case, dtype, seed)."""
     import oracle
 

@@ -1,7 +1,7 @@
-"""Reads datasets with a server of one dataset, org/name, in the place of the Hub:
-`python tests/support/hf_hub.py FOLDER NAME …`. Writes a line of JSON for each: its rows or its
-error, and the last one of the paths that were asked for. A process of its own, since the address of
-the Hub is read when its client is imported."""
+"""Reads datasets from a server of one dataset, org/name, that replaces the Hub: `python
+tests/support/hf_hub.py FOLDER NAME …`. Writes a line of JSON for each name, with its rows or its
+error, and a last line with the paths that were requested. It runs in a separate process because the
+Hub's address is read when its client is imported."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What ranks of tests/engine/test_kv_size.py do in processes of their own;
-tests/support/mesh_ranks.py forks them."""
+"""Scenarios of tests/engine/test_kv_size.py for ranks in separate processes, which
+tests/support/mesh_ranks.py forks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH
 
 
 def sized(rank: Any) -> Any:
-    """A rank's pages, what of its card was free before it had them, its weights, and what the mesh
-    answers, if that is asked."""
+    """Returns a rank's pages, the free memory of its card before, its weights, and the mesh's
+    answers if requested."""
     with rank.make(**rank.job["each"][rank.rank]) as generator:
         made = generator.metrics()
         device = made["device"].partition(":")[2]
@@ -42,8 +42,8 @@ def sized(rank: Any) -> Any:
 
 
 def unmade(rank: Any) -> Any:
-    """The victim fails where it would make its engine, or its process ends there. What each is
-    told, and after how many seconds."""
+    """The victim fails while it makes its engine, or its process exits there. Returns the error of
+    each rank, and after how many seconds."""
 
     def fails(*_: Any) -> Any:
         if rank.job["how"] == "ends":

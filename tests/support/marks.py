@@ -1,5 +1,6 @@
-"""Which cases are quick, and the lines that tests leave in pytest's summary. Not in conftest.py:
-tests/vllm/vllm_cpu has one too, and a process that a test starts would import either."""
+"""Marks for quick cases, and the lines that tests add to pytest's summary. These are not in
+conftest.py because tests/vllm/vllm_cpu has one too, and a process that a test starts would import
+either."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ SUMMARY = pytest.StashKey[list[str]]()
 
 
 def full(*values: Any) -> Any:
-    """A case that only the whole set of tests has: pytest -m "not slow"."""
+    """A case of the full suite only: pytest -m "not slow"."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
 def some(
     cases: Iterable[Any], keep: Callable[[Any], bool] | Collection[int], names: int = 1
 ) -> list[Any]:
-    """The cases of a parametrisation by so many names; only those that `keep` tells, by place or by
-    value, are quick."""
+    """The cases of a parametrisation over the given names; only those that `keep` selects, by
+    position or by value, are quick."""
     marked = []
     for place, case in enumerate(cases):
         stays = keep(case) if callable(keep) else place in keep

@@ -1,7 +1,6 @@
-"""Scenarios for the server of mesh_ranks.py: how training scripts call a generator (submit and poll
-in turns, stop strings, generate in between, a sync while requests run), and sets of weights that go
-wrong on one rank. test_mesh_calls.py says what has to come out.
-"""
+"""Scenarios for the server of mesh_ranks.py: typical calls of training scripts (submit and poll in
+turns, stop strings, generate in between, a sync while requests run), and sets of weights that fail
+on one rank. test_mesh_calls.py has the expected results."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from rollmesh import _core
 
 
 class Letters:
-    """A tokenizer with few letters, so that stop strings are met soon."""
+    """A tokenizer with few letters, so that stop strings occur soon."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
@@ -28,7 +27,7 @@ class Letters:
 
 
 def told(output: rm.RequestOutput) -> list[Any]:
-    """All of an output that the contract fixes."""
+    """Returns all fields of an output that the contract fixes."""
     return [
         output.request_id,
         [type(output.error).__name__, str(output.error or "")],
@@ -58,7 +57,7 @@ def params(number: int, tokens: int, **more: Any) -> rm.SamplingParams:
 
 
 def rolling(rank: Rank) -> Any:
-    """What each poll gives out, in a script that submits while others run."""
+    """Returns the outputs of each poll in a script that submits while other requests run."""
     lengths = [3, 17, 9, 30, 5, 23, 12, 7]
     polls: list[list[Any]] = []
     with rank.make(tokenizer=Letters()) as generator:
@@ -107,7 +106,8 @@ def rolling(rank: Rank) -> Any:
 
 
 def late(rank: Rank) -> Any:
-    """Polls with a timeout that is over at once, or never; one rank has a clock of its own."""
+    """Polls with a timeout that has expired at once, or never expires. One rank has a different
+    clock."""
     with rank.make(max_model_len=4096, kv_cache_gib=0.05) as generator:
         generator.sync_weights(rank.source(), cast=True)
         generator.submit(PROMPTS, params(1, 60))
@@ -118,8 +118,9 @@ def late(rank: Rank) -> Any:
 
 
 def kept_weights(rank: Rank) -> Any:
-    """On devices, of which the victim's host has no room for a copy, and then the device none for
-    the weights. What all answer before and after, and each refusal with what sleeps then."""
+    """On devices: the victim's host has no room for a copy of the weights, then the device has none
+    for the weights. Returns the answers before and after, and each refusal with the parts that
+    sleep then."""
     errors = {}
     with rank.make() as generator:
 
@@ -151,8 +152,8 @@ def kept_weights(rank: Rank) -> Any:
 
 
 def asleep(rank: Rank) -> Any:
-    """A poll that is refused while one replica has requests and the other none; afterwards it goes
-    on."""
+    """A poll is refused while one replica has requests and the other none; afterwards it
+    continues."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         generator.submit([[1, 2, 3]], params(1, 9))
@@ -177,7 +178,7 @@ def asleep(rank: Rank) -> Any:
 
 
 class Broken(Letters):
-    """Cannot decode what follows the prompt [1, 2, 3]."""
+    """Raises on decoding the text after the prompt [1, 2, 3]."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         if {2, 3} <= set(ids):
@@ -186,7 +187,7 @@ class Broken(Letters):
 
 
 def broken_tokenizer(rank: Rank) -> Any:
-    """A tokenizer that raises while stop strings are searched for, on the ranks of one replica."""
+    """A tokenizer raises during the search for stop strings, on the ranks of one replica."""
     with rank.make(tokenizer=Broken()) as generator:
         generator.sync_weights(rank.source(), cast=True)
         generator.submit([[1, 2, 3], [9]], params(2, 9, stop=["a"]))
@@ -199,7 +200,7 @@ def broken_tokenizer(rank: Rank) -> Any:
 
 # ----------------------------------------------------------------------------- sets that go wrong
 def raised(call: Callable[[], Any]) -> list[Any]:
-    """What it raises, and when."""
+    """Calls `call` and returns the error that it raises, and when."""
     try:
         call()
     except (rm.Error, MemoryError, KeyError, RuntimeError, KeyboardInterrupt) as error:
@@ -208,8 +209,8 @@ def raised(call: Callable[[], Any]) -> list[Any]:
 
 
 def outcome(rank: Rank, call: Callable[[rm.Generator], Any]) -> Any:
-    """Of a call that is to fail: what it raises, whether the old version serves unchanged, and
-    whether the next sync works."""
+    """Makes a call that must fail. Returns its error, whether the old version keeps serving
+    unchanged, and whether the next sync works."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True, version=3)
         before = answers(generator)
@@ -218,14 +219,13 @@ def outcome(rank: Rank, call: Callable[[rm.Generator], Any]) -> Any:
             return {"told": told}
         same, version = answers(generator) == before, generator.version
         report = generator.sync_weights(weights(rank.job["model"], 0.75), cast=True)
-        bits = {
-            key: value for key, value in answers(generator).items() if key != "about"
-        }  # which has the version in it
+        # "about" contains the version.
+        bits = {key: value for key, value in answers(generator).items() if key != "about"}
         return {"told": told, "same": same, "version": version, "after": [report.digest, bits]}
 
 
 class Sharded:
-    """A DTensor whose parts do not come."""
+    """A DTensor whose parts cannot be read."""
 
     def full_tensor(self) -> Any:
         raise RuntimeError("a trainer's rank is gone")
@@ -249,7 +249,7 @@ def arguments(rank: Rank) -> Any:
 
 
 def pieces(rank: Rank) -> Any:
-    """A set that is pushed and that one rank cannot go on with, at its push of number `at`."""
+    """Pushes tensors one by one; one rank fails at push number `at`."""
     how, at = rank.job["how"], rank.job["at"]
 
     def fail(generator: rm.Generator, sync: Any, name: str) -> None:
@@ -291,7 +291,7 @@ def pieces(rank: Rank) -> Any:
 
 
 def refused_by_all(rank: Rank) -> Any:
-    """A tensor that every rank refuses: the set stays open, as in one process."""
+    """Every rank refuses a tensor: the set stays open, as in one process."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         with generator.begin_sync(cast=True) as sync:
@@ -303,8 +303,8 @@ def refused_by_all(rank: Rank) -> Any:
 
 
 def mapping_faults(rank: Rank) -> Any:
-    """A state dict with several offenders of a kind, on the ranks of `bad`; others have a good one,
-    or none."""
+    """A state dict with several errors of one kind, on the ranks of `bad`; the others have a valid
+    one, or none."""
     model, how = rank.job["model"], rank.job["how"]
     bad: dict[str, Any] = {name: np.array(value) for name, value in weights(model, 0.5).items()}
     if how in ("names", "missing"):
@@ -326,8 +326,7 @@ def mapping_faults(rank: Rank) -> Any:
 
 
 def differs(rank: Rank) -> Any:
-    """A set that is not the same on all ranks: the values of one tensor, the options, or just who
-    has a timeout."""
+    """The set differs between ranks: the values of one tensor, the options, or only the timeout."""
     how, model = rank.job["how"], rank.job["model"]
     state = {name: np.array(value) for name, value in weights(model, 0.5).items()}
     if how == "values" and rank.victim:
@@ -348,7 +347,7 @@ def differs(rank: Rank) -> Any:
 
 
 def stops(rank: Rank) -> Any:
-    """A stop string that one rank alone was given."""
+    """Only one rank has a stop string."""
     with rank.make(tokenizer=Letters()) as generator:
         generator.sync_weights(rank.source(), cast=True)
         stop = ["ab"] if rank.victim else ["cd"]
@@ -356,8 +355,8 @@ def stops(rank: Rank) -> Any:
 
 
 def rests(rank: Rank) -> Any:
-    """Sleeps and wakes for which the victim has other arguments: what is raised and what sleeps
-    then, and whether the same serves on."""
+    """Sleeps and wakes while the victim passes different arguments. Returns the errors, what is
+    asleep afterwards, and whether the same version keeps serving."""
     told = []
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True, version=3)
@@ -379,8 +378,8 @@ def rests(rank: Rank) -> Any:
 
 
 def aborted_asleep(rank: Rank) -> Any:
-    """What was aborted comes out of poll though no step can be made; what is not finished is still
-    refused."""
+    """poll returns aborted requests although the generator cannot step. Unfinished requests are
+    still refused."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         polls = []

@@ -1,5 +1,5 @@
 """Scenarios for the server of mesh_ranks.py: rank 0 makes the calls and the others follow.
-test_follow.py says what has to come out."""
+test_follow.py has the expected results."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ import rollmesh as rm
 
 
 async def of_an_event_loop(generator: rm.Generator) -> list[Any]:
-    """Some requests at once, one that is cancelled, one with a stop string, one that is read as it
-    comes."""
+    """Several requests at once: one is cancelled, one has a stop string, one is streamed."""
     waiting = [
         asyncio.ensure_future(generator.agenerate(PROMPTS[i % 6], params(i, 3 + 5 * i)))
         for i in range(5)
@@ -33,13 +32,13 @@ async def of_an_event_loop(generator: rm.Generator) -> list[Any]:
     endless.cancel()
     outputs = [stopped, *await asyncio.gather(*waiting)]
     *_, last = [output async for output in generator.astream(PROMPTS[3], params(9, 7))]
-    return [
-        told(output)[1:] for output in [*outputs, last]
-    ]  # without the ids, whose order is the threads'
+    # Without the ids, whose order depends on the threads.
+    return [told(output)[1:] for output in [*outputs, last]]
 
 
 def every_call(rank: Rank) -> Any:
-    """What rank 0 gets from calls of every kind; whether a rank that has followed is closed."""
+    """Returns the results of all kinds of calls on rank 0, and whether a rank that has followed is
+    closed."""
     with rank.make(tokenizer=Letters(), max_model_len=4096, kv_cache_gib=0.05) as generator:
         generator.follow(lambda version: rank.source(0.75 if version == 2 else 1.0))
         if rank.rank > 0:
@@ -82,8 +81,8 @@ def every_call(rank: Rank) -> Any:
 
 
 def refused(rank: Rank) -> Any:
-    """Rank 0: what is refused, and that the next call succeeds. Another rank: what a call of its
-    own raises while it follows."""
+    """Rank 0 returns the refusals, and whether the next call succeeds. Another rank returns the
+    error of a call that it makes while it follows."""
     own: list[str] = []
     with rank.make() as generator:
         try:
@@ -136,7 +135,8 @@ def refused(rank: Rank) -> Any:
 
 
 def endless(rank: Rank) -> Any:
-    """Rank 0's iterator of weights, or the victim's, does not end; then the next set is taken."""
+    """Rank 0's iterator of weights, or the victim's, does not end; then the next set is
+    accepted."""
     without_end = repeat(("model.norm.weight", np.ones(96, np.float32)))
     with rank.make() as generator:
         generator.follow(
@@ -154,7 +154,7 @@ def endless(rank: Rank) -> Any:
 
 
 def idle(rank: Rank) -> Any:
-    """Rank 0 is silent for several timeouts of the comm."""
+    """Rank 0 makes no call for several timeouts of the comm."""
     with rank.make() as generator:
         generator.follow()
         if rank.rank > 0:
@@ -165,7 +165,7 @@ def idle(rank: Rank) -> Any:
 
 
 def handled(rank: Rank) -> Any:
-    """A signal's handler makes calls while its rank waits for the next one of rank 0."""
+    """A signal handler makes calls while its rank waits for the next call of rank 0."""
     own: list[str] = []
     with rank.make() as generator:
 
@@ -209,7 +209,7 @@ def ended(rank: Rank) -> Any:
 
 
 def words(rank: Rank) -> Any:
-    """Texts of a type of their own, as rows of an array or of a table are."""
+    """Submits texts of a subclass of str, like the elements of an array or a table column."""
     text = {"str": str, "str_": np.str_}[rank.job["text"]]
     with rank.make(tokenizer=Letters()) as generator:
         generator.follow()
@@ -233,7 +233,7 @@ class Slow(Letters):
 
 
 def busy(rank: Rank) -> Any:
-    """Rank 0 is in one call for several timeouts of the comm before its first step."""
+    """Rank 0 spends several timeouts of the comm in one call before its first step."""
     with rank.make(tokenizer=Slow()) as generator:
         generator.follow()
         if rank.rank > 0:
@@ -245,7 +245,7 @@ def busy(rank: Rank) -> Any:
 
 
 def dropped(rank: Rank) -> Any:
-    """Rank 0 forgets its generator, and lives on. Another rank: what it is told."""
+    """Rank 0 drops its generator, and lives on. Another rank returns its error."""
     generator, rank.generator = rank.make(), None
     told = None
     try:
@@ -259,7 +259,7 @@ def dropped(rank: Rank) -> Any:
 
 
 def lost(rank: Rank) -> Any:
-    """The victim ends, or is interrupted, while rank 0 generates."""
+    """The victim exits, or is interrupted, while rank 0 generates."""
     if rank.job["signal"] == signal.SIGINT:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with rank.make(max_model_len=4096, kv_cache_gib=0.05) as generator:
@@ -282,8 +282,8 @@ def lost(rank: Rank) -> Any:
 
 
 def interrupted(rank: Rank) -> Any:
-    """A Ctrl-C on rank 0 between the message of a call and the call. What each rank is told
-    next."""
+    """A Ctrl-C on rank 0 between the message of a call and the call. Returns the next error of each
+    rank."""
     with rank.make() as generator:
         try:
             generator.follow()
@@ -312,7 +312,8 @@ def interrupted(rank: Rank) -> Any:
 
 
 def unready(rank: Rank) -> Any:
-    """What ranks are told that cannot follow or be followed yet; then they can."""
+    """Returns the errors of ranks that cannot follow or be followed yet; then follows
+    successfully."""
     told: list[str] = []
     with rank.make() as generator:
 

@@ -1,14 +1,13 @@
-"""Scenarios for the server of mesh_ranks.py: weights that come in pieces. test_resharding.py says
-what has to come out.
+"""Scenarios for the server of mesh_ranks.py: weights that come in pieces. test_resharding.py has
+the expected results.
 
-The trainer is in the same processes, which talk over Gloo whatever the generator's ranks use. Job:
+The trainer runs in the same processes, which use Gloo whatever the generator's ranks use. Job:
 "trainer" how its ranks hold the weights, "axes" of its mesh, "dims" that each axis shards (-1:
-replicated), "first" rank of it, "packed" experts in one tensor, "dtype", "stream" an iterator and
-no mapping.
+replicated), "first" rank of it, "packed" experts in one tensor, "dtype", "stream" an iterator
+instead of a mapping.
 
-torch is imported here, at the top, because the server imports this once for all ranks that it
-forks.
-"""
+torch is imported here, at the top, because the server imports this module once for all ranks that
+it forks."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ for name in CASES:
 
 
 def begin(rank: Rank, trains: bool = True) -> None:
-    """The generator's ranks over what the job says; over torch they take the process group of the
-    trainer."""
+    """Connects the generator's ranks by the job's transport; over torch they use the trainer's
+    process group."""
     if trains:
         distributed.init_process_group(
             "gloo", init_method=f"file://{rank.job['name']}", rank=rank.rank, world_size=rank.world
@@ -73,9 +72,8 @@ def full(rank: Rank, scale: float) -> Named:
 def on_mesh(rank: Rank, state: Named) -> Named | None:
     """DTensors over "axes" of ranks from "first" on; other ranks have no source."""
     axes, first = rank.job["axes"], rank.job.get("first", 0)
-    mesh = DeviceMesh(
-        "cpu", torch.arange(first, first + math.prod(axes)).reshape(axes)
-    )  # all ranks make it
+    # Made by all ranks.
+    mesh = DeviceMesh("cpu", torch.arange(first, first + math.prod(axes)).reshape(axes))
     if not first <= rank.rank < first + math.prod(axes):
         return None
 
@@ -173,7 +171,7 @@ class Watch:
 
 # -------------------------------------------------------------------------------------- scenarios
 def resharded(rank: Rank) -> Any:
-    """As mesh_ranks.bits: two versions and what each answers. And what it took."""
+    """Returns the answers of two versions, like mesh_ranks.bits, and how much was transferred."""
     begin(rank)
     watch = Watch()
     with rank.make() as generator:
@@ -191,7 +189,8 @@ def resharded(rank: Rank) -> Any:
 
 
 def by_shards(rank: Rank) -> Any:
-    """As resharded: each rank brings of each tensor what Generator.shard says."""
+    """Like resharded, but each rank supplies the part of each tensor that Generator.shard
+    returns."""
     begin(rank, trains=False)
     watch, state = Watch(), full(rank, 1.0)
     with rank.make() as generator:
@@ -219,7 +218,7 @@ def by_shards(rank: Rank) -> Any:
 
 
 def spoiled(rank: Rank, state: Named) -> Any:
-    """The state as the victim, or all, get it wrong."""
+    """Returns the state with an error on the victim, or on all ranks."""
     how, names = rank.job["how"], list(state)
     name = names[5]
     if how == "hole":  # the last row of one tensor is in nobody's piece
@@ -248,9 +247,8 @@ def spoiled(rank: Rank, state: Named) -> Any:
     if how == "order":
         state = {key: state[key] for key in [*names[:5], names[6], names[5], *names[7:]]}
     elif how == "fewer":
-        return iter(
-            [(key, state[key]) for key in names[:5]]
-        )  # of a mapping it would be seen at once that names are missing
+        # An iterator, because missing names in a mapping would be detected immediately.
+        return iter([(key, state[key]) for key in names[:5]])
     elif how == "dtype":
         state[name] = rm.Piece(
             state[name].array.astype(np.float64), state[name].shape, state[name].offsets
@@ -298,8 +296,8 @@ def rows(rank: Rank, state: Named) -> Named:
 
 
 def spoiled_pieces(rank: Rank) -> Any:
-    """A sync in pieces that is wrong somewhere: what it raises, what serves then, and the next
-    one."""
+    """Makes a sync in pieces with an error. Returns its error, the version that serves then, and
+    the next sync."""
     begin(rank, trains=False)
     with rank.make() as generator:
         generator.sync_weights(rows(rank, weights("moe")), cast=True)
@@ -316,7 +314,7 @@ def spoiled_pieces(rank: Rank) -> Any:
 
 
 def lost_among_pieces(rank: Rank) -> Any:
-    """The victim ends where pieces are exchanged."""
+    """The victim exits while pieces are exchanged."""
     begin(rank, trains=False)
     kept, count = Resharding._exchange, iter(range(rank.job["calls"]))
     generator = rank.make()

@@ -92,8 +92,8 @@ def weights(name: str, scale: float = 1.0) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------- a rank
 class Rank:
-    """What a scenario works with: this rank's number, its generator once made, and ways to end or
-    stop itself."""
+    """The state of a scenario: this rank's number, its generator once it exists, and ways to end or
+    stop this process."""
 
     def __init__(self, job: Job, rank: int):
         self.job, self.rank = job, rank
@@ -150,7 +150,7 @@ class Rank:
         return self.generator
 
     def source(self, scale: float = 1.0) -> Any:
-        """Weights, where this rank is one that has some."""
+        """Returns weights, if this rank has some."""
         has = self.job.get("source", "all") in ("all", self.rank)
         return weights(self.job.get("model", "dense"), scale) if has else None
 
@@ -158,7 +158,7 @@ class Rank:
         os.kill(os.getpid(), self.job.get("signal", signal.SIGKILL))
 
     def after(self, calls: int, method: str, do: Callable[[], None] | None = None) -> None:
-        """The victim does it instead of the call of that number of a method of its engine."""
+        """The victim calls a function instead of a given call of a method of its engine."""
         if not self.victim:
             return
         assert self.generator is not None
@@ -185,7 +185,8 @@ def digest(*arrays: Any) -> str:
 
 
 def answers(generator: rm.Generator) -> dict[str, str]:
-    """All that the contract fixes, a digest for each kind, so that a failure says what differs."""
+    """Returns a digest of each kind of result that the contract fixes, so that a failure shows the
+    kind that differs."""
     outputs = generator.generate(PROMPTS, SAMPLED, use_tqdm=False)
     samples = [sample for output in outputs for sample in output.outputs]
     edited = [
@@ -227,7 +228,7 @@ def answers(generator: rm.Generator) -> dict[str, str]:
 
 # -------------------------------------------------------------------------------------- scenarios
 def bits(rank: Rank) -> Any:
-    """Two versions, and what each answers."""
+    """Returns the answers of two versions."""
     with rank.make() as generator:
         first = generator.sync_weights(rank.source(), cast=True).digest
         out = {"digest": first, **answers(generator)}
@@ -236,8 +237,8 @@ def bits(rank: Rank) -> Any:
 
 
 def replayed(rank: Rank) -> Any:
-    """What one request and then three answer, and how many steps this rank has replayed since it
-    was made. `sleepers` have slept in between."""
+    """Returns the answers of one request and then of three, and the number of steps that this rank
+    has replayed since its creation. `sleepers` sleep in between."""
     params, out = rm.SamplingParams(max_tokens=12, seed=2, ignore_eos=True), []
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
@@ -251,9 +252,8 @@ def replayed(rank: Rank) -> Any:
             ]
             out.append((digest(*told), generator.metrics()["graph_replays"]))
             if rank.rank in rank.job.get("sleepers", ()):
-                generator._engine.sleep(
-                    PARTS["kv"]
-                )  # what a lone call of Generator.sleep would have all ranks refuse
+                # All ranks would refuse this in a call of Generator.sleep on one rank.
+                generator._engine.sleep(PARTS["kv"])
                 generator._engine.wake(PARTS["kv"])
     return out
 
@@ -269,8 +269,8 @@ def construct(rank: Rank) -> Any:
 
 
 def bad_weight(rank: Rank) -> Any:
-    """A weight that only the victim holds is not finite, or one that it lacks, or another version:
-    what its sync raises, what serves then, and the next sync."""
+    """Only the victim has a weight that is not finite, lacks a weight, or has another version.
+    Returns the error of the sync, the version that serves then, and the next sync."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         before = answers(generator)
@@ -285,9 +285,8 @@ def bad_weight(rank: Rank) -> Any:
                 versions = rank.job["how"] == "version"
                 with generator.begin_sync(8 + rank.victim if versions else None, cast=True) as sync:
                     for name, value in bad.items():
-                        if versions or not (
-                            rank.victim and name == "model.norm.weight"
-                        ):  # the victim does not get it
+                        # The victim does not get this tensor.
+                        if versions or not (rank.victim and name == "model.norm.weight"):
                             sync.push(name, value)
         except rm.Error as error:
             told = [type(error).__name__, str(error)]
@@ -305,7 +304,7 @@ def bad_weight(rank: Rank) -> Any:
 
 
 def source_raises(rank: Rank) -> Any:
-    """The source breaks off in the middle, on the one rank that has it."""
+    """The source raises in the middle, on the one rank that has it."""
 
     def broken() -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(weights("dense", 0.5).items()):
@@ -328,7 +327,8 @@ def source_raises(rank: Rank) -> Any:
 
 
 class Deaf:
-    """Instead of the digest of all requests: what ranks compare of them is always the same."""
+    """Replaces the digest of all requests with a constant, so that the ranks' comparison always
+    succeeds."""
 
     def update(self, part: bytes) -> None:
         pass
@@ -338,8 +338,8 @@ class Deaf:
 
 
 def apart(rank: Rank) -> Any:
-    """The victim makes another call than the rest. "unheard": and the layer that would have noticed
-    first does not listen."""
+    """The victim makes another call than the rest. "unheard": the layer that would detect this
+    first is disabled."""
     with rank.make() as generator:
         generator.sync_weights(rank.source(), cast=True)
         if rank.job["how"] in ("unheard", "handed out"):
@@ -377,7 +377,7 @@ def apart(rank: Rank) -> Any:
 
 def lost(rank: Rank) -> Any:
     """The victim gets a signal in the middle of a call, or `delay` seconds after the beginning of
-    one; the others say what they raise, now and at the call after."""
+    one. The others return their errors, now and at the next call."""
     generator = rank.make()
     generator.sync_weights(rank.source(), cast=True)
     where, delay = rank.job["where"], rank.job.get("delay")
@@ -427,8 +427,9 @@ def lost(rank: Rank) -> Any:
 
 
 def failing(rank: Rank) -> Any:
-    """What the environment does to the victim: what each rank raises, now and at the call after,
-    and how long the first took; then what another generator answers without it."""
+    """The environment makes the victim fail. Returns the error of each rank, now and at the next
+    call, and the duration of the first call; then the answers of another generator without that
+    environment."""
     generator, start = rank.make(), time.monotonic()
     try:
         generator.sync_weights(rank.source(), cast=True)
@@ -456,8 +457,8 @@ def failing(rank: Rank) -> Any:
 
 
 def interrupted(rank: Rank) -> Any:
-    """Ctrl-C in the victim, while it generates or syncs, or in the midst of an exchange of a step
-    by torch."""
+    """Ctrl-C in the victim, while it generates or syncs, or during an exchange of a step by
+    torch."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     generator = rank.make()
     generator.sync_weights(rank.source(), cast=True)
@@ -484,14 +485,14 @@ def interrupted(rank: Rank) -> Any:
     except rm.Error as error:
         told = [type(error).__name__, str(error)]
     if rank.victim:
-        os.read(
-            rank.job["release"], 1
-        )  # it lives on until the others are done: they have to be told, and not by its end
+        # This rank lives until the others are done: they must learn of the failure from a message,
+        # not from its exit.
+        os.read(rank.job["release"], 1)
     return {"told": told}
 
 
 def forked(rank: Rank) -> Any:
-    """Every rank forks a child that tries its copies of the ends and lets go of them, by close or
+    """Every rank forks a child that tries its copies of the ends and releases them, by close or
     with the last reference."""
     generator = rank.make()
     generator.sync_weights(rank.source(), cast=True)
@@ -520,7 +521,7 @@ def forked(rank: Rank) -> Any:
 
 
 def timed(rank: Rank) -> Any:
-    """generate with a timeout, short or not; then the same generator without one."""
+    """generate with a timeout, short or long; then the same generator without a timeout."""
     with rank.make(max_model_len=4096, kv_cache_gib=0.05) as generator:
         generator.sync_weights(rank.source(), cast=True)
         out = []
@@ -546,8 +547,9 @@ def timed(rank: Rank) -> Any:
 
 
 def closed(rank: Rank) -> Any:
-    """What the process holds after each of some generators: descriptors, threads, mapped segments.
-    Gloo closes some of its descriptors in a thread of its own, a moment later."""
+    """Returns the number of descriptors, threads and mapped segments of the process after each of
+    several generators. Gloo closes some of its descriptors a moment later, in a background
+    thread."""
 
     def now() -> list[int]:
         segments = sum(
@@ -572,8 +574,8 @@ def closed(rank: Rank) -> Any:
 
 
 def calls_in_a_row(rank: Rank) -> Any:
-    """Some generators one after another and calls of every kind, refused ones among them: all are
-    the same everywhere."""
+    """Several generators one after another, and calls of every kind, including refused ones: the
+    results are equal on all ranks."""
     out: list[Any] = []
     with rank.make() as generator:
         try:

@@ -1,5 +1,5 @@
-"""Builds the C drivers of tests/support/native against the C core: no Python between a test and the
-code it is about, so that TSan, valgrind and tight loops see all of it and nothing else.
+"""Builds the C drivers of tests/support/native against the C core. Without Python, TSan, valgrind
+and tight loops see only the code under test.
 
     python tests/support/native_build.py NAME [--sanitize thread] [--emulate] [--into DIR]
 
@@ -134,7 +134,7 @@ def standin(
 
 
 def cublas_standin(into: Path) -> Path:
-    """That for libcublasLt.so.13."""
+    """Builds the stand-in for libcublasLt.so.13."""
     return standin(into, name="cublaslt.c", file="libcublasLt.so.13")
 
 

@@ -38,8 +38,7 @@ def stored(x: Array, dtype: str) -> Array:
 
 
 def misaligned(x: Array) -> Array:
-    """The same array one element past a 64-byte boundary, where vector loads would like it
-    least."""
+    """The same array one element past a 64-byte boundary, the worst alignment for vector loads."""
     room = np.zeros(x.size + 64 // x.itemsize + 2, x.dtype)
     start = (-room.ctypes.data // x.itemsize) % (64 // x.itemsize) + 1
     out = room[start : start + x.size].reshape(x.shape)
@@ -85,9 +84,9 @@ def attention_case(
     page_size: int,
     window: int = 0,
 ) -> dict[str, Array]:
-    """Sequences whose last min(chunk, length) positions are asked for, in shuffled pages. Slots
-    that no row may see hold finite garbage where they share a page with live ones; pages without a
-    live one hold NaN, and tables do not point to them."""
+    """Sequences in shuffled pages that ask for their last min(chunk, length) positions. Slots that
+    must not be read hold finite garbage if they share a page with live slots. Pages without a live
+    slot hold NaN, and tables do not point to them."""
     needed = [-(-n // page_size) for n in lengths]
     order = rng.permutation(sum(needed) + 3).astype(np.int32)
     tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)

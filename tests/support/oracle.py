@@ -58,8 +58,8 @@ def model(
     changes: Mapping[str, Any],
     experts: str = "eager",
 ) -> Any:
-    """Attention and experts as the modeling file spells them ("eager"): the other implementations
-    refuse float64 or odd widths."""
+    """Attention and experts as in the modeling file ("eager"): the other implementations refuse
+    float64 or odd widths."""
     fields = {**case.config, **changes}
     config = config_of(fields)
     # Built in its dtype, not cast to it: .to(bfloat16) would round inv_freq too.
@@ -90,7 +90,7 @@ def model(
 
 
 class Double(TorchFunctionMode):
-    """While active, what asks for float32 gets float64, except inside the modules given to
+    """While active, casts to float32 become casts to float64, except inside the modules given to
     `exempt`."""
 
     def __init__(self) -> None:
@@ -134,8 +134,8 @@ class Forward:
     routed: np.ndarray  # int64 [n][moe_layers][k], best first
 
     def router_margin(self) -> np.ndarray:
-        """float64 [n]: over the layers, the least gap between the last chosen and the first not
-        chosen."""
+        """float64 [n]: over the layers, the smallest gap between the last chosen and the first not
+        chosen expert."""
         n, layers, experts = self.scores.shape
         k = self.routed.shape[2]
         if layers == 0 or k == experts:
@@ -144,7 +144,7 @@ class Forward:
         return (ranked[..., k - 1] - ranked[..., k]).min(axis=-1)
 
     def order_margin(self) -> np.ndarray:
-        """float64 [n]: as router_margin, but over every neighbouring pair down to the first not
+        """float64 [n]: like router_margin, but over every neighbouring pair down to the first not
         chosen."""
         n, layers, _ = self.scores.shape
         ranked = -np.sort(-self.scores, axis=-1)[..., : self.routed.shape[2] + 1]
@@ -198,12 +198,11 @@ def relative_error(logits: np.ndarray, truth: np.ndarray) -> float:
 
 
 def default_model(case: helpers.Case, state: Mapping[str, torch.Tensor], dtype: str) -> Any:
-    """As `model`, but with the implementations that transformers picks by itself where they accept
-    the shapes."""
+    """Like `model`, but with the implementations that transformers selects by default if they
+    accept the shapes."""
     widths = (case.config["hidden_size"], case.config.get("moe_intermediate_size", 0))
-    grouped = case.is_moe and all(
-        width % 8 == 0 for width in widths
-    )  # grouped_mm wants rows of 16 bytes
+    # grouped_mm needs rows of multiples of 16 bytes.
+    grouped = case.is_moe and all(width % 8 == 0 for width in widths)
     net = model(case, state, dtype, {}, experts="grouped_mm" if grouped else "eager")
     net.set_attn_implementation("sdpa")
     return net

@@ -181,7 +181,8 @@ def _chances(tokenizer: Any, size: int) -> np.ndarray[Any, Any]:
 
 
 def speaker(tokenizer: Any, given: Any) -> rm.Generator:
-    """A generator that says the corpus. given: its tokenizer, in whatever form."""
+    """Returns a generator that generates text like the corpus. given: its tokenizer, in any
+    form."""
     size = len(tokenizer) + PADDING
     hidden = -(-size // 16) * 16
     config = {

@@ -1,6 +1,6 @@
-"""Child of test_titan_rl.py: one RollmeshGenerator actor, its endpoints called as they should not
-be, weights from torchstore. Prints what each call raised, and after each bad pull whether the old
-version still serves: a line of JSON each."""
+"""Child of test_titan_rl.py: one RollmeshGenerator actor with invalid calls of its endpoints, and
+weights from torchstore. Prints a line of JSON for each call with its error, and after each failed
+pull whether the old version still serves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def told(name: str, call: Any) -> None:
 
 
 def last_line(raised: Any) -> str | None:
-    """Of an ActorError, which ends with what the actor raised."""
+    """Returns the last line of an ActorError, which is the error that the actor raised."""
     return str(raised).strip().splitlines()[-1] if isinstance(raised, BaseException) else None
 
 
@@ -104,9 +104,8 @@ async def main() -> None:
     await told("long prompt", generate([1] * 65))
     await told("temperature", generate([1], sampling=SamplingConfig(temperature=-1.0)))
     await still("old serves after bad requests")
-    long = SamplingConfig(
-        temperature=0.0, max_tokens=60
-    )  # so that some of these meet, however late they come
+    # Long, so that some of these overlap, however late they arrive.
+    long = SamplingConfig(temperature=0.0, max_tokens=60)
     same = await asyncio.gather(
         *(generate([1, 2], "same", long) for _ in range(9)), return_exceptions=True
     )

@@ -1,5 +1,5 @@
-"""torchtitan's modules where there is no GPU, for tests. Import this before anything of torchtitan:
-without an accelerator it takes the device "cuda", which it reads when it is imported."""
+"""torchtitan's modules on a machine without a GPU, for tests. Import this before torchtitan:
+without an accelerator torchtitan selects the device "cuda", which it reads at import."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Child of test_titan_rl.py: examples/titan/grpo.py, in which the last process of the last
-generator is killed after the second step."""
+"""Child of test_titan_rl.py: runs examples/titan/grpo.py and kills the last process of the last
+generator after the second step."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ BACKEND = "partial_dtensor"  # the other backends want torch 2.15
 
 
 def weights_of(module: torch.nn.Module) -> None:
-    """Each tensor from a seed of its own name, whatever its layout. A fused wqkv is one tensor
-    here, and three of the state dict."""
+    """Fills each tensor from a seed that depends on its name, whatever its layout. A fused wqkv is
+    one tensor here, and three in the state dict."""
     biases = [
         (name, tensor) for name, tensor in module.named_buffers() if name.endswith("expert_bias_E")
     ]

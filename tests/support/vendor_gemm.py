@@ -139,7 +139,7 @@ OPEN = CFUNCTYPE(c_char_p, POINTER(cuda_device.Table), POINTER(Options), POINTER
 
 
 class Refused(Exception):
-    """Why it was not opened."""
+    """The reason why the library was not opened."""
 
 
 def arguments(shape: Shape, y: int, x: int, w: int, m: int, bias: int = 0) -> Gemm:
@@ -160,8 +160,8 @@ def differs(
     cols: int,
     found: int,
 ) -> int:
-    """The first element in which two [rows][cols] of bf16 on the device have other bits, or the
-    first of `one` that is no number; −1: there is none. `found`: FOUND_BYTES of the device."""
+    """Returns the first element in which two bf16 [rows][cols] on the device differ, or the first
+    element of `one` that is not finite, or −1. `found`: FOUND_BYTES on the device."""
     args = Pack(
         src=one,
         rows=rows,
@@ -181,7 +181,7 @@ def differs(
 
 
 def table(library: cuda_device.Library, family: str) -> Kernels:
-    """That of the family "cuda_fma" or "cuda_mma"."""
+    """Returns the kernel table of the family "cuda_fma" or "cuda_mma"."""
     door = (
         library.loaded.rm_kernels_cuda
         if family == "cuda_fma"
@@ -196,7 +196,7 @@ class VendorGemm:
         self.opened, self.version = opened, int(opened.version)
 
     def multiply(self, shape: Shape, y: int, x: int, w: int, m: int, bias: int = 0) -> None:
-        """Enqueued. Addresses of the device."""
+        """Enqueues a product of device addresses."""
         args = arguments(shape, y, x, w, m, bias)
         (self.opened.gemm_swiglu if shape.swiglu else self.opened.gemm)(
             self.opened.self, byref(args)
@@ -212,7 +212,8 @@ def opened(
     choice: int = FREE,
     room: int | None = None,
 ) -> Iterator[VendorGemm]:
-    """room: bytes of the workspace for gate and up; None: for all rows. Refused says why not."""
+    """room: bytes of the workspace for gate and up; None: for all rows. Raises Refused with the
+    reason."""
     room = (
         4 * max_rows * max((shape.n for shape in shapes if shape.swiglu), default=0)
         if room is None

@@ -1,14 +1,13 @@
-"""vLLM's engine over a device, in a process of its own, since vLLM asks for its platform once a
+"""vLLM's engine over a device, in a separate process because vLLM selects its platform once per
 process:
 
     ROLLMESH_VLLM_DEVICE=cuda python tests/support/vllm_device.py moe bfloat16 FOLDER [EXCHANGE]
 
-The worker gets the weights, and its answers are held to rm.Generator's on the CPU; with EXCHANGE
-there are two of them, which exchange so, and read most of the weights on a GPU of this process,
-which lends them.
-After each set it sleeps at level 1, which gives the weights' memory back as well, and answers the
-same when it wakes. Prints one line of JSON, {"platform", "device", "nccl", "compared"}, or ends
-with the assertion's status.
+The worker receives the weights, and its answers are compared with those of rm.Generator on the CPU.
+With EXCHANGE there are two workers, which exchange that way, and they read most of the weights on a
+GPU of this process, which lends them. After each set the worker sleeps at level 1, which frees the
+memory of the weights as well, and gives the same answers when it wakes. Prints one line of JSON,
+{"platform", "device", "nccl", "compared"}, or ends with the assertion's status.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from rollmesh.vllm.trainer import WeightSender
 
 
 def nap(llm: Any) -> None:
-    """Level 1, and awake again by tag. What serves is what served, and in between nothing of it is
-    on the device."""
+    """Sleeps at level 1 and wakes by tag. The same weights serve as before; in between the device
+    holds none of them."""
     known = [
         llm.collective_rpc(method) for method in ("weight_version", "compute_weight_checksums")
     ]
@@ -49,8 +48,8 @@ def nap(llm: Any) -> None:
 
 
 def dropped(llm: Any, weights: support.Weights, oracle: support.Oracle) -> None:
-    """Level 2 after level 1, which vLLM's executor hears of once: what the host kept is gone, and a
-    set has to come."""
+    """Sleeps at level 2 after level 1, of which vLLM's executor sees only one: the host's copy is
+    gone, and a new set is needed."""
     llm.sleep(1)
     llm.collective_rpc("sleep", args=(2,))
     llm.wake_up()
@@ -61,14 +60,14 @@ def dropped(llm: Any, weights: support.Weights, oracle: support.Oracle) -> None:
 
 
 def lent(weights: support.Weights) -> support.Weights:
-    """All but one on GPU 1 of this process, float32 where a model has bfloat16."""
+    """Lends all tensors but one on GPU 1 of this process, float32 if a model has bfloat16."""
     trainer = gpu_trainer.Trainer(Path(os.environ["ROLLMESH_CUDA_LIBRARY"]), 1)
     wide = {name: np.ascontiguousarray(array.astype(np.float32)) for name, array in weights.items()}
     return {**trainer.packed(wide), "model.norm.weight": weights["model.norm.weight"]}
 
 
 def device_memory(worker: Any) -> tuple[int, int, int]:
-    """In a worker: what is left of its device, and what it holds of weights and KV."""
+    """In a worker: returns the free memory of its device, and the bytes of its weights and KV."""
     metrics = worker.metrics()
     ordinal = int(metrics["device"].removeprefix("cuda:"))
     return (

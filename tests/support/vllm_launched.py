@@ -41,9 +41,8 @@ def main() -> None:
             compared += support.agree(got, want)
             llm.reset_prefix_cache()
     oracle.close()
-    sys.stdout.write(
-        json.dumps({"rank": int(os.environ["RANK"]), "compared": compared}) + "\n"
-    )  # in one: print's end is another write
+    # One write for the whole line, because print writes the line's end separately.
+    sys.stdout.write(json.dumps({"rank": int(os.environ["RANK"]), "compared": compared}) + "\n")
     sys.stdout.flush()
 
 

@@ -1,10 +1,10 @@
-"""A trainer with tensors on a simulated GPU, in a process of its own, whose WeightSender(lend=True)
-makes vLLM's calls on a client in the process of the test: each call comes by a pipe, as JSON like
-over HTTP, and is answered, by the client or as the test likes.
+"""A trainer with tensors on a simulated GPU, in a separate process, whose WeightSender(lend=True)
+makes vLLM's calls on a client in the test's process. Each call arrives through a pipe, as JSON like
+over HTTP, and is answered by the client or by the test.
 
-    remote.send(client, config, seed, version)        a whole set
-    remote.begin("send", …); remote.next() → Asked; remote.answer(…); …; remote.result()      by
-                                                                                              hand
+        remote.send(client, config, seed, version)        a whole set
+        # by hand:
+        remote.begin("send", …); remote.next() → Asked; remote.answer(…); …; remote.result()
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Forwarding:
 
 
 class _Trainer(gpu_trainer.Lender):
-    """By a sender to vLLM's workers."""
+    """A trainer with a sender to vLLM's workers."""
 
     def __init__(
         self, pipe: Connection, library: str, ordinal: int, options: dict[str, Any]
@@ -81,12 +81,11 @@ class _Trainer(gpu_trainer.Lender):
         on_host: tuple[str, ...] = (),
         changes: dict[str, Any] | None = None,
     ) -> None:
-        """on_host: those that are not on the GPU. changes: other arrays; None leaves a tensor
-        out."""
+        """on_host: the tensors that are not on the GPU. changes: other arrays; None omits a
+        tensor."""
         state = {**helpers.numpy_state_dict(config, seed=seed, dtype="float32"), **(changes or {})}
-        state = {
-            name: np.array(array) for name, array in state.items() if array is not None
-        }  # with memory of their own
+        # The arrays are copied, so that they own their memory.
+        state = {name: np.array(array) for name, array in state.items() if array is not None}
         gpu = {name: array for name, array in state.items() if name not in on_host}
         self.held = self.trainer.packed(gpu) if packed else self.trainer.state(gpu)
         self.sender.send(
@@ -124,7 +123,7 @@ def _serve(
 
 
 def read(end: Connection, name: str, nonce: str, number: int) -> None:
-    """A worker, until it is told to close what it has open; it says what it was refused by."""
+    """A worker that reads until it is told to close; returns its errors."""
     reader = MappedSegment(FOLDER / name, nonce)
     try:
         with reader.reading(number, f"bucket {number} of {reader.path}") as is_lent_still:
@@ -217,7 +216,7 @@ class Remote:
         self.process.join(WAIT_S)
 
     def finish(self) -> None:
-        """Exit status 0: the simulated device has found nothing to complain about."""
+        """Expects exit status 0: the simulated device has detected no fault."""
         if self.process.is_alive() and self._is_asking:  # a test has ended in the middle
             self.kill()
         elif self.process.is_alive():

@@ -1,14 +1,13 @@
-"""Workers of a vLLM engine without vLLM round them: for tests of what vLLM calls on a worker
+"""Workers of a vLLM engine without vLLM: for tests of the calls that vLLM makes on a worker
 (rollmesh/vllm/weight_updates.py).
 
     Alone       one worker in this process: an exception is raised to the caller, as by vLLM's
                 executor of one process
-    Processes   ranks that are processes, called as vLLM's multiprocess executor does: the call goes
-                to all, then replies are read rank by rank, and the first failure is raised at once,
-                by its words alone; replies behind it stay where they are
+    Processes   ranks that are processes, called like by vLLM's multiprocess executor: the call goes
+                to all, then replies are read rank by rank, and the first failure is raised
+                immediately, with its words only; later replies stay unread
 
-The engine is that of a Generator, whose logits are what serves.
-"""
+The engine is a Generator's, whose logits show the serving weights."""
 
 from __future__ import annotations
 
@@ -93,16 +92,16 @@ class _Worker:
         self.updates.model.compute_logits = lambda logits: logits + add
 
     def load_cut(self, pairs: Any, rank: int, after: int) -> set[str]:
-        """On one rank the trainer's iterator ends by an exception."""
+        """On one rank the trainer's iterator raises in the middle."""
         return self.load(_cut(pairs, after) if rank == self.updates.rank else pairs)
 
     def set(self, rank: int, name: str, value: str) -> None:
-        """Of one rank's environment."""
+        """Sets a variable in one rank's environment."""
         if rank == self.updates.rank:
             os.environ[name] = value
 
     def end_reading(self, rank: int, after: int) -> None:
-        """One rank's process ends when it has looked at so many tensors that are lent to it."""
+        """One rank's process exits after it has read a given number of lent tensors."""
         if rank == self.updates.rank:
             looked, array = iter(range(after)), Borrowed.array
             Borrowed.array = lambda self, name: (
@@ -182,8 +181,7 @@ class Processes(Client):
         executor: str = "mp",
         device: str = "cpu",
     ):
-        """On a GPU processes are spawned, have the environment of this moment, and do without
-        vLLM."""
+        """On a GPU the processes are spawned with the current environment and without vLLM."""
         context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu":
             context.set_forkserver_preload(["vllm_ranks"])
@@ -211,7 +209,7 @@ class Processes(Client):
         return replies
 
     def left_over(self) -> int:
-        """Replies that nobody has read."""
+        """Returns the number of unread replies."""
         return sum(pipe.poll(0.2) for pipe in self._pipes)
 
     def skip(self, replies: int) -> None:
@@ -222,7 +220,7 @@ class Processes(Client):
 
     def close(self) -> None:
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # one that has ended by itself
+            with suppress(BrokenPipeError):  # the process has already exited
                 pipe.send(None)
         for process in self._processes:
             process.join(WAIT_S)

@@ -1,5 +1,5 @@
-"""Workers that serve one small model, a sender, and which version should serve: what
-test_vllm_weights.py and test_vllm_sender.py share."""
+"""Shared by test_vllm_weights.py and test_vllm_sender.py: workers that serve one small model, a
+sender, and the version that should serve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def state(version: int) -> State:
 
 
 def bits(version: int) -> bytes:
-    """What a generator gives with the weights of a version."""
+    """Returns the answers of a generator with the weights of a version."""
     return _bits(version % 3)
 
 
@@ -46,7 +46,8 @@ def _bits(version: int) -> bytes:
 
 
 def left_behind() -> list[Path]:
-    """Segments that this process has open, or nobody. Other tests of the machine have theirs."""
+    """Segments that this process has open, or no process. Other tests of the machine have
+    theirs."""
     mine = {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
     return [
         path for path in SHM.glob(segment.PREFIX + "*") if str(path) in mine or not _is_owned(path)
@@ -65,7 +66,7 @@ def _is_owned(path: Path) -> bool:
 
 
 class Served:
-    """Workers, a sender, and which version should serve."""
+    """Workers, a sender, and the version that should serve."""
 
     def __init__(self, client: Any):
         self.client, self.version = client, 0
@@ -85,7 +86,7 @@ class Served:
         )
 
     def still_works(self) -> None:
-        """After a refusal."""
+        """Checks after a refusal that the old version serves and a good set is accepted."""
         self.hold()
         self.push()
 

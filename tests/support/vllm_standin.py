@@ -1,6 +1,6 @@
-"""As much of vLLM as rollmesh's weight transfer engine is made of, where vLLM is not installed, or
-takes too long to import: its base class and its factory. With it workers (vllm_ranks) run; what
-vLLM itself does with them is tested where it is."""
+"""The parts of vLLM that rollmesh's weight transfer engine needs, where vLLM is not installed or
+takes too long to import: its base class and its factory. Workers (vllm_ranks) run with it; the
+behavior under vLLM itself is tested where vLLM is installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WeightTransferEngineFactory:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Nothing where vLLM is. Nobody finds it afterwards."""
+    """Installs the stand-in, unless vLLM is installed, and removes it afterwards."""
     if HAS_VLLM:
         yield
         return
@@ -67,7 +67,7 @@ def install() -> None:
 
 
 def serve(*args: Any) -> None:
-    """A rank of vllm_ranks.Processes that does without vLLM."""
+    """A rank of vllm_ranks.Processes without vLLM."""
     install()
     import vllm_ranks
 

@@ -1,10 +1,10 @@
-"""What the tests of rollmesh under a real vLLM engine share: the environment, small models as vLLM
-wants them, and the oracle.
+"""Shared by the tests of rollmesh under a real vLLM engine: the environment, small models in vLLM's
+format, and the oracle.
 
 A request is a prompt and a dict of sampling settings whose names vLLM and rollmesh share, so that
 one description makes the SamplingParams of both. The oracle is rm.Generator with the same weights.
-Answers of both are brought into one form (Answer) in which every float stands as its 32 bits;
-ranks, which a Generator does not give, are counted in its logits. So `agree` compares bit for bit.
+Answers of both are converted to one form (Answer) in which every float is stored as its 32 bits. A
+Generator does not return ranks, so they are counted in its logits. So `agree` compares bit for bit.
 
 vLLM is imported by engine() only: these tests skip where it is not installed, and importing it
 costs seconds.
@@ -76,8 +76,8 @@ class Request:
 
 
 def request(prompt: Iterable[int], **settings: Any) -> Request:
-    """Never unseeded: a sample that nobody can repeat has no oracle. The stop tokens of a model are
-    not used."""
+    """Makes a request that always has a seed, because a sample that cannot be repeated has no
+    oracle. The stop tokens of the model are not used."""
     settings = {"seed": 0, "logprobs": 0, "max_tokens": 8, "ignore_eos": True} | settings
     return Request(tuple(int(token) for token in prompt), settings)
 
@@ -115,7 +115,7 @@ def vllm_position(position: Any) -> Position:
 
 
 def vllm_answers(output: Any) -> list[Answer]:
-    """Those of a vllm.RequestOutput."""
+    """Returns the answers of a vllm.RequestOutput."""
     answers = []
     if output.prompt_logprobs is not None:
         assert output.prompt_logprobs[0] is None
@@ -135,11 +135,10 @@ def vllm_answers(output: Any) -> list[Answer]:
 
 
 def our_positions(tokens: Any, logprobs: Any, top: Any, logits: Any) -> list[Position]:
-    """`tokens` as drawn from (or met at) the rows of `logits`; the likeliest ones count from 1, as
-    vLLM's do."""
-    ranks = (logits >= np.take_along_axis(logits, np.asarray(tokens, np.int64)[:, None], 1)).sum(
-        1
-    )  # equal ones too, as vLLM counts
+    """Makes the positions of `tokens` drawn from (or found at) the rows of `logits`; ranks count
+    from 1, like vLLM's."""
+    # Counts equal values too, like vLLM.
+    ranks = (logits >= np.take_along_axis(logits, np.asarray(tokens, np.int64)[:, None], 1)).sum(1)
     positions = []
     for i, word in enumerate(bits(logprobs)):
         position = {int(tokens[i]): (word, int(ranks[i]))}
@@ -153,7 +152,7 @@ def our_positions(tokens: Any, logprobs: Any, top: Any, logits: Any) -> list[Pos
 
 
 class Oracle:
-    """rm.Generator as what a vLLM engine has to repeat. `processed`: its logprobs are those of the
+    """rm.Generator as the oracle of a vLLM engine. `processed`: its logprobs are those of the
     distribution drawn from."""
 
     def __init__(self, model: str, dtype: str, processed: bool = False):
@@ -206,8 +205,8 @@ class Oracle:
 
 
 def agree(got: Sequence[Sequence[Answer]], want: Sequence[Sequence[Answer]]) -> int:
-    """AssertionError that says where the first of them differ; else how many tokens and values were
-    compared."""
+    """Raises an AssertionError with the first difference; else returns how many tokens and values
+    were compared."""
     assert len(got) == len(want), f"{len(got)} outputs, wanted {len(want)}"
     for i, (some, others) in enumerate(zip(got, want, strict=True)):
         assert [a.index for a in some] == [a.index for a in others], (
@@ -227,7 +226,7 @@ def agree(got: Sequence[Sequence[Answer]], want: Sequence[Sequence[Answer]]) -> 
 
 # -------------------------------------------------------------------------------- models, engines
 def weights_of(model: str, dtype: str, seed: int = 0) -> Weights:
-    """Another seed is another version: nothing of one is left in the next."""
+    """Makes the weights of a version: another seed changes all values."""
     return helpers.numpy_state_dict(CASES[model].config, seed, dtype)
 
 
@@ -247,8 +246,8 @@ def folder(at: Path, model: str) -> str:
 
 
 def options(at: Path, model: str, dtype: str, **changes: Any) -> dict[str, Any]:
-    """Of LLM, AsyncEngineArgs and their like: steps of at most 32 tokens and 6 sequences, so that
-    long prompts come in chunks."""
+    """Options of LLM, AsyncEngineArgs and similar classes: steps of at most 32 tokens and 6
+    sequences, so that long prompts are processed in chunks."""
     return {
         "model": folder(at, model),
         "skip_tokenizer_init": True,
@@ -284,7 +283,7 @@ def environment(**values: str) -> Iterator[None]:
 def engine(
     at: Path, model: str, dtype: str, v2: bool = False, processes: bool = False, **changes: Any
 ) -> Iterator[Any]:
-    """vllm.LLM, in this process unless `processes`. v2: the protocol of resumption that vLLM speaks
+    """vllm.LLM, in this process unless `processes`. v2: the protocol of resumption that vLLM uses
     on GPUs."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
@@ -316,7 +315,7 @@ def worker_of(llm: Any) -> Any:
 
 
 def load(llm: Any, weights: Weights) -> None:
-    """As TRL and verl do it, one parameter a call. The set closes at the next step."""
+    """Loads one parameter a call, like TRL and verl. The set closes at the next step."""
     import torch
 
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model
@@ -338,8 +337,8 @@ def generate(llm: Any, requests: Sequence[Request]) -> list[list[Answer]]:
 
 
 class Trace:
-    """What vLLM's scheduler sent to the worker of an engine of this process: a test that means to
-    see chunks, hits or preemptions says so with it."""
+    """Records what vLLM's scheduler sends to the worker of an engine in this process. Tests that
+    need chunks, hits or preemptions assert them with it."""
 
     def __init__(self, llm: Any):
         self.worker, self.seen = worker_of(llm), set[str]()
@@ -373,8 +372,8 @@ class Trace:
 
 
 class Served:
-    """An engine, the oracle, and the weights that both have last been given. put(weights, version)
-    brings them to the engine."""
+    """An engine, the oracle, and the weights that both have. put(weights, version) sends them to
+    the engine."""
 
     def __init__(self, setting: Any, llm: Any, put: Callable[[Weights, int], None]):
         self.setting, self.llm, self.version, self.compared = setting, llm, 0, 0
@@ -387,11 +386,11 @@ class Served:
         self.oracle.serve(weights)
 
     def hold(self, requests: list[Request]) -> None:
-        """The engine's answers against the oracle's."""
+        """Compares the engine's answers with the oracle's."""
         self.compared += agree(generate(self.llm, requests), self.oracle.answers(requests))
 
     def traced(self, requests: list[Request]) -> Trace:
-        """The same; returns what vLLM scheduled for them."""
+        """Does the same and returns what vLLM scheduled for the requests."""
         with Trace(self.llm) as trace:
             self.hold(requests)
         return trace
@@ -457,8 +456,8 @@ def mixed(model: str, seed: int = 0, n_requests: int = 8) -> list[Request]:
 
 
 def continued(oracle: Oracle, request: Request, first: Answer, cut: int) -> Answer:
-    """The sample `first` up to `cut` tokens, and from there on as the oracle now serves it: the
-    text so far is the prompt, and draws go by position."""
+    """Continues the sample `first` from `cut` tokens as the oracle now serves it: the text so far
+    is the prompt, and draws depend on the position."""
     head = first.tokens[:cut]
     left = request.settings["max_tokens"] - len(head)
     rest = oracle.answers(
@@ -472,8 +471,8 @@ def continued(oracle: Oracle, request: Request, first: Answer, cut: int) -> Answ
 async def async_engine(
     at: Path, model: str, dtype: str, v2: bool = False, **changes: Any
 ) -> AsyncIterator[Any]:
-    """vllm.AsyncLLM, whose engines are always processes of their own: with data parallelism one for
-    each replica."""
+    """Runs vllm.AsyncLLM, whose engines are always separate processes: with data parallelism one
+    for each replica."""
     with (
         environment(VLLM_USE_V2_MODEL_RUNNER=str(int(v2)), CUDA_VISIBLE_DEVICES=""),
         warnings.catch_warnings(),
@@ -495,8 +494,8 @@ async def async_engine(
 async def async_generate(
     llm: Any, requests: Sequence[Request], name: str, ranks: Sequence[int] | None = None
 ) -> list[list[Answer]]:
-    """All at once. `name` makes their ids; `ranks` says which replica serves each, which is vLLM's
-    choice otherwise."""
+    """Generates all requests at once. `name` makes their ids; `ranks` sets which replica serves
+    each, instead of vLLM's choice."""
     from vllm.sampling_params import RequestOutputKind
 
     async def one(number: int, request: Request) -> list[Answer]:
@@ -539,7 +538,8 @@ def drawn(model: str, seed: int = 0) -> list[Request]:
 
 
 def without_ranks(answers: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
-    """Of a filtered distribution a Generator gives no logits to count ranks in."""
+    """Removes ranks: for a filtered distribution a Generator returns no logits to count ranks
+    in."""
     return [
         [
             dataclasses.replace(
@@ -552,7 +552,7 @@ def without_ranks(answers: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
 
 
 def ended(llm: Any, request: Request) -> tuple[str | None, str]:
-    """How a request that cannot be served ends."""
+    """Returns how a request that cannot be served ends."""
     output = llm.generate(
         [{"prompt_token_ids": list(request.prompt)}], [request.theirs], use_tqdm=False
     )[0].outputs[0]

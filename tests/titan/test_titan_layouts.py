@@ -2,8 +2,9 @@
 several meshes.
 
 Input: its state dicts as DTensors of FSDP2, HSDP, tensor and expert parallelism and combinations.
-Oracle: the same weights plain, in one process, and for what is sent a count by element. Bound: one
-digest; each rank receives what it needs and does not hold, to the byte; nothing is gathered."""
+Oracle: the same weights without sharding, in one process; for the bytes sent, a count by element.
+Bound: equal digests; each rank receives exactly the bytes that it needs and does not hold; tensors
+are not gathered."""
 
 from __future__ import annotations
 
@@ -30,9 +31,8 @@ TP, EP4 = (
     {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
     {"expert_parallel_degree": 4},
 )
-LAYOUTS: dict[
-    str, tuple[str, dict[str, int], tuple[int, int, int], bool]
-] = {  # …, whether it makes _StridedShard
+# The last value: whether the layout makes _StridedShard.
+LAYOUTS: dict[str, tuple[str, dict[str, int], tuple[int, int, int], bool]] = {
     "fsdp": ("debugmodel", FSDP, (2, 2, 1), False),
     "fsdp, unfused qkv": ("debugmodel_non_fused_qkv", FSDP, (4, 1, 1), False),
     "hsdp": ("debugmodel", HSDP, (2, 2, 1), False),
@@ -53,7 +53,7 @@ LAYOUTS: dict[
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[Any]]:
-    """All layouts in one run of four processes."""
+    """Returns the results of all layouts in one run of four processes."""
     jobs = json.dumps([layout[:3] for layout in LAYOUTS.values()])
     command = [
         sys.executable,
@@ -77,7 +77,7 @@ def told() -> dict[str, list[Any]]:
 
 @functools.cache
 def alone(flavor: str) -> str:
-    """The digest of the same weights, plain."""
+    """Returns the digest of the same weights without sharding."""
     import titan_cpu
     from titan_ranks import weights_of
 

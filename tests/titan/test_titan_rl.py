@@ -75,7 +75,7 @@ class Run:
 
     @property
     def digests(self) -> list[str]:
-        """Of each version, those of all generators, which have to be the same."""
+        """Returns one digest for each version, which must be equal on all generators."""
         told = self.all_of(r"version (\d+) serves, .*, digest ([0-9a-f]{16})")
         versions = {
             int(version): {digest for other, digest in told if other == version}
@@ -134,8 +134,8 @@ def test_the_trainers_forward_pass_is_the_generators() -> None:
 
 
 def test_a_killed_rank_is_named() -> None:
-    """By Monarch; and by the rank that has lost it, unless Monarch ends that before it says so:
-    then another run is killed."""
+    """Monarch names it, and so does the rank that has detected the loss, unless Monarch ends that
+    rank first: then another run is killed."""
     runs = [killed()]
     while (
         "RankLostError: lost rank 1: the process has ended" not in runs[-1].text and len(runs) < 4
@@ -195,7 +195,8 @@ WRONG = {
 
 
 def test_calls_that_an_actor_refuses(tmp_path: Path) -> None:
-    """Each raises what it should, and after it the old version serves with the same bits."""
+    """Each call raises the expected error, and afterwards the old version serves bit-identical
+    results."""
     run = Run("tests/support/titan_actor.py", str(tmp_path)).check()
     told: dict[str, Any] = dict(
         json.loads(line) for line in run.text.splitlines() if line.startswith('["')
@@ -211,7 +212,7 @@ def test_calls_that_an_actor_refuses(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------ the actor's parts
 def test_metrics_are_vllm_generators() -> None:
-    """By its own function, on the times of a request of ours."""
+    """Computed by vLLM's generator's own function, on the times of one of our requests."""
     config = helpers.tiny_config(False)
     with rm.Generator(
         rm.ModelSpec.from_hf(config),
@@ -406,7 +407,7 @@ def test_install_takes_a_trainers_class(trainer: Any) -> None:
 
 
 def first_rollout(seed: int | None) -> list[int]:
-    """Of a new generator, by the actor's endpoint without its process."""
+    """Returns the first rollout of a new generator, by the actor's endpoint without its process."""
     config = RollmeshGenerator.Config(debug=type(RollmeshGenerator.Config().debug)(seed=seed))
     actor: Any = object.__new__(RollmeshGenerator)
     spec = helpers.tiny_config(False)
@@ -429,7 +430,7 @@ def first_rollout(seed: int | None) -> list[int]:
 
 
 def test_generators_without_a_seed_draw_differently() -> None:
-    """Else the samples of a prompt that two generators share would come in pairs."""
+    """Otherwise the samples of a prompt on two generators would come in pairs."""
     assert first_rollout(3) == first_rollout(3)
     assert first_rollout(None) != first_rollout(None)
 

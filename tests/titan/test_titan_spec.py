@@ -1,9 +1,9 @@
-"""ModelSpec.from_torchtitan: of torchtitan's own configs, whose modules then compute the oracle.
+"""ModelSpec.from_torchtitan, from torchtitan's own configs, whose modules then compute the oracle.
 
-Oracle: the forward pass of torchtitan 0.3.0 in float32 on the state dict that the generator gets,
-with its experts in float32 too (GroupedExperts.forward multiplies in bfloat16 whatever the dtype).
-Bound of the logits: 1e-5 of the largest; what would be computed without the setting differs by more
-than 1e-2. What the engine does not compute has to be refused by name."""
+Oracle: the forward pass of torchtitan 0.3.0 in float32 on the generator's state dict, with its
+experts in float32 too (GroupedExperts.forward multiplies in bfloat16 whatever the dtype). Bound of
+the logits: 1e-5 of the largest; results without the setting differ by more than 1e-2. Settings that
+the engine does not support must be refused by name."""
 
 from __future__ import annotations
 
@@ -38,26 +38,24 @@ from titan_cpu import (
 
 import rollmesh as rm
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:In CPU autocast:UserWarning"
-)  # torchtitan's router asks for float32
+# torchtitan's router uses float32.
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
 
 Config = Any
 BOUND = 1e-5
 
 
 def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
-    """Of a flavor ("llama3": that debug model), cut to a few layers, with an attention that runs on
-    a CPU."""
+    """Returns the config of a flavor ("llama3": its debug model), reduced to a few layers, with an
+    attention that works on a CPU."""
     made = (
         llama3_registry("debugmodel", attn_backend="flex")
         if flavor == "llama3"
         else model_registry(flavor, attn_backend="flex")
     )
     model = copy.deepcopy(made.model)
-    model.layers = [
-        copy.deepcopy(layer) for layer in model.layers[:layers]
-    ]  # the registry shares rope and attention among layers
+    # Copied, because the registry shares rope and attention among layers.
+    model.layers = [copy.deepcopy(layer) for layer in model.layers[:layers]]
     for layer in model.layers:
         layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     return model
@@ -81,8 +79,8 @@ def experts_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(model: Config) -> Any:
-    """The module with random weights, wide enough for every setting to show, and a router bias that
-    changes choices."""
+    """The module with random weights, wide enough for every setting to have an effect, and a router
+    bias that changes choices."""
     torch.manual_seed(3)
     module = model.build()
     module.init_states()
@@ -100,7 +98,7 @@ def built(model: Config) -> Any:
 
 
 def worst(model: Config, spec: rm.ModelSpec | None = None, module: Any = None) -> float:
-    """The largest difference of logits, relative to the largest logit. spec: other than the
+    """Returns the largest difference of logits, relative to the largest logit. spec: replaces the
     config's."""
     module = built(model) if module is None else module
     ids = torch.randint(0, model.vocab_size, (1, 70), generator=torch.Generator().manual_seed(1))
@@ -178,7 +176,7 @@ def shared_experts(model: Config) -> None:
 
 
 def deepseeks(model: Config) -> None:
-    """All of them."""
+    """Returns a config with all of DeepSeek's settings."""
     for change in (sigmoid, groups, scaled, shared_experts):
         change(model)
 
@@ -197,7 +195,7 @@ def test_logits_are_torchtitans(flavor: str) -> None:
 
 def llama_with(**changes: Any) -> Config:
     """The debug model of llama3 with two KV heads and short wavelengths, so that each setting of
-    rope shows in 70 positions."""
+    rope has an effect in 70 positions."""
     model = config("llama3")
     turn = {"theta": 50.0, "scaling": "llama", "original_max_position_embeddings": 64} | changes
     model.layers = llama3_layers(
@@ -231,7 +229,7 @@ def test_logits_of_llama3_are_torchtitans(changes: dict[str, Any]) -> None:
 
 
 def test_pushes_of_llama3_by_its_own_names_and_by_to_hf_are_one() -> None:
-    """wq and wk hold each pair of rope as neighbours, which to_hf takes apart."""
+    """wq and wk hold each pair of rope as neighbours, which to_hf separates."""
     spec = llama3_registry("debugmodel", attn_backend="flex")
     model = llama_with()
     own = built(model).state_dict()
@@ -269,12 +267,8 @@ def test_logits_of_other_settings_are_torchtitans(change: Callable[[Config], Non
     model, plain = config(), config()
     change(model)
     assert worst(model) < BOUND
-    if change not in (
-        no_bias,
-        one_dense_layer,
-        shared_experts,
-        deepseeks,
-    ):  # which the weights tell
+    # The weights show these changes.
+    if change not in (no_bias, one_dense_layer, shared_experts, deepseeks):
         other = built(model)
         assert worst(model, rm.ModelSpec.from_torchtitan(plain), other) > 1e-2, (
             "the setting does not show"
@@ -299,7 +293,7 @@ def cast_linear() -> Any:
 
 
 def test_logits_of_titanrls_own_lm_head_are_torchtitans() -> None:
-    """Its dense Qwen3 examples have it (alphabet_sort, dapo_math)."""
+    """torchtitan's dense Qwen3 examples use it (alphabet_sort, dapo_math)."""
     converter = cast_linear().LMHeadCastConverter
     model = converter(converter.Config()).convert(config())
     assert rm.ModelSpec.from_torchtitan(model) == rm.ModelSpec.from_torchtitan(config())
@@ -520,7 +514,7 @@ def test_what_is_no_config_of_torchtitan(model: Any) -> None:
 
 
 def test_a_field_that_nobody_has_looked_at_needs_its_default() -> None:
-    """As a later torchtitan may have one."""
+    """A later torchtitan may add such a field."""
     from dataclasses import dataclass
 
     @dataclass(kw_only=True)
@@ -548,7 +542,8 @@ def test_a_field_that_nobody_has_looked_at_needs_its_default() -> None:
 
 # ------------------------------------------------------------------------------ the router's bias
 def test_a_push_without_the_router_bias_is_refused() -> None:
-    """torchtitan's own to_hf drops it. The old version serves, a later push with it succeeds."""
+    """torchtitan's own to_hf drops the bias. The old version serves, and a later push with the bias
+    succeeds."""
     model = config()
     module = built(model)
     adapter = model_registry("debugmodel_moe", attn_backend="flex").state_dict_adapter(model, None)

@@ -62,10 +62,8 @@ def logprobs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     ["debugmodel", "debugmodel_non_fused_qkv", "debugmodel_moe", "llama3", "yarn", "deepseeks"],
 )
 def test_forward_of_the_generator_backward_of_torch(flavor: str) -> None:
-    changes = {
-        "yarn": yarn,
-        "deepseeks": deepseeks,
-    }  # sigmoid scores, groups, scaled gates, shared experts
+    # Sigmoid scores, groups, scaled gates, shared experts.
+    changes = {"yarn": yarn, "deepseeks": deepseeks}
     model = config("debugmodel_moe" if flavor in changes else flavor)
     if flavor in changes:
         changes[flavor](model)

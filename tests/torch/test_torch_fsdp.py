@@ -44,9 +44,8 @@ def two_steps(rank: int) -> None:
                 assert (mine == whole[rows]).all()
                 if version == 0:
                     assert (batch.of(scored(alone, batch)) == batch.recorded).all()
-                (
-                    2 * (mine * halves.wanted[:, 1:]).sum()
-                ).backward()  # FSDP takes the mean of its ranks
+                # FSDP takes the mean over its ranks.
+                (2 * (mine * halves.wanted[:, 1:]).sum()).backward()
                 (whole * batch.wanted[:, 1:]).sum().backward()
                 for optimizer in optimizers:
                     optimizer.step()
@@ -57,7 +56,7 @@ def two_steps(rank: int) -> None:
                     full = shard.full_tensor()
                     assert (full - other).norm() <= 1e-2 * other.norm(), name
                     with torch.no_grad():
-                        other.copy_(full)  # so that what rounding made of it is not carried on
+                        other.copy_(full)  # so that rounding errors are not carried on
 
 
 def sharded_as_a_whole(rank: int) -> None:
@@ -75,8 +74,8 @@ def sharded_as_a_whole(rank: int) -> None:
 
 
 def test_a_model_sharded_as_a_whole_follows_its_weights(tmp_path: Path) -> None:
-    """Its layers are not sharded by themselves. FSDP2 gathers weights into memory that may be where
-    an earlier pass had it, without a change of the version counter."""
+    """The layers are not sharded separately. FSDP2 may gather weights into memory that an earlier
+    pass used, without a change of the version counter."""
     on_ranks(1, sharded_as_a_whole, tmp_path)
 
 

@@ -132,7 +132,7 @@ def kept_tokens() -> Tensor:
 
 
 def logprobs_among(temperature: float) -> Case:
-    """Of the tokens that filters kept."""
+    """The logprobs among the tokens that filters kept."""
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         made = functions.token_logprobs(
@@ -305,8 +305,7 @@ def test_values_and_gradients_in_float32(name: str) -> None:
 @pytest.mark.parametrize("masters", [False, True], ids=["bfloat16", "float32 masters"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "embedding"])
 def test_gradients_in_bfloat16(name: str, masters: bool) -> None:
-    """Their dtypes are those of what they belong to, and they are the gradients at the rounded
-    values."""
+    """Each gradient has the dtype of its input, and equals the gradient at the rounded values."""
     case = CASES[name]
     inputs = [x.bfloat16().float() for x in drawn(case)]
     activations = 2 if name in ("add_rms_norm", "add") else 1
@@ -328,7 +327,7 @@ def words(x: Tensor) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_forward_passes_have_the_bits_of_the_ops(dtype: str) -> None:
-    """With gradients and without; the weights are float32, as an optimizer has them."""
+    """With gradients and without; the weights are float32, like an optimizer's."""
     kind = getattr(torch, dtype)
     x, router, gate_up, down = drawn(CASES["moe"])
     x, matrix, vector = x.to(kind), drawn(CASES["lm_head"])[1], torch.rand(HIDDEN) + 0.5
@@ -389,7 +388,7 @@ def test_logprobs_of_any_temperature_are_those_a_sampler_records() -> None:
 def test_logprobs_of_kept_tokens_are_those_a_sampler_records(
     temperature: float, filters: dict[str, Any]
 ) -> None:
-    """What the filters keep: the tokens that, if forced, are not impossible."""
+    """The oracle forces every token: the filters keep the tokens whose logprob is then finite."""
     x, weight = drawn(CASES["lm_head"])
     head = ops.lm_head(words(x), ops.pack(weight.numpy(), dtype="float32"), VOCAB)
     assert head.logits is not None
@@ -416,7 +415,8 @@ def test_logprobs_of_kept_tokens_are_those_a_sampler_records(
 
 
 def test_tokens_that_no_sampler_draws_have_a_number_and_a_gradient() -> None:
-    """Such as other weights have drawn: the sampler gives a token below 2^-40 the weight 0."""
+    """Other weights may have drawn such tokens: the sampler gives a token below 2^-40 the weight
+    0."""
     x, weight = (10 * t for t in drawn(CASES["lm_head"]))
     case = logprobs_at(0.05)
     got, got_gradients = gradients(case.ours, [x, weight], [torch.float32] * 2)
@@ -430,7 +430,8 @@ def test_tokens_that_no_sampler_draws_have_a_number_and_a_gradient() -> None:
 
 @pytest.mark.parametrize("name", ["token_logprobs", "token_logprobs of kept tokens"])
 def test_logits_in_chunks_and_computed_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less room for logits changes no bit of the logprobs, and the gradients by rounding."""
+    """Less room for logits does not change a bit of the logprobs, and changes the gradients by
+    rounding only."""
     case, inputs = CASES[name], drawn(CASES[name])
     whole = gradients(case.ours, inputs, [torch.float32] * 2)
     monkeypatch.setattr(logits, "LOGITS_AT_ONCE", 3 * VOCAB)
@@ -446,7 +447,7 @@ def test_logits_in_chunks_and_computed_again(name: str, monkeypatch: pytest.Monk
 def test_long_sequences_have_the_gradients_of_short_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above a length the backward pass is torch's attention; and less room for scores cuts the
+    """Above a length the backward pass uses torch's attention; less room for scores splits the
     batch."""
     case, inputs = CASES[name], drawn(CASES[name])
     want = gradients(case.plain, inputs, [torch.float64] * 3)[1]

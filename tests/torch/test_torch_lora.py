@@ -1,9 +1,8 @@
-"""LoRA of peft on a patched model: what is merged is pushed and computed, and only adapters and
-whole parts learn.
+"""LoRA of peft on a patched model: merged weights are pushed and computed with, and only adapters
+and whole parts learn.
 
-Oracles: what the generator recorded, in bits; peft's own forward and backward pass in float32.
-Bounds: 0 differing bits; 1e-4 of a gradient's norm, and 1e-2 inside autocast.
-"""
+Oracles: the generator's record, bit for bit; peft's own forward and backward pass in float32.
+Bounds: 0 differing bits; 1e-4 of a gradient's norm, and 1e-2 inside autocast."""
 
 from __future__ import annotations
 
@@ -47,9 +46,9 @@ WHOLE = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_lora(case: helpers.Case, dtype: str, whole: bool) -> None:
-    """The merged weights are pushed and used; only adapters learn, and parts that are trained
-    whole, by the gradients that peft gives them. Such a part may hold adapters (mlp) and is the
-    base model's where they are off."""
+    """The merged weights are pushed and used; only adapters and wholly trained parts learn, with
+    the gradients of peft. Such a part may contain adapters (mlp) and is the base model's while they
+    are off."""
     peft = pytest.importorskip("peft")
     saved = WHOLE[case.name] if whole else None
     config = peft.LoraConfig(
@@ -96,8 +95,8 @@ def test_lora(case: helpers.Case, dtype: str, whole: bool) -> None:
 
 @pefts
 def test_lora_inside_autocast() -> None:
-    """What is merged, pushed and computed is as outside; the gradients of adapters are those of
-    autocast, which rounds to bfloat16."""
+    """Merging, pushing and computing give the same results inside autocast as outside; the
+    gradients of the adapters are those of autocast, which rounds to bfloat16."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(DENSE).requires_grad_(), config))
@@ -143,7 +142,8 @@ def test_lora_that_no_rollout_has() -> None:
 @pefts
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # of peft, about norms
 def test_adapters_of_other_parts_and_kinds() -> None:
-    """Where the forward pass would leave them out, and where a push cannot merge them."""
+    """Adapters that the forward pass would ignore, and adapters that a push cannot merge, are
+    refused."""
     peft = pytest.importorskip("peft")
     experts = peft.LoraConfig(
         r=2,
@@ -210,8 +210,8 @@ def test_adapters_of_other_parts_and_kinds() -> None:
 
 @pefts
 def test_adapters_that_are_switched() -> None:
-    """Off (the usual reference model), to another one, and to another scale: a pass computes with
-    what is active then."""
+    """Off (the usual reference model), to another adapter, and to another scale: a pass computes
+    with the active setting."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = rm.torch.patch(peft.get_peft_model(helpers.hf_model(DENSE), config))
@@ -298,7 +298,7 @@ def test_merged_and_switched_adapters_are_pefts(options: dict[str, Any]) -> None
 
 @pefts
 def test_an_adapter_for_each_row() -> None:
-    """peft brings the names to the layers by hooks, which it leaves behind when the call raises."""
+    """peft passes the names to the layers by hooks, which stay when the call raises."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = peft.get_peft_model(helpers.hf_model(DENSE), config, adapter_name="one").eval()

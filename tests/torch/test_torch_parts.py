@@ -352,7 +352,8 @@ def test_changes_that_change_nothing() -> None:
     "name", ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"]
 )
 def test_activations(name: str) -> None:
-    """Each is taken where the config names it, and refused with another function inside."""
+    """Each activation is accepted if the config names it, and refused with another function
+    inside."""
     model = helpers.hf_model(DENSE, hidden_act=name)
     rm.torch.unpatch(rm.torch.patch(model))
     activation = model.model.layers[0].mlp.act_fn
@@ -363,7 +364,8 @@ def test_activations(name: str) -> None:
 
 
 def test_inference_mode_and_wrappers() -> None:
-    """Where torch counts no writes, and around the model, where only logprobs can tell."""
+    """torch counts no writes there; and changes around the model are visible only in the
+    logprobs."""
     model = model_of(DENSE)
     handle = model.model.layers[0].register_forward_hook(
         lambda _, args, out: (out.mul_(2), None)[1]
@@ -401,7 +403,8 @@ def test_inference_mode_and_wrappers() -> None:
     "ignore:Model has `tie_word_embeddings=True`:UserWarning", "ignore:.*tied:UserWarning"
 )
 def test_tied_weights() -> None:
-    """The generator takes the embedding for lm_head. Refuses two weights, and an adapter of one."""
+    """The generator uses the embedding as lm_head. Two separate weights are refused, and so is an
+    adapter of one."""
     peft = pytest.importorskip("peft")
     case = helpers.CASES_BY_NAME["tied"]
 
@@ -434,7 +437,8 @@ def test_tied_weights() -> None:
     [("attention_dropout", "self_attn", "llama"), ("router_jitter_noise", "mlp", "mixtral")],
 )
 def test_noise_of_training(option: str, part: str, family: str) -> None:
-    """ConfigError where the part that makes it is in training, wherever else the model is."""
+    """Raises ConfigError if the part with noise is in training mode, whatever the mode of the
+    rest."""
     transformers = pytest.importorskip("transformers")
     sizes = {
         "vocab_size": 96,
@@ -543,7 +547,7 @@ def test_a_model_is_freed_and_a_check_costs_little() -> None:
     patch.check()
     took = []
     for _ in range(10):
-        begun = time.thread_time()  # what else runs on the machine does not count
+        begun = time.thread_time()  # other work on the machine does not count
         patch.check()
         took.append(time.thread_time() - begun)
     assert min(took) < 0.02
@@ -585,7 +589,7 @@ OTHER_GENERATORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", OTHER_GENERATORS)
 def test_a_push_to_a_generator_of_another_function(name: str) -> None:
-    """ConfigError that names what differs; the version that served before still does."""
+    """Raises a ConfigError with the difference; the version that served before still does."""
     changes, options, words = OTHER_GENERATORS[name]
     model = model_of(DENSE)
     spec = rm.ModelSpec.from_hf({**DENSE.config, **changes})
@@ -664,7 +668,8 @@ def test_rope_types_that_depend_on_the_length(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_frequencies_of_an_earlier_batch(kind: str) -> None:
-    """transformers keeps those of the longest batch so far; they are the config's all the same."""
+    """transformers keeps the frequencies of the longest batch so far; the config's frequencies are
+    used instead."""
     model = helpers.hf_model(DENSE, rope_parameters=ROPES[kind], max_position_embeddings=64)
     model(torch.ones(1, 100, dtype=torch.long))
     rm.torch.patch(model, max_model_len=64)(IDS)

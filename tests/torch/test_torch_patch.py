@@ -1,10 +1,8 @@
 """rollmesh.torch.patch: the forward pass of a transformers model is the generator's.
 
-Input: the models of helpers.py, their prompts, and completions that a generator draws. Oracles:
-what the generator recorded, in bits; transformers' own forward and backward pass in float32.
-Bounds: 0 differing bits; 1e-3 of a gradient's norm, and 1e-4 where nothing but the order of sums
-differs.
-"""
+Input: the models of helpers.py, their prompts, and completions that a generator draws. Oracles: the
+generator's record, bit for bit; transformers' own forward and backward pass in float32. Bounds: 0
+differing bits; 1e-3 of a gradient's norm, and 1e-4 if only the order of sums differs."""
 
 from __future__ import annotations
 
@@ -28,15 +26,15 @@ import rollmesh as rm
 from rollmesh.torch import Scored
 
 DENSE, MOE = helpers.CASES_BY_NAME["dense"], helpers.CASES_BY_NAME["moe"]
-pefts = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # peft 0.21 on transformers 5.23
+# peft 0.21 on transformers 5.23.
+pefts = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 FAMILIES = [pytest.param(DENSE, id="dense"), pytest.param(MOE, id="moe")]
 DTYPES = ["float32", "bfloat16"]
 
 
 def model_of(case: helpers.Case, dtype: str = "float32", seed: int | None = None) -> Any:
-    """As a trainer has it: float32 weights, whatever the forward pass computes in."""
+    """Returns a model like a trainer's: float32 weights, whatever dtype the forward pass computes
+    in."""
     return rm.torch.patch(
         helpers.hf_model(case, "float32", seed).eval().requires_grad_(),
         dtype=dtype,
@@ -56,7 +54,7 @@ def generator_of(case: helpers.Case, dtype: str = "float32", **options: Any) -> 
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Any, rm.Generator]]]:
-    """(a patched model, a generator that serves its weights)."""
+    """Returns (a patched model, a generator that serves its weights)."""
     made: list[rm.Generator] = []
 
     def of(case: helpers.Case, dtype: str = "float32", **options: Any) -> tuple[Any, rm.Generator]:
@@ -71,7 +69,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Any, rm
 
 
 class Batch:
-    """Completions as a trainer has them: `left` pads every second sequence on the left, the others
+    """Completions in a trainer's layout: `left` pads every second sequence on the left, the others
     on the right."""
 
     def __init__(self, outputs: list[rm.RequestOutput], left: bool = True):
@@ -92,7 +90,7 @@ class Batch:
             self.wanted[i, at + len(prompt) : at + len(tokens)] = True
 
     def of(self, scored: Scored) -> np.ndarray:
-        """The wanted logprobs, in the order of `recorded`."""
+        """Returns the wanted logprobs, in the order of `recorded`."""
         return scored.logprobs[self.wanted[:, 1:]].detach().numpy()
 
 
@@ -159,8 +157,8 @@ def test_logprobs_are_those_of_the_rollout(
 def test_nothing_but_weights_and_tokens_changes_a_bit(
     pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case, dtype: str
 ) -> None:
-    """Padding, packing, order, grad mode, checkpointing, threads, instruction sets, the prompt's
-    logprobs, and how the rollout was made."""
+    """Varies padding, packing, order, grad mode, checkpointing, threads, instruction sets, the
+    prompt's logprobs, and the way the rollout was made."""
     model, generator = pair(case, dtype, max_num_batched_tokens=16, enable_prefix_caching=True)
     batch = drawn(generator, case, tokens=30)
     want = scored(model, batch)
@@ -289,7 +287,7 @@ def test_a_loss_of_logits(
 
 
 def test_the_padding_token_has_no_gradient_in_the_embedding() -> None:
-    """As in torch.nn.Embedding, also where a rollout has drawn that token."""
+    """The behavior is that of torch.nn.Embedding, even if a rollout has drawn the padding token."""
     plain = helpers.hf_model(MOE, pad_token_id=5).requires_grad_()
     model = rm.torch.patch(copy.deepcopy(plain))
     ids = torch.tensor([[1, 5, 2, 5]])
@@ -304,8 +302,8 @@ def test_the_padding_token_has_no_gradient_in_the_embedding() -> None:
 def test_bfloat16_on_float32_masters(
     pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case
 ) -> None:
-    """Gradients are float32, and those of the float32 model but for what bfloat16 rounds. Experts
-    may be chosen otherwise, so only a dense model is held to a bound."""
+    """Gradients are float32, and equal those of the float32 model within bfloat16's rounding.
+    Experts may be chosen differently, so only a dense model has a bound."""
     model, generator = pair(case, "bfloat16")
     batch, plain = drawn(generator, case), rm.torch.unpatch(copy.deepcopy(model))
     got = gradients(model, batch, lambda m: weighted(scored(m, batch).logprobs, batch))
@@ -372,8 +370,8 @@ def test_checkpointing_of_a_shared_expert_that_is_scaled(reentrant: bool) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_autocast(case: helpers.Case, dtype: str) -> None:
-    """The forward pass, and the backward pass inside and outside of it: the bits of the same
-    without autocast. 300 tokens take another backward pass of attention."""
+    """The forward pass, and the backward pass inside and outside of autocast, are bit-identical to
+    those without autocast. 300 tokens use another backward pass of attention."""
     model = model_of(case, dtype)
     for ids in (IDS, torch.arange(300)[None] % 151):
 
@@ -400,7 +398,7 @@ def test_autocast(case: helpers.Case, dtype: str) -> None:
 def test_logprobs_of_kept_tokens_are_those_of_the_rollout(
     pair: Callable[..., tuple[Any, rm.Generator]], case: helpers.Case, dtype: str
 ) -> None:
-    """Under filters, and before and after an update of the weights: the ratio is of two
+    """Under filters, and before and after an update of the weights: the ratio compares two
     distributions over the recorded tokens."""
     model, generator = pair(case, dtype, max_num_batched_tokens=16)
     prompts = helpers.prompts(case.config, (1, 5, 33))
@@ -481,7 +479,7 @@ def test_parts_that_are_copied_or_replaced(pair: Callable[..., tuple[Any, rm.Gen
 
 
 def test_two_threads(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
-    """One asks for logits while the other asks for logprobs."""
+    """One thread computes logits while the other computes logprobs."""
     model, _ = pair(DENSE)
     ids = torch.arange(400)[None] % 151
     logits, logprobs = model(ids).logits, rm.torch.logprobs(model, ids).logprobs
@@ -496,9 +494,8 @@ def test_two_threads(pair: Callable[..., tuple[Any, rm.Generator]]) -> None:
 
 
 def test_inference_first_and_inputs_that_require_grad() -> None:
-    """What a pass in inference mode has made is not kept for training. transformers' hook on the
-    embedding fires, which checkpointing of the reentrant kind needs where the embedding does not
-    learn."""
+    """Values made in inference mode are not kept for training. transformers' hook on the embedding
+    runs, which reentrant checkpointing needs if the embedding is frozen."""
     model = model_of(DENSE)
     with torch.inference_mode():
         rm.torch.logprobs(model, IDS)
@@ -548,7 +545,7 @@ print([values.tolist() for values in (first, stepped, again)])
 
 @pytest.mark.full
 def test_a_model_that_is_saved_whole_and_loaded_by_another_process(tmp_path: Path) -> None:
-    """It is patched there as it was, and sees the steps of optimizers."""
+    """The loaded model is patched as before, and follows the steps of optimizers."""
     model = rm.torch.patch(helpers.hf_model(MOE).requires_grad_(), dtype="bfloat16", threads=2)
     want = rm.torch.logprobs(model, IDS).logprobs
     torch.save(model, tmp_path / "model.pt")
@@ -585,9 +582,8 @@ def test_saved_checkpoints_are_those_of_a_plain_model(
     assert plain == patched
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # dynamo, of its own accesses
+# dynamo reads .grad.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compile_leaves_the_patched_parts_as_they_are(
     pair: Callable[..., tuple[Any, rm.Generator]],
 ) -> None:
@@ -772,7 +768,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
-    """With its type and words; the model works as before."""
+    """Checks type and words of the error; the model works as before."""
     model = model_of(DENSE)
     want = model(IDS).logits
     call, error, words = REFUSED[name]

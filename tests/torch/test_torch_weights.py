@@ -1,10 +1,8 @@
-"""The weights of a patched model: every forward pass computes with those that the model has then.
+"""The weights of a patched model: every forward pass uses the model's current weights.
 
 Input: the models of test_torch_patch.py; writes of every kind, with and without torch's version
 counter; syncs, sleep and close of the generator in the middle of a pass. Oracle: a copy of the
-model that is patched after the write, or the same pass when nothing disturbs it. Bound: 0 differing
-bits.
-"""
+model that is patched after the write, or an undisturbed pass. Bound: 0 differing bits."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def computed(model: Any) -> Tensor:
 
 
 def fresh(model: Any) -> Tensor:
-    """By a model of the same weights that has computed nothing before."""
+    """Computes with a new model of the same weights."""
     return computed(rm.torch.patch(rm.torch.unpatch(copy.deepcopy(model))))
 
 
@@ -72,7 +70,7 @@ def by_numpy(model: Any) -> None:
 
 
 def of_two_rows(model: Any) -> None:
-    """They change places: a sum of the values stays as it was."""
+    """Swaps two rows: a sum of the values does not change."""
     values = down(model).weight.detach().numpy()
     values[[1, 2]] = values[[2, 1]]
 
@@ -90,7 +88,7 @@ def loaded(model: Any) -> None:
 
 
 def vector(model: Any) -> None:
-    """New values in new memory behind the same parameters."""
+    """Puts new values in new memory behind the same parameters."""
     parameters = list(model.parameters())
     torch.nn.utils.vector_to_parameters(
         torch.nn.utils.parameters_to_vector(parameters).detach() * 0.5, parameters
@@ -108,7 +106,7 @@ def swapped(model: Any) -> None:
 
 
 def stepped(**options: bool) -> Callable[[Any], None]:
-    """A fused optimizer, transformers' default, raises no version counters."""
+    """A fused optimizer, transformers' default, does not raise version counters."""
 
     def write(model: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
@@ -144,7 +142,7 @@ WRITES: dict[str, Callable[[Any], None]] = {
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("name", WRITES)
 def test_every_write_is_seen(pair: Pair, name: str) -> None:
-    """The first one after a push, the second after a pass of the model's own."""
+    """The first write comes after a push, the second after a pass of the model."""
     model, _ = pair(DENSE)
     for _ in range(2):
         before = computed(model)
@@ -157,7 +155,7 @@ def test_every_write_is_seen(pair: Pair, name: str) -> None:
 
 @torch.inference_mode()
 def test_writes_in_inference_mode_are_seen() -> None:
-    """Its tensors count no writes."""
+    """Tensors of inference mode do not count writes."""
     model = rm.torch.patch(helpers.hf_model(DENSE))
     for _ in range(2):
         before = computed(model)
@@ -211,8 +209,8 @@ def test_writes_of_another_process_are_seen(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_push_after_each_step(pair: Pair, case: helpers.Case) -> None:
-    """After a push both sides agree, and before it they differ. A sync of other weights changes
-    nothing on the trainer's side."""
+    """After a push both sides agree, and before it they differ. A sync of other weights does not
+    affect the trainer's side."""
     model, generator = pair(case)
     for version in range(1, 3):
         step(model, drawn(generator, case))
@@ -227,7 +225,7 @@ def test_a_push_after_each_step(pair: Pair, case: helpers.Case) -> None:
 
 # ------------------------------------------------------------------------ in the middle of a pass
 def synced_and_pushed(model: Any, generator: rm.Generator) -> None:
-    """The generator ends up serving the model's weights again, in the memory of before."""
+    """At the end the generator serves the model's weights again, in the same memory."""
     for _ in range(2):
         generator.sync_weights(OTHER, cast=True)
     rm.torch.push(model, generator)
@@ -238,7 +236,7 @@ def synced_in_place(model: Any, generator: rm.Generator) -> None:
 
 
 def half_synced(model: Any, generator: rm.Generator) -> None:
-    """A sync that stays open has written half of its weights."""
+    """An open sync has written half of its weights."""
     for mode in ("staged", "inplace"):
         generator.begin_sync(cast=True, mode=mode).push("lm_head.weight", OTHER["lm_head.weight"])
 
@@ -259,7 +257,7 @@ DISTURBED = {
 
 @pytest.fixture(params=["this thread", "another thread"])
 def disturb(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Calls one of DISTURBED by the thread of the pass or by another one."""
+    """Calls one of DISTURBED in the thread of the pass or in another one."""
 
     def call(name: str, *args: Any) -> None:
         if request.param == "this thread":
@@ -291,7 +289,7 @@ def test_nothing_disturbs_a_pass(pair: Pair, disturb: Callable[..., None], name:
 def test_nothing_disturbs_the_second_computation(
     pair: Pair, disturb: Callable[..., None], name: str, reentrant: bool
 ) -> None:
-    """Gradient checkpointing runs it in the backward pass."""
+    """Gradient checkpointing runs the second computation in the backward pass."""
     model, generator = pair(DENSE)
     batch = drawn(generator, DENSE)
     model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -362,7 +360,7 @@ def test_a_model_outlives_its_generator() -> None:
     before = rm._core.memory_mapped()
     del generator
     gc.collect()
-    assert rm._core.memory_mapped() < before  # the model keeps nothing of it
+    assert rm._core.memory_mapped() < before  # the model keeps no reference to it
     assert (model(IDS).logits == want).all()
 
 

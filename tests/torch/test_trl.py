@@ -1,10 +1,10 @@
-"""TRL on a patched model: the fused head of its trainers by itself, and examples/trl_grpo.py, which
-is its GRPOTrainer, colocated, on vLLM on rollmesh, on the CPU.
+"""TRL on a patched model: the fused head of its trainers alone, and examples/trl_grpo.py, which
+runs TRL's GRPOTrainer, colocated, with vLLM on rollmesh, on the CPU.
 
-Oracles: what a rollout recorded, in bits, with TRL's own head on a plain model for entropy and
-gradients (1e-4 of their norm); in the example TRL itself, which asks the model for the logprob of
-every sampled token and reports how far vLLM's are from them. Bound: 0. Whether it learns takes some
-minutes:
+Oracles: for logprobs the record of a rollout, bit for bit; for entropy and gradients TRL's own head
+on a plain model (1e-4 of their norm); in the example TRL itself, which computes the logprob of
+every sampled token with the model and reports the difference to vLLM's. Bound: 0. The test of
+learning takes some minutes:
 
     pytest -m slow tests/torch/test_trl.py
 """
@@ -42,7 +42,7 @@ EXAMPLE = ROOT / "examples/trl_grpo.py"
 
 
 def train(out: Path, steps: int, seconds: float, *options: str) -> list[dict[str, Any]]:
-    """TRL's log, an object for each two optimizer steps: they share their completions."""
+    """Returns TRL's log, an object for each two optimizer steps, which share their completions."""
     command = [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(steps), *options]
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith("VLLM_")
@@ -65,7 +65,8 @@ def train(out: Path, steps: int, seconds: float, *options: str) -> list[dict[str
 
 
 def apart(lines: list[dict[str, Any]]) -> float:
-    """The largest difference that TRL reports; asserts that its importance sampling ratio is 1."""
+    """Returns the largest difference that TRL reports; asserts that its importance sampling ratio
+    is 1."""
     for line in lines:
         for end in ("min", "mean", "max"):
             assert line[f"sampling/importance_sampling_ratio/{end}"] == 1.0
@@ -88,7 +89,7 @@ def test_other_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_reference_model(tmp_path: Path) -> None:
-    """It is the policy's function too: before the first update TRL's KL is exactly 0."""
+    """The reference is the policy's function too: before the first update TRL's KL is exactly 0."""
     lines = train(tmp_path, 4, 400, "--beta", "0.05")
     assert apart(lines) == 0.0
     assert lines[0]["kl"] == 0.0
@@ -97,7 +98,7 @@ def test_a_reference_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_reward_rises(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """From chance, at most 0.1, to at least 0.5, which the prompt has to be read for
+    """The reward rises from chance, at most 0.1, to at least 0.5, which requires reading the prompt
     (test_grpo_learning.py)."""
     lines = train(tmp_path, 240, 1800)
     rewards, most = [line["reward"] for line in lines], apart(lines)
@@ -128,7 +129,7 @@ def scored(model: Any, batch: Batch, **options: Any) -> Any:
 
 
 def of(batch: Batch, output: Any) -> np.ndarray:
-    """The logprobs of completions; asserts that there are no others."""
+    """Returns the logprobs of the completions; asserts that all other positions are zero."""
     assert (output.label_mask == batch.wanted[:, 1:]).all()
     assert not output.log_probs[~output.label_mask].any()
     return output.log_probs[output.label_mask].detach().numpy()
@@ -140,7 +141,7 @@ def of(batch: Batch, output: Any) -> np.ndarray:
     ids=lambda p: f"{p[0].name}-{p[1]}",
 )
 def drawn_of(request: pytest.FixtureRequest) -> tuple[helpers.Case, str, dict[float, Batch]]:
-    """(a model, its dtype, completions of it at two temperatures)."""
+    """Returns (a model, its dtype, completions of it at two temperatures)."""
     case, dtype = request.param
     with generator_of(case, dtype) as generator:
         rm.torch.push(model_of(case, dtype), generator)
@@ -184,7 +185,7 @@ def test_the_head_gives_the_logprobs_of_the_rollout(
 def test_around_and_under_the_head(
     drawn_of: tuple[helpers.Case, str, dict[float, Batch]], tmp_path: Path
 ) -> None:
-    """Whatever else a trainer does with the model, and in any order."""
+    """Covers other uses of the model by a trainer, in any order."""
     case, dtype, batches = drawn_of
     batch = batches[0.7]
     model = with_head(model_of(case, dtype), 0.7)
@@ -195,9 +196,10 @@ def test_around_and_under_the_head(
     )
     again = with_head(with_head(model_of(case, dtype), 0.5), 0.7)  # a second trainer
     lowered = with_head(model_of(case, dtype), 0.7)
+    # accelerate does the same.
     lowered.forward = MethodType(
         torch.autocast("cpu", dtype=torch.bfloat16)(lowered.forward.__func__), lowered
-    )  # as accelerate does
+    )
     later = rm.torch.patch(
         rm.torch.unpatch(copy.deepcopy(lowered)), dtype=dtype, max_model_len=case.max_model_len
     )
@@ -208,18 +210,15 @@ def test_around_and_under_the_head(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-    assert (
-        of(batch, scored(checkpointed, batch)) == batch.recorded
-    ).all()  # a copy has weights of its own
+    # A copy has separate weights.
+    assert (of(batch, scored(checkpointed, batch)) == batch.recorded).all()
     assert (of(batch, scored(model, batch)) != batch.recorded).any()
-    assert (
-        "output_router_logits" in inspect.signature(model.forward).parameters or case is DENSE
-    )  # Trainer reads it
+    # Trainer reads this parameter.
+    assert "output_router_logits" in inspect.signature(model.forward).parameters or case is DENSE
     if dtype == "float32":
         theirs = scored(with_head(helpers.hf_model(case).eval(), 0.7), batch).log_probs
-        assert (
-            scored(rm.torch.unpatch(first), batch).log_probs == theirs
-        ).all()  # TRL's own numbers
+        # TRL's own numbers.
+        assert (scored(rm.torch.unpatch(first), batch).log_probs == theirs).all()
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
@@ -230,8 +229,8 @@ def test_around_and_under_the_head(
     del (
         parallel,
         made,
-        # as the group's last owner DDP would join gloo's threads under the GIL, which they may
-        # want: one run in 400 hung
+        # DDP, as the group's last owner, would join gloo's threads while it holds the GIL, which
+        # these threads may need: one run in 400 hung.
     )
     torch.distributed.destroy_process_group()
 

@@ -1,11 +1,12 @@
-"""verl 0.9 on rollmesh: its own vLLM rollout with VLLM_PLUGINS=rollmesh, on examples/verl/on_cpu.py
-where there is no GPU.
+"""verl 0.9 on rollmesh: verl's vLLM rollout with VLLM_PLUGINS=rollmesh, on examples/verl/on_cpu.py
+on machines without a GPU.
 
-Its weight transfer by itself: its sender, its receiver in vLLM's workers, one of them or two.
-Oracle: the bits of a Generator that was given the same weights; each refusal leaves the old ones.
-And examples/verl/grpo.py, which is its GRPO with its trainer, its servers and its agent loops in
-Ray's processes. Oracle: verl's own comparison of the trainer's probabilities with the rollout's;
-bound 1e-5 in float32. Whether it learns, and with two ranks everywhere, takes some minutes:
+The first part tests the weight transfer alone: verl's sender and verl's receiver in one or two of
+vLLM's workers. Oracle: a Generator with the same weights, bit for bit; each refusal keeps the old
+weights. The second part runs examples/verl/grpo.py: verl's GRPO with its trainer, servers and agent
+loops in Ray's processes. Oracle: verl's comparison of the trainer's probabilities with the
+rollout's; bound 1e-5 in float32. The tests of learning, and of two ranks everywhere, take some
+minutes:
 
     pytest -m slow tests/vllm/test_verl.py
 """
@@ -48,7 +49,7 @@ pytestmark = [
         importlib.util.find_spec("verl") is None,
         reason="needs verl; .ci/verl makes an environment that has it",
     ),
-    pytest.mark.filterwarnings("ignore"),  # verl's, Ray's and vLLM's own
+    pytest.mark.filterwarnings("ignore"),  # warnings of verl, Ray and vLLM
 ]
 
 EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
@@ -62,7 +63,7 @@ State = dict[str, Any]
 
 # ---------------------------------------------------------------------------- its weight transfer
 class Served:
-    """An engine with verl's extension in its workers, and which weights it should serve."""
+    """An engine with verl's extension in its workers, and the weights that it should serve."""
 
     def __init__(self, llm: Any):
         self.llm, self.oracle, self.seed = llm, support.Oracle("moe", "bfloat16"), 0
@@ -78,12 +79,12 @@ class Served:
         }
 
     def push(self, state: State) -> None:
-        """As verl's ServerAdapter: a sender for each worker, and update_weights_from_ipc on all."""
+        """Sends like verl's ServerAdapter: a sender for each worker, and update_weights_from_ipc on
+        all."""
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-        assert (
-            max(tensor.nbytes for tensor in state.values()) <= BUCKET
-        )  # else the sender raises, and the receiver waits
+        # Otherwise the sender raises, and the receiver waits.
+        assert max(tensor.nbytes for tensor in state.values()) <= BUCKET
         senders = [
             BucketedWeightSender(handle, use_shm=True)
             for handle in self.llm.collective_rpc("_get_zmq_handle")
@@ -109,7 +110,7 @@ class Served:
                 assert not thread.is_alive(), "the trainer waits on"
 
     def hold(self) -> None:
-        """The weights of `seed` serve, by their answers."""
+        """Checks by their answers that the weights of `seed` serve."""
         self.oracle.serve(support.weights_of("moe", "bfloat16", self.seed))
         requests = support.drawn("moe", self.seed)
         support.agree(
@@ -186,7 +187,7 @@ def test_a_spoiled_set(served: Served, how: str) -> None:
 
 
 def test_asleep_between_steps(served: Served) -> None:
-    """As verl's servers do round a training step."""
+    """Sleeps and wakes like verl's servers around a training step."""
     served.llm.sleep(level=2)
     served.llm.wake_up(tags=["weights"])
     served.seed += 1
@@ -213,7 +214,7 @@ def test_tokens_that_the_tokenizer_lacks(served: Served) -> None:
 
 # --------------------------------------------------------------------------------------- its GRPO
 def run(out: Path, *arguments: str, timeout: float = 900) -> list[dict[str, float]]:
-    """The metrics of each step."""
+    """Returns the metrics of each step."""
     ours = ("PYTEST_", "VLLM_", "CUDA_VISIBLE_DEVICES")  # Ray counts the devices that are visible
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     process = subprocess.Popen(
@@ -225,9 +226,8 @@ def run(out: Path, *arguments: str, timeout: float = 900) -> list[dict[str, floa
         said = process.communicate(timeout=timeout)[0]
     finally:
         if process.poll() is None:
-            os.killpg(
-                process.pid, signal.SIGKILL
-            )  # verl's driver too, with which Ray's processes end
+            # Kills verl's driver too; Ray's processes end with it.
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, said[-8000:]
     return [json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -244,9 +244,8 @@ def test_grpo(tmp_path: Path) -> None:
     steps = run(tmp_path, "--steps", "3")
     check(steps, 3)
     assert steps[0]["critic/score/mean"] < 0.4
-    assert (
-        steps[2]["critic/score/mean"] > steps[0]["critic/score/mean"]
-    )  # the rollouts are of the weights that were pushed last
+    # The rollouts use the weights that were pushed last.
+    assert steps[2]["critic/score/mean"] > steps[0]["critic/score/mean"]
 
 
 @pytest.mark.slow

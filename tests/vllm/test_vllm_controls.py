@@ -1,12 +1,11 @@
-"""Controls of vLLM's that edit logits before the draw, through a running engine: penalties, biases,
+"""vLLM's controls that edit logits before the draw, through a running engine: penalties, biases,
 bans, grammars.
 
 Input: requests with one control or several, greedy and seeded, all in one batch that is chunked and
 preempted. Oracle: the rows of rm.Generator.logits for the whole text, edited by the control's
-definition (NumPy, here), and drawn from by the sample op at that length of the text. Bound: every
-token the same, logprobs the model's own, bit for bit. test_vllm_host holds the editing itself to
-vLLM's sampler; here is whether the right rows meet the right requests.
-"""
+definition (NumPy, here), and the draw of the sample op at that length of the text. Bound: every
+token equal, logprobs the model's own, bit for bit. test_vllm_host compares the editing itself with
+vLLM's sampler; this file tests whether the right rows are used for each request."""
 
 from __future__ import annotations
 
@@ -34,20 +33,17 @@ ENGINES = {
     "tp2": ("moe", "float32", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
 }
 Row = np.ndarray[Any, Any]
-Edit = Callable[
-    [Row, list[int], list[int]], None
-]  # a row of logits in place, the prompt, the output so far
+# (a row of logits to edit in place, the prompt, the output so far)
+Edit = Callable[[Row, list[int], list[int]], None]
 
 
 def tokenizer(folder: Path) -> str:
-    """Its first 256 ids are bytes; text of them is what grammars see."""
+    """A tokenizer whose first 256 ids are bytes, so that grammars see their text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    shown, others = (
-        {*range(33, 127), *range(161, 173), *range(174, 256)},
-        iter(range(256, 512)),
-    )  # how ByteLevel spells bytes
+    # ByteLevel's spelling of bytes.
+    shown, others = ({*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512)))
     words = {chr(byte if byte in shown else next(others)): byte for byte in range(256)} | {
         f"<{i}>": i for i in range(256, VOCAB)
     }
@@ -102,9 +98,8 @@ def drawn(row: Row, params: Any, length: int) -> int:
     how = ops.SampleParams(
         params.temperature, params.top_p, params.min_p, params.top_k or -1, params.seed, length
     )
-    stats = np.array(
-        [[row.max(), np.exp(row - row.max()).sum()]], np.float32
-    )  # of no account for the token
+    # These do not affect the token.
+    stats = np.array([[row.max(), np.exp(row - row.max()).sum()]], np.float32)
     return int(ops.sample(row[None], stats, how).tokens[0])
 
 
@@ -193,7 +188,7 @@ def bad_words(words: list[str]) -> Edit:
 
 
 def spelling(allowed_at: list[str]) -> Edit:
-    """A regular expression of a fixed length, as the characters that may stand at each place; then
+    """Returns a regular expression of a fixed length, as the allowed characters of each place; then
     the end."""
 
     def edit(row: Row, prompt: list[int], output: list[int]) -> None:
@@ -277,9 +272,9 @@ def test_controls_under_preemption(served: Served) -> None:
 
 @pytest.mark.parametrize("way", WAYS[:2], ids=["greedy", "seeded"])
 def test_tokens_that_verl_forbids(served: Served, way: dict[str, Any]) -> None:
-    """verl replaces the model's compute_logits by one that sets them to -inf: ids that its
-    tokenizer lacks. They are never drawn, whoever draws and whatever else bans tokens; logprobs
-    stay the model's own."""
+    """verl replaces the model's compute_logits by a function that sets the ids that its tokenizer
+    lacks to -inf. They are never drawn, by either sampler and with any other bans; logprobs stay
+    the model's own."""
     from vllm.sampling_params import StructuredOutputsParams
 
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
@@ -309,9 +304,8 @@ def test_tokens_that_verl_forbids(served: Served, way: dict[str, Any]) -> None:
             "ignore_eos": False,
         }
         (sample,) = served.generate([[1, 2, 3]], [params_of(ends, seed=0, **way)])
-        assert list(sample.token_ids) == [
-            EOS
-        ]  # the grammar leaves no other, so min_tokens lets it through
+        # The grammar allows only this token, so min_tokens does not ban it.
+        assert list(sample.token_ids) == [EOS]
     finally:
         model.compute_logits = compute
     assert sum(map(bool, before)) >= 3
@@ -319,7 +313,7 @@ def test_tokens_that_verl_forbids(served: Served, way: dict[str, Any]) -> None:
 
 
 def test_a_control_and_the_end_of_a_sequence(served: Served) -> None:
-    """A ban that ends lets the stop token through, and vLLM sees it."""
+    """When the ban ends, the stop token is allowed, and vLLM detects it."""
     (words, _) = CONTROLS["min_tokens"]
     (sample,) = served.generate([[1, 2, 3]], [params_of(words | {"max_tokens": 60}, seed=0)])
     assert sample.finish_reason == "stop"
@@ -339,7 +333,7 @@ def structured(**how: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS[:2], ids=["greedy", "seeded"])
 def test_grammars(served: Served, way: dict[str, Any]) -> None:
-    """Beside requests without one; with a penalty on top."""
+    """Beside requests without a grammar; one has a penalty as well."""
     words = structured(regex="[ab]{3}[0-9]{2}")
     spelled = spelling(["ab"] * 3 + ["0123456789"] * 2)
     edits = [spelled, nothing, both(spelled, frequency(2.0)), nothing]
@@ -376,8 +370,8 @@ def test_grammars_that_only_a_parser_knows(served: Served) -> None:
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_logprobs_of_the_distribution_drawn_from(model: str, v2: bool, tmp_path: Path) -> None:
-    """logprobs_mode="processed_logprobs", as TRL sets it: Generator's .sampling_logprobs. A greedy
-    draw is certain, 0."""
+    """logprobs_mode="processed_logprobs", which TRL sets, equals Generator's .sampling_logprobs. A
+    greedy draw has logprob 0."""
     support.need_protocol(v2)
     oracle = support.Oracle(model, "bfloat16", processed=True)
     try:

@@ -1,11 +1,11 @@
-"""One rank of rollmesh under vllm.LLM gives the bits of rm.Generator: tokens, logprobs, top
+"""One rank of rollmesh under vllm.LLM is bit-identical to rm.Generator: tokens, logprobs, top
 logprobs, prompt logprobs.
 
 Input: tiny models, requests of every kind (vllm_support.mixed) that vLLM cuts into steps of at most
-32 tokens and 6 sequences. Oracle: rm.Generator with the same weights, which schedules by itself.
-Bound: 0 differing bits, ranks and ends the same. What vLLM did (chunks, prefix hits, preemptions)
-is seen in what its scheduler sent, so that a test cannot pass by never meeting its case. Settings
-go through both dtypes, models, resume protocols and ways to schedule; each has one engine for all
+32 tokens and 6 sequences. Oracle: rm.Generator with the same weights and its own scheduler. Bound:
+0 differing bits, equal ranks and finish reasons. The tests read chunks, prefix hits and preemptions
+from the output of vLLM's scheduler, so that a test fails if its case never occurs. Settings cover
+both dtypes, models, resume protocols and kinds of scheduling; each setting has one engine for all
 its tests.
 """
 
@@ -46,7 +46,7 @@ SETTINGS = (
     Setting("dense", "float32", False, False),
 )
 FEW_BLOCKS = (
-    16  # of 16 tokens, one of them vLLM's null block: less than two of the longest requests need
+    16  # of 16 tokens, one of them vLLM's null block: too few for two of the longest requests
 )
 
 
@@ -77,14 +77,15 @@ def served(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_of_every_kind(served: support.Served, seed: int) -> None:
-    """All at once: chunks of long prompts beside decodes, filters and counts of logprobs mixed in
-    one step."""
+    """All requests at once: chunks of long prompts beside decodes, with different filters and
+    numbers of logprobs in one step."""
     trace = served.traced(support.mixed(served.setting.model, seed, 16))
     assert trace.chunks > 0
 
 
 def test_one_after_another(served: support.Served) -> None:
-    """What stands in a batch does not show: the same requests alone, in other order."""
+    """The composition of a batch does not change the result: the same requests one by one, in
+    reverse order."""
     for request in reversed(support.mixed(served.setting.model, 3, 8)):
         served.hold([request])
 
@@ -104,7 +105,7 @@ def test_prompts_of_lengths_around_pages_and_chunks(served: support.Served, leng
 
 
 def test_prefix_hits(served: support.Served) -> None:
-    """A prompt that has been there: vLLM starts beyond its cached blocks."""
+    """The prompt is cached: vLLM starts after its cached blocks."""
     prompt = list(range(60, 130))
     served.hold([support.request(prompt, temperature=0.0, logprobs=3)])
     trace = served.traced(
@@ -118,7 +119,7 @@ def test_prefix_hits(served: support.Served) -> None:
 
 
 def test_preemption(served: support.Served) -> None:
-    """Six requests that together need three times the blocks there are."""
+    """Six requests together need three times the available blocks."""
     requests = [
         support.request(
             [i * 11 + j for j in range(12)],
@@ -131,11 +132,11 @@ def test_preemption(served: support.Served) -> None:
     ]
     trace = served.traced(requests)
     assert trace.preempted > 0
-    assert trace.resumed >= trace.preempted  # none was given up
+    assert trace.resumed >= trace.preempted  # all of them were resumed
 
 
 def test_preemption_of_chunks(served: support.Served) -> None:
-    """Long prompts that are thrown out before they are whole, prompt logprobs asked for."""
+    """Long prompts with prompt logprobs are preempted before they are complete."""
     requests = [
         support.request(
             [(i * 31 + j * j) % 300 for j in range(60)],
@@ -150,8 +151,8 @@ def test_preemption_of_chunks(served: support.Served) -> None:
 
 
 def test_an_update_without_a_cache_reset(served: support.Served) -> None:
-    """vLLM believes in its cached blocks, which hold the KV of other weights: no bit of them may be
-    seen."""
+    """vLLM reuses its cached blocks, which hold the KV of other weights: they must not change the
+    result."""
     prompt = list(range(200, 270))
     requests = [
         support.request([*prompt, i], seed=i, logprobs=4, prompt_logprobs=[None, 1][i % 2])
@@ -166,7 +167,7 @@ def test_an_update_without_a_cache_reset(served: support.Served) -> None:
 
 
 def test_cached_tokens_are_counted(served: support.Served) -> None:
-    """vLLM's own figure stands, update or not."""
+    """vLLM's own count is kept, with and without an update."""
     prompt = {"prompt_token_ids": [5, 250] * 20}
     params = support.request([], max_tokens=2).theirs
     served.llm.generate([prompt], [params], use_tqdm=False)
@@ -174,8 +175,8 @@ def test_cached_tokens_are_counted(served: support.Served) -> None:
 
 
 def test_an_update_while_requests_run(served: support.Served) -> None:
-    """Tokens of before stand; those after are what the new weights say to the whole text, as if it
-    had been the prompt."""
+    """Tokens from before the update stay; later tokens equal those of the new weights with the
+    whole text so far as the prompt."""
     engine, old = served.llm.llm_engine, served.version
     requests = [
         support.request(
@@ -203,9 +204,8 @@ def test_an_update_while_requests_run(served: support.Served) -> None:
     assert served.version == old + 1
     for i, request in enumerate(requests):
         (got,), (first,) = done[i], before[i]
-        ahead = range(
-            held[i], held[i] + (3 if served.setting.asynchronous else 1)
-        )  # a step or two may have been under way
+        # A step or two may have been in flight.
+        ahead = range(held[i], held[i] + (3 if served.setting.asynchronous else 1))
         wanted = [support.continued(served.oracle, request, first, cut) for cut in ahead]
         assert any(got.tokens == w.tokens and got.positions == w.positions for w in wanted), (
             f"request {i}, cut at one of {list(ahead)}"
@@ -238,7 +238,7 @@ def test_sequences_that_reach_the_longest_length(served: support.Served) -> None
 
 
 def test_the_whole_vocabulary_as_logprobs(served: support.Served) -> None:
-    """-1 is vLLM's word for it."""
+    """-1 is vLLM's value for this."""
     request = support.request([3, 1, 4], logprobs=300, max_tokens=3)
     (answer,) = support.generate(
         served.llm, [support.Request(request.prompt, {**request.settings, "logprobs": -1})]
@@ -248,7 +248,8 @@ def test_the_whole_vocabulary_as_logprobs(served: support.Served) -> None:
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_routed_experts(v2: bool, tmp_path: Path) -> None:
-    """Of every position that was fed, chunked, cached, preempted or not: Generator's own record."""
+    """Experts are returned for every position, whether it was chunked, cached or preempted, and
+    equal Generator's record."""
     support.need_protocol(v2)
     oracle = support.Oracle("moe", "float32")
     weights = support.weights_of("moe", "float32")

@@ -1,5 +1,5 @@
-"""Every model family under vllm.LLM gives the bits of rm.Generator (test_vllm_engine.py), from
-transformers' own config.json and names."""
+"""Every model family under vllm.LLM is bit-identical to rm.Generator (test_vllm_engine.py), from
+transformers' config.json and names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Logits edited on the host are those of vLLM's Sampler before temperature.
 
 Input: random logits and requests with random controls, several at once, that come and go over steps
-in any order, as they do in a batch. Oracle: vllm.v1.sample.sampler.Sampler.apply_logits_processors,
-with everything about it made anew in each step, behind xgrammar's own bitmask kernel; and for each
-control alone, its definition in plain Python. Bound: 0 differing bits.
+in any order, as in a batch. Oracle: vllm.v1.sample.sampler.Sampler.apply_logits_processors, with
+all of its inputs built again in each step, after xgrammar's bitmask kernel; and for each control
+alone, its definition in plain Python. Bound: 0 differing bits.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_SEQS = 16
 
 
 class Counting(LogitsProcessor):
-    """A processor of a user's own, with state: it adds, to token 0, the number of tokens so far."""
+    """A user-defined processor with state: it adds the number of tokens so far to token 0."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool):
         self.rows: dict[int, list[int]] = {}
@@ -70,7 +70,7 @@ class AfterTemperature(Counting):
 
 
 def config(*processors: Any) -> Any:
-    """What of a VllmConfig is read."""
+    """Returns the fields of a VllmConfig that are read."""
     model = SimpleNamespace(logits_processors=list(processors), get_vocab_size=lambda: VOCAB)
     scheduler = SimpleNamespace(max_num_seqs=MAX_SEQS)
     return SimpleNamespace(model_config=model, scheduler_config=scheduler, speculative_config=None)
@@ -90,7 +90,7 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
         {"min_tokens": int(rng.integers(1, 6)), "stop_token_ids": ids(5)},
         {"structured_outputs": StructuredOutputsParams(json_object=True)},
         {"extra_args": {"count": True}},
-        {"min_p": 0.3},  # the engine's: nothing may be done to it here
+        {"min_p": 0.3},  # owned by the engine: must not change here
     ]
     chosen = rng.random(len(controls)) < 0.35
     return SamplingParams(
@@ -110,8 +110,8 @@ def random_row(rng: np.random.Generator, name: str) -> HostRow:
 
 
 def stepped(rng: np.random.Generator, row: HostRow) -> HostRow:
-    """One token later, or one before when vLLM drops what was drawn; under a grammar with a bitmask
-    of this step."""
+    """Advances one token, or goes back one when vLLM drops the drawn token; with a grammar, also
+    with this step's bitmask."""
     output = (
         row.output_ids[:-1]
         if rng.random() < 0.1
@@ -126,7 +126,7 @@ def stepped(rng: np.random.Generator, row: HostRow) -> HostRow:
 
 
 def of_vllm(raw: np.ndarray, rows: list[HostRow], *processors: Any) -> np.ndarray:
-    """The oracle."""
+    """Computes the oracle."""
     import xgrammar
 
     logits = torch.from_numpy(raw.copy())
@@ -189,12 +189,11 @@ def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
         for name in [name for name in running if rng.random() < 0.15]:
             del running[name]
         while (len(running) < MAX_SEQS and rng.random() < 0.5) or not running:
-            name = f"request {rng.integers(0, 40)}"  # a name may come again, for another request
+            name = f"request {rng.integers(0, 40)}"  # another request may reuse a name
             running[name] = random_row(rng, name)
         running = {name: stepped(rng, row) for name, row in running.items()}
-        rows = [
-            running[name] for name in rng.permutation(list(running)) if rng.random() < 0.9
-        ]  # some sit a step out
+        # Some requests skip a step.
+        rows = [running[name] for name in rng.permutation(list(running)) if rng.random() < 0.9]
         if not rows:
             continue
         raw, never_drawn = (
@@ -211,7 +210,7 @@ def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
 
 
 def test_a_grammar_ends_before_min_tokens(rng: np.random.Generator) -> None:
-    """Where a grammar leaves the end only, min_tokens does not take that away too."""
+    """If a grammar allows only the end, min_tokens does not ban it."""
     mask = np.zeros(3, np.int32)
     mask[9 // 32] = 1 << (9 % 32)
     params = SamplingParams(

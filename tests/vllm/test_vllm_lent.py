@@ -1,12 +1,10 @@
-"""WeightSender(lend=True): a trainer's tensors on a GPU, read there by workers of vLLM's in other
-processes. By way of the simulated devices (test_cuda_loans.py), which end a process that frees
-memory which another has open. A worker in this process is on vLLM's base class of weight transfer
-engines, or on what stands in for it where vLLM is not installed, as ranks that are processes always
-are (test_vllm_plugin.py has the whole engine).
+"""WeightSender(lend=True): a trainer's tensors on a GPU, read there by vLLM's workers in other
+processes. Runs on the simulated devices (test_cuda_loans.py), which end a process that frees memory
+which another process has open. A worker in this process uses vLLM's base class of weight transfer
+engines, or the stand-in for it if vLLM is not installed; ranks that are processes always use the
+stand-in (test_vllm_plugin.py has the whole engine).
 
-Oracle: the logits of a Generator on the CPU that was given the same weights. Bound: 0 differing
-bits.
-"""
+Oracle: the logits of a Generator on the CPU with the same weights. Bound: 0 differing bits."""
 
 # ruff: noqa: F401 (fixtures of another file)
 from __future__ import annotations
@@ -56,7 +54,7 @@ def state(seed: int) -> dict[str, np.ndarray]:
 
 @cache
 def bits(seed: int) -> bytes:
-    """What a generator on the CPU gives with the weights of a seed."""
+    """Returns the answers of a generator on the CPU with the weights of a seed."""
     with rm.Generator(
         rm.ModelSpec.from_hf(CONFIG),
         dtype="float32",
@@ -69,8 +67,8 @@ def bits(seed: int) -> bytes:
 
 
 class Workers:
-    """A client of vLLM's four calls, and which weights should serve. `remotes` are trainers for
-    it."""
+    """A client of vLLM's four calls, and the weights that should serve. `remotes` are its
+    trainers."""
 
     def __init__(self, client: Any, library: Path):
         self.client, self.seed, self.version, self._library = client, 0, 0, library
@@ -86,8 +84,8 @@ class Workers:
         return self.remotes[-1]
 
     def push(self, remote: Remote, **how: Any) -> None:
-        """A set that is read where it lies; afterwards the trainer writes to its tensors and frees
-        them."""
+        """Sends a set that is read in place; afterwards the trainer overwrites its tensors and
+        frees them."""
         self.seed, self.version = (self.seed + 1) % 3, self.version + 1
         remote.send(self.client, CONFIG, self.seed, self.version, **how)
         assert remote.do("alive") == 0
@@ -101,7 +99,8 @@ class Workers:
         assert versions == [self.version] * len(versions)
 
     def refuses(self, remote: Remote, words: str, **how: Any) -> None:
-        """A set of the trainer's, whose tensors are its own again; what served serves."""
+        """Expects a refusal of the trainer's set: the trainer has its tensors back, and the old
+        weights serve."""
         with pytest.raises(RuntimeError, match=words):
             remote.send(self.client, CONFIG, (self.seed + 1) % 3, self.version + 1, **how)
         remote.do("free")
@@ -122,7 +121,7 @@ def ranks() -> Any:
 
 @pytest.fixture(scope="module")
 def two(standin: None, simt_library: Path) -> Iterator[Workers]:
-    """Ranks on a GPU each."""
+    """Two ranks on separate GPUs."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(LIBRARY_SWITCH, str(simt_library))
         served = Workers(ranks(), simt_library)
@@ -134,7 +133,7 @@ def two(standin: None, simt_library: Path) -> Iterator[Workers]:
 def workers(
     request: pytest.FixtureRequest, standin: None, library: Path
 ) -> Iterator[Callable[..., Workers]]:
-    """One in this process; the two of this file; or two that end with the test."""
+    """One worker in this process; the two of this file; or two that end with the test."""
     made: list[Workers] = []
 
     def some(world: int = 1, device: str = "cuda", to_the_end: bool = False) -> Workers:
@@ -161,8 +160,8 @@ def workers(
 # ------------------------------------------------------------------------------------------- sets
 @pytest.mark.parametrize("world", [1, full(2)])
 def test_sets_of_any_blocks(workers: Callable[..., Workers], world: int) -> None:
-    """In one block and in many, from the worker's GPU and from another, in one allocation and in
-    one for each tensor, some on the host. On the way the old version serves."""
+    """Sends a set in one block and in many, from the worker's GPU and from another, in one
+    allocation and in one for each tensor, some on the host. Meanwhile the old version serves."""
     served = workers(world)
     one, many = served.trainer(0, block_bytes=1 << 30), served.trainer(3, block_bytes=30_000)
     served.push(one)
@@ -176,9 +175,9 @@ def test_sets_of_any_blocks(workers: Callable[..., Workers], world: int) -> None
 def test_what_is_lent_is_not_copied(
     workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file in shared memory has the tensors of the host and nothing else; the trainer keeps
-    those that are lent for the time of a call, which ends with all of them given back, and keeps
-    none of the block before."""
+    """The file in shared memory contains only the host's tensors. The trainer keeps lent tensors
+    for the time of a call, which ends with all of them returned, and keeps nothing of the previous
+    block."""
     served, seen = workers(), list[Asked]()
     remote = served.trainer(block_bytes=30_000)
 
@@ -219,9 +218,8 @@ def test_what_is_lent_is_not_copied(
             )
             loan = parse(info.description.encode(), info.size).loan
             names = set() if loan is None else set(loan.tensors)
-            assert (
-                len(names) <= asked.alive <= len(names) + 1
-            )  # one of the next block, for which there was no room
+            # The additional name belongs to the next block, which did not fit.
+            assert len(names) <= asked.alive <= len(names) + 1
             lent_names |= names
         remote.pass_on(served.client, asked)
         assert opened == []
@@ -234,8 +232,7 @@ def test_what_is_lent_is_not_copied(
 
 @pytest.mark.parametrize("world", [1, full(2)])
 def test_sets_that_are_refused(workers: Callable[..., Workers], world: int) -> None:
-    """By what is wrong with one tensor of them, whether it is lent or not; the next set is
-    taken."""
+    """One tensor of the set is bad, lent or not; the next set is accepted."""
     served = workers(world)
     remote = served.trainer(block_bytes=30_000)
     bad = state(1)[LATE].copy()
@@ -280,7 +277,7 @@ def test_a_trainer_that_dies_before_its_block_is_read(workers: Callable[..., Wor
 
 
 def while_reading(monkeypatch: pytest.MonkeyPatch, count: int, happens: Callable[[], None]) -> None:
-    """Once, when so many tensors that are lent have been looked at."""
+    """Calls a function once when a given number of lent tensors has been read."""
     looked, array = iter(range(count)), Borrowed.array
 
     def look(borrowed: Borrowed, name: str) -> _core.DeviceArray:
@@ -311,7 +308,7 @@ def test_a_trainer_that_dies_while_it_is_read(
 def test_a_trainer_that_dies_while_its_memory_is_opened(
     workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which fails then, and that is not the reason."""
+    """Opening then fails, but the reported reason is the trainer's death."""
     served = workers()
     remote = served.trainer()
 
@@ -332,7 +329,7 @@ def test_a_trainer_that_dies_while_its_memory_is_opened(
 
 
 def test_a_call_that_its_trainer_has_given_up(workers: Callable[..., Workers]) -> None:
-    """The worker comes to it when the trainer has its tensors back: it opens nothing."""
+    """The worker reaches the call after the trainer has its tensors back: it opens nothing."""
     served = workers()
     remote = served.trainer()
     remote.begin("send", CONFIG, 1, 1)
@@ -380,8 +377,8 @@ def test_a_call_that_is_given_up_while_its_block_is_read(
 def test_a_worker_that_keeps_what_was_lent(
     workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For longer than the trainer waits: the error says so. What the worker reads from then on it
-    drops."""
+    """The worker keeps it longer than the trainer waits: the error says so. The worker drops all
+    that it reads afterwards."""
     served = workers()
     remote = served.trainer(timeout=0.2)
     remote.do("patience", 0.2)
@@ -409,7 +406,7 @@ def test_a_worker_that_keeps_what_was_lent(
 
 @pytest.mark.full
 def test_a_worker_that_dies_while_it_reads(workers: Callable[..., Workers]) -> None:
-    """Its lock goes with it: the trainer waits for nothing."""
+    """Its lock disappears with it: the trainer does not wait."""
     served = workers(2, to_the_end=True)
     remote = served.trainer()
     served.push(remote)
@@ -443,8 +440,8 @@ def readers() -> Iterator[Callable[..., tuple[Connection, Any]]]:
 
 
 def test_locks_of_readers(readers: Callable[..., tuple[Connection, Any]]) -> None:
-    """Several may read at once; a loan is over when none does. One that is killed reads no more,
-    and no number comes again."""
+    """Several readers may read at once, and a loan ends when none of them reads. A reader that is
+    killed stops reading, and numbers are not reused."""
     block = Segment(0)
     assert block.take_back(0)
     first = block.lend()
@@ -475,7 +472,7 @@ def test_locks_of_readers(readers: Callable[..., tuple[Connection, Any]]) -> Non
 
 
 def test_a_lock_outlives_a_sweep() -> None:
-    """A sender of the same process opens and closes every block that there is."""
+    """A sender of the same process opens and closes every existing block."""
     block = Segment(8)
     reader = MappedSegment(FOLDER / block.name, block.nonce)
     try:
@@ -488,7 +485,7 @@ def test_a_lock_outlives_a_sweep() -> None:
 
 
 def test_a_trainer_that_closes_its_block(readers: Callable[..., tuple[Connection, Any]]) -> None:
-    """With what is lent as it was: nobody holds the file."""
+    """The lent memory stays as it is: no reader holds the file."""
     block = Segment(0)
     pipe, _ = readers(block, block.lend())
     assert pipe.recv() == "reads"
@@ -526,7 +523,7 @@ def test_a_gpu_that_a_worker_does_not_see(
 
 @pytest.mark.parametrize("rank", [full(0), 1])
 def test_a_gpu_that_one_worker_does_not_see(workers: Callable[..., Workers], rank: int) -> None:
-    """The other has read its part by then: the set ends on both."""
+    """The other worker has read its part by then: the set ends on both."""
     served = workers(2)
     remote = served.trainer(block_bytes=30_000)
     served.client.rpc("set", rank, "ROLLMESH_SIMT_FIRST", "2")
@@ -567,7 +564,7 @@ def test_memory_that_nobody_else_can_open(workers: Callable[..., Workers]) -> No
 
 
 def test_a_tensor_in_shards_is_gathered() -> None:
-    """A copy of the host's, where it is there that it lies; nothing of CUDA is asked for."""
+    """The tensor is copied from the host, where it is stored, without using CUDA."""
 
     class Sharded:
         def full_tensor(self) -> np.ndarray:
@@ -577,7 +574,7 @@ def test_a_tensor_in_shards_is_gathered() -> None:
 
 
 def test_a_loan_is_opened_after_its_tensors_were_written_and_described() -> None:
-    """Describing waits for what writes the tensors."""
+    """Describing a tensor waits for the work that writes it."""
     numbers: list[int] = []
 
     def open_loan() -> int:
@@ -660,8 +657,8 @@ NOTHING = {**GOOD, "allocations": [], "tensors": []}
 def test_loans_of_a_stranger(
     workers: Callable[..., Workers], loan: Any, error: type[Exception], words: str
 ) -> None:
-    """Beside a tensor a of the host, of a trainer that lends by number 2. Each ends the update, and
-    what served serves."""
+    """A block with tensor a on the host and a loan of another trainer, number 2. Each of these ends
+    the update, and the old weights serve."""
     served = workers()
     block = Segment(64)
     assert [block.lend(), block.lend()] == [1, 2]

@@ -1,9 +1,9 @@
-"""Meshes of rollmesh under vLLM give the bits of one rank: tensor, expert and data parallelism, by
-each executor that needs no GPU.
+"""Meshes of rollmesh under vLLM are bit-identical to one rank: tensor, expert and data parallelism,
+with each executor that works without a GPU.
 
 Input: as in test_vllm_engine. Oracle: rm.Generator on one rank. Bound: 0 differing bits. vLLM's
-MultiprocExecutor starts the ranks of a replica, AsyncLLM the replicas, torchrun those that share a
-trainer's processes.
+MultiprocExecutor starts the ranks of a replica, AsyncLLM the replicas, torchrun the ranks that
+share a trainer's processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Setting:
     expert_parallel: bool = False
     v2: bool = False
     asynchronous: bool = True
-    processes: bool = False  # the engine in one of its own, as vLLM has it unless told otherwise
+    processes: bool = False  # the engine in a separate process, vLLM's default
 
     def __str__(self) -> str:
         how = f"tp{self.tp}-dp{self.dp}" + ("-ep" if self.expert_parallel else "")
@@ -58,7 +58,7 @@ class Setting:
 
 
 def crowded(first: int) -> list[support.Request]:
-    """More than the blocks hold, so that some are preempted."""
+    """More requests than the blocks can hold, so that some are preempted."""
     return [
         support.request(
             [first + i] * 12, seed=i, temperature=[0.0, 1.0][i % 2], logprobs=2, max_tokens=80
@@ -121,7 +121,7 @@ def test_ranks_after_updates_without_a_cache_reset(served: support.Served) -> No
 REPLICAS = (
     Setting("moe", "bfloat16", dp=2, expert_parallel=True, v2=True, asynchronous=False),
     Setting("moe", "bfloat16", tp=2, dp=2, expert_parallel=True),
-    Setting("dense", "float32", dp=2),  # two engines that know nothing of each other
+    Setting("dense", "float32", dp=2),  # two independent engines
     pytest.param(Setting("moe", "float32", dp=2), marks=pytest.mark.slow),
     pytest.param(
         Setting("moe", "float32", tp=2, dp=2, expert_parallel=True, v2=True, asynchronous=False),
@@ -134,8 +134,9 @@ REPLICAS = (
 def test_replicas_answer_as_one(
     setting: Setting, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """Balanced by vLLM; one alone busy while the other steps along without tokens; idle ones that
-    wake; an update between and one while requests wait; both replicas preempting."""
+    """Requests balanced by vLLM; one busy replica while the other steps without tokens; idle
+    replicas that wake; an update in between and one while requests wait; both replicas
+    preempting."""
     support.need_protocol(setting.v2)
     oracle = support.Oracle(setting.model, setting.dtype)
     compared = 0

@@ -1,11 +1,10 @@
-"""Being installed changes nothing for vLLM; being asked for by VLLM_PLUGINS hands it the platform,
-or an error that says why not.
+"""Installing rollmesh does not affect vLLM. Selecting it in VLLM_PLUGINS gives vLLM the platform,
+or an error with the reason.
 
-The first half needs no vLLM: rollmesh alone still works, and what the entry points answer is
-checked against the words of the environment. The second half asks vLLM itself, which platform it
-takes, what its configuration becomes, and that every option on the list of what is not done is
-refused by name (the option is set to a value that vLLM would take, and the message has both).
-"""
+The first half does not need vLLM: rollmesh alone still works, and the results of the entry points
+are compared for each environment. The second half asks vLLM itself which platform it selects and
+what its configuration becomes, and checks that every unsupported option is refused by name (the
+option is set to a value that vLLM would accept, and the message has both)."""
 
 from __future__ import annotations
 
@@ -42,7 +41,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 def pretend(
     monkeypatch: pytest.MonkeyPatch, version: str | None, asked: str | None = "rollmesh"
 ) -> None:
-    """A machine where vLLM has this version (None: is absent), and VLLM_PLUGINS these words."""
+    """Simulates a machine with this version of vLLM (None: not installed), and this value of
+    VLLM_PLUGINS."""
 
     def found(package: str) -> str:
         if version is None or package != "vllm":
@@ -70,7 +70,7 @@ def pretend(
     ],
 )
 def test_installed_but_not_asked_for(monkeypatch: pytest.MonkeyPatch, words: str | None) -> None:
-    """Also with a version that would be refused: nobody asked."""
+    """Also with a version that would be refused, because rollmesh is not selected."""
     for version in (*plugin.TRIED, "9.9.9", None):
         pretend(monkeypatch, version, words)
         assert plugin.platform() is None
@@ -78,8 +78,8 @@ def test_installed_but_not_asked_for(monkeypatch: pytest.MonkeyPatch, words: str
 
 
 def test_the_table_of_releases_is_what_can_be_installed() -> None:
-    """The extra lets in the oldest of the table to the newest; the documents and the script of the
-    environment name the newest."""
+    """The extra allows the oldest to the newest version of the table; the documents and the
+    environment's script name the newest."""
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
         "optional-dependencies"
     ]["vllm"]
@@ -109,8 +109,8 @@ def test_asked_for(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
 def test_absent_or_of_another_version(
     monkeypatch: pytest.MonkeyPatch, version: str | None, words: str
 ) -> None:
-    """The platform's entry point may not raise, since vLLM would go on without it: it names a
-    function that does."""
+    """The platform's entry point must not raise, because vLLM would continue without it: it returns
+    the name of a function that raises."""
     pretend(monkeypatch, version)
     assert plugin.platform() == "rollmesh.vllm.refuse"
     for call in (plugin.refuse, plugin.register):
@@ -139,8 +139,8 @@ def test_settings_that_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_light_to_import() -> None:
-    """vLLM loads the entry points of every user; neither torch nor vLLM nor transformers comes with
-    them."""
+    """vLLM loads the entry points of every user, so they must not import torch, vLLM or
+    transformers."""
     code = (
         "import sys, rollmesh.vllm as p; p.platform(); p.register(); print(sorted({'torch', "
         "'vllm', 'transformers'} & set(sys.modules)))"
@@ -181,7 +181,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------- vLLM's choice
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders with nothing but a stock config.json."""
+    """Folders with only a stock config.json."""
     folders = {}
     for name, moe, changes in (
         ("dense", False, {}),
@@ -206,7 +206,7 @@ Configure = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def configure(models: dict[str, str]) -> Configure:
-    """A VllmConfig, as LLM(…) makes it."""
+    """Makes a VllmConfig like LLM(…)."""
     pytest.importorskip("vllm")
     from vllm.engine.arg_utils import EngineArgs
 
@@ -234,7 +234,7 @@ def test_vllm_takes_the_platform_only_when_asked(monkeypatch: pytest.MonkeyPatch
 
 @needs_vllm
 def test_a_version_that_was_not_tried_is_told_by_vllm(tmp_path: Path) -> None:
-    """vLLM swallows what a platform plugin raises; the user sees the PluginError all the same, from
+    """vLLM swallows exceptions of a platform plugin, but the user still gets the PluginError, from
     the first import."""
     (tmp_path / "sitecustomize.py").write_text(
         "import rollmesh.vllm\nrollmesh.vllm.TRIED = ('0.1.0',)\n"
@@ -261,8 +261,8 @@ def test_a_version_that_was_not_tried_is_told_by_vllm(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_loaded_again(configure: Configure) -> None:
-    """As vLLM does in each of its processes, and once for each engine in one of them: the entry
-    points stay what they are."""
+    """vLLM loads the plugin in each of its processes, and once for each engine in a process: the
+    entry points stay the same."""
     import vllm.plugins
     from vllm.platforms import resolve_current_platform_cls_qualname as chosen
 
@@ -297,16 +297,15 @@ def test_what_a_configuration_becomes(configure: Configure) -> None:
         before = repr(made)
         config.update(made)  # vLLM does it again when it changes a config
         assert repr(made) == before
-    assert (
-        str(configure("half").model_config.dtype) == "torch.float32"
-    )  # dtype="auto" of a float16 model: nothing is rounded
+    # dtype="auto" of a float16 model: values are not rounded.
+    assert str(configure("half").model_config.dtype) == "torch.float32"
     assert configure(enable_sleep_mode=True).model_config.enable_sleep_mode
 
 
 @needs_vllm
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_the_model_is_the_files(configure: Configure, models: dict[str, str], model: str) -> None:
-    """Through vLLM's own reading of config.json."""
+    """The config is read through vLLM's own loader of config.json."""
     from rollmesh.vllm.platforms import config
 
     assert config.model_spec(configure(model)) == rm.ModelSpec.from_hf(models[model])
@@ -347,8 +346,8 @@ def test_degrees_and_shares(configure: Configure, monkeypatch: pytest.MonkeyPatc
 
 # --------------------------------------------------------------------------------------- refusals
 def refused(configure: Configure, *args: Any, **options: Any) -> str:
-    """What the user's own call raises: vLLM's configuration is pydantic's, which puts the
-    ConfigError into an error of its own."""
+    """Returns the error of the user's call: vLLM's configuration uses pydantic, which wraps the
+    ConfigError."""
     with pytest.raises(ValueError) as caught:
         configure(*args, **options)
     inner = [entry["ctx"]["error"] for entry in caught.value.errors()]  # type: ignore[attr-defined]
@@ -432,7 +431,7 @@ def test_refused_in_the_users_own_call(
 
 @pytest.mark.parametrize("executor", ["ray", "mp"])
 def test_an_isa_that_is_no_name(executor: str) -> None:
-    """Where ray's workers may be on other machines, which name theirs themselves, too."""
+    """Also if ray's workers may be on other machines, which have their own isa names."""
     for isa in (2, ["avx2"], True):
         asked = types.SimpleNamespace(
             additional_config={"rollmesh": {"isa": isa}},
@@ -446,7 +445,8 @@ def test_an_isa_that_is_no_name(executor: str) -> None:
 
 @needs_vllm
 def test_refused_with_experts(configure: Configure) -> None:
-    """8 experts; what vLLM itself refuses first (experts without parallelism) is not asked for."""
+    """8 experts; options that vLLM itself refuses first (experts without parallelism) are
+    skipped."""
     words = refused(
         configure,
         "moe",
@@ -459,8 +459,8 @@ def test_refused_with_experts(configure: Configure) -> None:
 
 @needs_vllm
 def test_every_rule_names_an_option_of_vllms(configure: Configure) -> None:
-    """Each is put to a value that is not accepted, past vLLM's own checks; a path that vLLM lacks
-    is an AttributeError."""
+    """Each option is set to an unsupported value, bypassing vLLM's own checks; a path that vLLM
+    lacks is an AttributeError."""
     from vllm.config import WeightTransferConfig
 
     from rollmesh.vllm.platforms import config
@@ -491,7 +491,7 @@ def test_every_rule_names_an_option_of_vllms(configure: Configure) -> None:
 
 @needs_vllm
 def test_torch_accelerator_where_there_is_none(configure: Configure) -> None:
-    """vLLM calls these without asking; each would raise."""
+    """vLLM calls these without a check; each would raise."""
     import torch
 
     configure()
@@ -506,8 +506,8 @@ def test_torch_accelerator_where_there_is_none(configure: Configure) -> None:
 def test_vllm_over_a_cuda_device(
     simt_library: Path, tmp_path: Path, model: str, dtype: str
 ) -> None:
-    """On the fibres of tests/gpu/simt: vLLM's side stays on the host, and all that the worker
-    computes is the device's."""
+    """On the fibres of tests/gpu/simt: vLLM's side stays on the host, and all computations of the
+    worker run on the device."""
     environment = os.environ | {
         "VLLM_PLUGINS": "rollmesh",
         "ROLLMESH_VLLM_DEVICE": "cuda",
@@ -532,7 +532,7 @@ def test_vllm_over_a_cuda_device(
 
 @needs_vllm
 def test_vllms_workers_exchange_by_nccl(simt_library: Path, tmp_path: Path) -> None:
-    """Two of them, and what stands in for NCCL: it is the one that their processes have loaded."""
+    """Two workers exchange by the stand-in for NCCL, which their processes must have loaded."""
     if importlib.import_module("torch").version.cuda is not None:
         pytest.skip("a CUDA build of torch has loaded its own NCCL first")
     library = standin(tmp_path)
@@ -593,8 +593,8 @@ def test_a_device_that_is_not_here_is_said_in_the_users_own_call(
 
 
 def test_a_platform_of_a_gpu_has_processes_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The front end asks CUDA for a device's memory, and CUDA does not survive a fork; one's own
-    choice stands, to be refused by name."""
+    """The front end asks CUDA for a device's memory, and CUDA does not survive a fork. An explicit
+    choice of the user is kept, and refused by name."""
     pretend(monkeypatch, plugin.TRIED[0])
     monkeypatch.setenv("ROLLMESH_VLLM_DEVICE", "cuda")
     for before, after in (("", "spawn"), ("fork", "fork")):
@@ -641,8 +641,8 @@ def test_each_worker_has_a_device_of_its_own(
     devices: int,
     ordinal: int,
 ) -> None:
-    """Two workers an engine; what vLLM has assigned is physical, what a process counts is what it
-    sees."""
+    """An engine has two workers; vLLM assigns physical devices, and a process numbers the devices
+    that it sees."""
     from rollmesh.vllm.platforms import config
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

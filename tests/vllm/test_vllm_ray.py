@@ -1,8 +1,8 @@
-"""Ranks that Ray starts give the bits of rm.Generator, under both of vLLM's executors over it.
+"""Ranks that Ray starts are bit-identical to rm.Generator, under both of vLLM's executors for Ray.
 
 Input: requests of every kind on a tiny MoE at tp = ep = 2, on a cluster of this machine alone.
-Oracle: rm.Generator with the same weights. Bound: 0 differing bits. A worker takes one of what Ray
-counts as GPU; there need not be any.
+Oracle: rm.Generator with the same weights. Bound: 0 differing bits. A worker occupies one of Ray's
+GPU resources, which need not be real GPUs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # vLLM's 
 @pytest.fixture(params=["0", "1"], ids=["compiled-graph", "message-queue"])
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", request.param)
-    monkeypatch.delenv(
-        "VLLM_HOST_IP", raising=False
-    )  # Ray knows this machine under another address
+    # Ray knows this machine under another address.
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
     ray.init(num_gpus=2, num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     yield
     ray.shutdown()

@@ -1,9 +1,8 @@
-"""vLLM's SamplingParams, field by field: each has somebody who does it, or is refused by its name
-where the request comes in.
+"""vLLM's SamplingParams, field by field: each field is implemented, or refused by its name when the
+request arrives.
 
-Oracles: vLLM's own list of fields, rollmesh's SamplingParams of the same words, vLLM's own
-translation of errors into HTTP.
-"""
+Oracles: vLLM's own list of fields, rollmesh's SamplingParams with the same values, vLLM's own
+translation of errors into HTTP."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ with warnings.catch_warnings():  # which are errors here, and vLLM's own
 
 
 def test_every_field_of_sampling_params_has_somebody() -> None:
-    """A field that a later vLLM adds fails here until somebody has looked at it."""
+    """A field that a later vLLM adds fails here until it is handled."""
     assert set(sampling.WHO) == set(SamplingParams.__struct_fields__)
     assert {name for name, by in sampling.WHO.items() if by is sampling.By.REFUSED} == set(
         sampling._REFUSED
@@ -80,10 +79,10 @@ def test_refused_by_name_and_as_http_400(field: str, value: Any) -> None:
     ],
 )
 def test_values_of_another_type(field: str, value: Any, words: str) -> None:
-    """What vLLM lets through would be an exception of Python's in the worker, and the end of its
+    """vLLM accepts these values; without a check they would raise in the worker and end its
     engine."""
     params = SamplingParams()
-    setattr(params, field, value)  # past what the constructor may say
+    setattr(params, field, value)  # bypasses the constructor's checks
     with pytest.raises(rm.RequestError, match=f"^{field}: {words}"):
         sampling.refuse(params)
 
@@ -113,7 +112,7 @@ def test_refused_inputs() -> None:
 def test_top_logprobs_of_the_distribution_drawn_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process with engines of both modes cannot tell whose a request is; the worker can."""
+    """A process with engines of both modes cannot know the mode of a request; the worker can."""
     wanted = SamplingParams(logprobs=3)
     for modes, refused in (
         (["raw_logprobs"], False),
@@ -139,7 +138,7 @@ def test_top_logprobs_of_the_distribution_drawn_from(
 
 
 def test_what_the_engine_is_given() -> None:
-    """Against rollmesh's own SamplingParams of the same words."""
+    """Compares with rollmesh's own SamplingParams with the same values."""
     for words in (
         {},
         {
@@ -162,10 +161,8 @@ def test_what_the_engine_is_given() -> None:
         for name in want.__slots__:
             if name == "top_k":
                 assert got.top_k == min(want.top_k, 100)
-            elif name not in (
-                "ignore_eos",
-                "ranks",
-            ):  # vLLM's scheduler ends requests; a Generator gives no ranks
+            elif name not in ("ignore_eos", "ranks"):
+                # vLLM's scheduler ends requests; a Generator returns no ranks.
                 assert getattr(got, name) == getattr(want, name), name
         assert not got.external_draws
         assert got.ranks == ("logprobs" in words or "prompt_logprobs" in words)

@@ -1,9 +1,9 @@
-"""vLLM's schedulers with requests that fail: the failed one ends with its reason, the others go on
-as if it had never been.
+"""vLLM's schedulers with requests that fail: the failed request ends with its reason, and the
+others continue as if it had never existed.
 
-Driven as an engine core drives them, with outputs made here. Oracle for "as if": the same requests
-in the same scheduler, where the failed one is aborted instead. A worker that fails a request in a
-real engine is in test_vllm_updates.py.
+The tests drive the schedulers like an engine core, with outputs made here. Oracle: the same
+requests in the same scheduler, where the failed request is aborted instead. A worker that fails a
+request in a real engine is in test_vllm_updates.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK = 16
 
 
 class Engine:
-    """A scheduler, and what an engine core does with it. `blocks` counts vLLM's null block."""
+    """A scheduler, driven like by an engine core. `blocks` counts vLLM's null block."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class Engine:
         self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self.hasher))
 
     def step(self, failed: dict[str, str] | None = None) -> None:
-        """Schedules, and takes the output of the step before (asynchronous) or of this one. Tokens
-        are 7, 8, 9 …"""
+        """Schedules, and processes the output of the previous step (asynchronous) or of this one.
+        Tokens are 7, 8, 9 …"""
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             for new in scheduled.scheduled_new_reqs:
@@ -113,7 +113,7 @@ class Engine:
         output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens)
         if failed:
             setattr(output, FAILED, failed)
-            output = copy.copy(output)  # what comes from another process has what a copy has
+            output = copy.copy(output)  # objects from another process are copies
         for some in self.scheduler.update_from_output(scheduled, output).values():
             for one in some.outputs:
                 self.tokens.setdefault(one.request_id, []).extend(one.new_token_ids)
@@ -140,7 +140,7 @@ def asynchronous(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("when", [0, 1, 3])
 def test_one_fails(tmp_path: Path, asynchronous: bool, when: int) -> None:
-    """In the prefill, at the first token, later."""
+    """A request fails in the prefill, at the first token, or later."""
     engine = Engine(tmp_path, asynchronous)
     assert type(engine.scheduler).__module__ == "rollmesh.vllm.scheduler"
     free = engine.free
@@ -163,7 +163,7 @@ def test_one_fails(tmp_path: Path, asynchronous: bool, when: int) -> None:
 
 
 def test_all_fail(tmp_path: Path, asynchronous: bool) -> None:
-    """As without weights: every request of the step, then the next ones are served."""
+    """Every request of a step fails, as without weights; then the next requests are served."""
     engine = Engine(tmp_path, asynchronous)
     free = engine.free
     for name in "abc":
@@ -176,12 +176,13 @@ def test_all_fail(tmp_path: Path, asynchronous: bool) -> None:
     assert engine.free == free
     engine.add("d", list(range(30)))
     engine.run()
-    assert engine.hits["d"] == 0  # pages that were never written are in no cache
+    assert engine.hits["d"] == 0  # pages that were never written are not cached
     assert engine.tokens["d"] == list(range(7, 47))
 
 
 def test_pages_of_a_failed_request_are_not_reused(tmp_path: Path, asynchronous: bool) -> None:
-    """The next one with the same prompt finds nothing; one that ended well leaves its pages."""
+    """The next request with the same prompt has no cache hit; the pages of a request that succeeded
+    stay cached."""
     prompt = list(range(100))
     for fails in (False, True):
         engine = Engine(tmp_path, asynchronous)
@@ -197,7 +198,7 @@ def test_pages_of_a_failed_request_are_not_reused(tmp_path: Path, asynchronous: 
 
 
 def test_one_that_was_preempted_or_is_unknown(tmp_path: Path, asynchronous: bool) -> None:
-    """A failure may come when its request waits again, or has gone."""
+    """A failure may come when its request waits again, or has ended."""
     engine = Engine(tmp_path, asynchronous, blocks=12)
     free = engine.free
     for i, name in enumerate("abc"):
@@ -224,7 +225,7 @@ def test_one_that_was_preempted_or_is_unknown(tmp_path: Path, asynchronous: bool
 
 
 def test_its_end_is_told_once(tmp_path: Path, asynchronous: bool) -> None:
-    """Front ends of several engines learn by a set which requests have ended, in the same
+    """Front ends of several engines learn from a set which requests have ended, in the same
     output."""
     engine = Engine(tmp_path, asynchronous, finished_sets=True)
     engine.add("a", list(range(20)))

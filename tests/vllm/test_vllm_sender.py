@@ -1,9 +1,8 @@
 """The trainer's side of vLLM's weight updates: sources, blocks, the group of torch.distributed, and
-each kind of client. The workers are real, without an engine of vLLM's round them.
+each kind of client. The workers are real, but run without vLLM's engine.
 
-Input: a small MoE model. Oracle: the logits of a Generator that was given the same weights. Bound:
-0 differing bits.
-"""
+Input: a small MoE model. Oracle: the logits of a Generator with the same weights. Bound: 0
+differing bits."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from rollmesh.weights.transport import segment  # noqa: E402
 @pytest.mark.parametrize("block_bytes", [1, 4096, 30_000, 1 << 30])
 @pytest.mark.parametrize("verify", [False, True])
 def test_blocks_of_any_size(served: Served, block_bytes: int, verify: bool) -> None:
-    """From a tensor a block to all in one; the largest tensor is larger than some blocks."""
+    """Blocks hold from one tensor to all; the largest tensor is larger than some blocks."""
     served.sender.close()
     served.sender = WeightSender(served.client, block_bytes=block_bytes, verify=verify)
     served.push()
@@ -61,8 +60,8 @@ def test_versions(served: Served) -> None:
 
 
 def test_a_source_that_fails(served: Served) -> None:
-    """The trainer's own exception comes out, the workers' set is dropped, and steps in between
-    serve the old version."""
+    """The caller gets the trainer's own exception, the workers' set is dropped, and steps in
+    between serve the old version."""
 
     def source() -> Iterator[tuple[str, np.ndarray]]:
         for i, item in enumerate(state(served.version + 1).items()):
@@ -83,8 +82,7 @@ def test_a_source_that_fails(served: Served) -> None:
 
 
 def test_blocks_that_are_made_side_by_side() -> None:
-    """Each sweeps what others may have left, and does not take one that is being made for such a
-    one."""
+    """Each sender removes blocks that others have left, but not a block that is being made."""
 
     def make() -> None:
         for _ in range(300):
@@ -97,8 +95,8 @@ def test_blocks_that_are_made_side_by_side() -> None:
 
 # --------------------------------------------------------------------------------------- a folder
 def test_a_folder(served: Served, tmp_path: Path) -> None:
-    """To workers on any machine. A version that was refused stays in the folder; a higher one is
-    taken, from another sender too. A source that fails publishes nothing."""
+    """The folder serves workers on any machine. A refused version stays in the folder; a higher
+    version is accepted, from another sender too. A source that fails publishes nothing."""
     served.sender = WeightSender(served.client, "folder", folder=str(tmp_path))
     served.push()
     served.push()
@@ -152,8 +150,8 @@ class ByHand:
 
 
 def its_set_serves(served: Served, *trainers: ByHand) -> None:
-    """The set of the next version, which one of them has finished; they go, and a good set is
-    taken."""
+    """The set of the next version is complete, finished by one of the trainers; both leave, and a
+    good set is accepted."""
     served.version += 1
     served.hold()
     for one in trainers:
@@ -162,8 +160,8 @@ def its_set_serves(served: Served, *trainers: ByHand) -> None:
 
 
 def test_a_trainer_that_comes_while_another_sends(served: Served) -> None:
-    """Both call their set by the same number. The one that has brought a block goes on, and its
-    whole set serves."""
+    """Both trainers give their set the same number. The trainer that has brought a block continues,
+    and its whole set serves."""
     first, other = ByHand(served, served.version + 1), ByHand(served, 99)
     first.make(3)  # a trainer begins, an update begins, a block
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
@@ -173,8 +171,8 @@ def test_a_trainer_that_comes_while_another_sends(served: Served) -> None:
 
 
 def test_a_trainer_that_another_has_followed(served: Served) -> None:
-    """Before its first block: the block is refused, and none of it is in the set that the other
-    brings."""
+    """Another trainer begins before the first block: the block is refused, and the other trainer's
+    set contains nothing from it."""
     first, other = ByHand(served, 99), ByHand(served, served.version + 1)
     first.make(2)
     other.make(3)
@@ -187,7 +185,7 @@ def test_a_trainer_that_another_has_followed(served: Served) -> None:
 
 
 def test_two_trainers_in_step(served: Served) -> None:
-    """Each call of one is followed by the other's: the one that began last goes on."""
+    """The calls of two trainers alternate: the trainer that began last continues."""
     first, other = ByHand(served, 99), ByHand(served, served.version + 1)
     for _ in range(2):
         first.make(1)
@@ -199,7 +197,7 @@ def test_two_trainers_in_step(served: Served) -> None:
 
 
 def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
-    """The second is another file, which the workers do not have yet."""
+    """The second block is another file, which the workers have not opened yet."""
     first, other = ByHand(served, served.version + 1), ByHand(served, 99)
     small, *more, large = sorted(
         state(served.version + 1).items(), key=lambda entry: entry[1].nbytes
@@ -208,7 +206,7 @@ def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
     first.calls = first.sender._send([small, large, *more], served.version + 1, None)
     first.make(2)
     before = first.make(1)[0].args[0]["segment"]
-    call = next(first.calls)  # the second block is made and has not come
+    call = next(first.calls)  # the second block is made but has not arrived
     assert call.args[0]["segment"] != before
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
         other.make()
@@ -218,7 +216,8 @@ def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
 
 
 def test_a_trainer_that_ends_within_its_set(served: Served) -> None:
-    """Its block is nobody's then, and the next trainer begins at once."""
+    """The block of a trainer that has exited is dropped, and the next trainer can begin
+    immediately."""
     first = ByHand(served, 99)
     first.make(3)
     first.close()
@@ -266,8 +265,8 @@ def test_an_awaited_client(alone: Served) -> None:
 
 
 def test_a_send_that_is_cancelled(alone: Served) -> None:
-    """While the workers have a block, or wait for it: nothing waits on, and the next send begins
-    anew."""
+    """A send is cancelled while the workers have a block, or wait for a block: all waits end, and
+    the next send starts from the beginning."""
 
     class Stuck(Awaited):
         async def update_weights(self, update_info: Any) -> None:
@@ -291,7 +290,7 @@ def test_a_send_that_is_cancelled(alone: Served) -> None:
 
 
 class Vllm:
-    """LLM's shape: requests instead of dicts; and it can pause."""
+    """The interface of LLM: requests instead of dicts; and it can pause."""
 
     def __init__(self, client: ranks.Client, data_parallel_size: int = 1, paused: bool = False):
         self._client, self.llm_engine, self.paused, self.heard = client, self, paused, list[Any]()
@@ -338,8 +337,8 @@ class Vllm:
 def test_a_pause(
     alone: Served, data_parallel_size: int, pause: bool | None, paused: bool, during: bool
 ) -> None:
-    """Data parallel ranks take weights in a pause; who has paused already resumes himself. A
-    refusal ends the pause too."""
+    """Data parallel ranks receive weights in a pause; a caller that has already paused resumes
+    itself. A refusal ends the pause too."""
     client = Vllm(alone.client, data_parallel_size, paused)
     sender = WeightSender(client, pause=pause)
     alone.version += 1
@@ -353,7 +352,7 @@ def test_a_pause(
 
 @pytest.mark.parametrize("found", [None, 0, "None", {"version": 3}])
 def test_workers_that_serve_another_version(alone: Served, found: Any) -> None:
-    """What a call returned was another call's reply."""
+    """The value that a call returned was the reply to another call."""
 
     class Mixed(Vllm):
         def collective_rpc(self, method: str) -> Any:
@@ -381,7 +380,7 @@ def test_a_question_that_is_not_answered(alone: Served) -> None:
 
 
 def test_a_send_that_is_cancelled_in_its_pause(alone: Served) -> None:
-    """The pause goes through all the same; the sender ends it."""
+    """The pause still completes, and the sender ends it."""
 
     class Slow:
         def __init__(self) -> None:
@@ -433,7 +432,7 @@ def test_a_closed_sender(alone: Served) -> None:
 
 @pytest.fixture
 def server(alone: Served) -> Iterator[str]:
-    """vLLM's endpoints for trainers, as far as they go."""
+    """A server with vLLM's endpoints for trainers."""
     paused = [False]
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,13 +1,12 @@
-"""The real `vllm serve` on rollmesh, in processes of its own, and a trainer that has nothing but
-its URL.
+"""The real `vllm serve` on rollmesh, in separate processes, and a trainer that only has its URL.
 
-Input: a small MoE model without weights, and a tokenizer that knows a few ids more than the model;
+Input: a small MoE model without weights, and a tokenizer with a few more ids than the model;
 prompts are token ids. Oracle: rm.Generator with the same weights. Bound: 0 differing bits. JSON
-writes a double with as many digits as give it back, and a double holds any float32, so a logprob
-keeps its 32 bits on the way; support.bits sees that what came is a float32.
+writes enough digits to restore a double, and a double holds any float32, so a logprob keeps its 32
+bits; support.bits checks that the received value is a float32.
 
-One server serves all tests. Each ends by holding a full set of requests against the version that
-should serve then.
+One server serves all tests. Each test ends by comparing a full set of requests with the version
+that should serve then.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ MODEL, DTYPE = "moe", "bfloat16"
 LONG, LONGEST = (
     240,
     280,
-    # tokens of an answer, of a text: an engine that runs ahead of its server is not over before
-    # somebody comes
+    # Tokens of an answer and of a text: long enough that an engine that runs ahead of its server
+    # has not finished before a client calls.
 )
 VOCAB = support.SIZES["vocab_size"]
 STARTS, ENDS = 240.0, 60.0  # seconds
@@ -62,8 +61,8 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 def model_folder(at: Path) -> str:
-    """With a tokenizer, as servers want it. vLLM refuses ids that neither it nor the model has; the
-    ten on top are only its own."""
+    """A folder with a tokenizer, which servers need. vLLM refuses ids that neither the tokenizer
+    nor the model has; the last ten are only in the tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = support.folder(at, MODEL)
@@ -80,7 +79,7 @@ def model_folder(at: Path) -> str:
 
 
 def flags(options: dict[str, Any]) -> list[str]:
-    """Of a command line."""
+    """Returns the options as the flags of a command line."""
     words = []
     for name, value in options.items():
         if value is not False:
@@ -97,7 +96,7 @@ def free_port() -> int:
 
 
 class Oracle(support.Oracle):
-    """Of longer texts."""
+    """The oracle for longer texts."""
 
     def __init__(self, model: str, dtype: str):
         super().__init__(model, dtype)
@@ -110,8 +109,8 @@ class Oracle(support.Oracle):
 
 # ------------------------------------------------------------------------------------- the server
 class Server:
-    """The process, and what its clients say to it. `version` is the one that should serve, which
-    the oracle has."""
+    """The server's process and its clients' calls. `version` is the version that should serve,
+    which the oracle has."""
 
     def __init__(self, at: Path):
         options = support.options(
@@ -152,7 +151,8 @@ class Server:
         raise AssertionError(f"vllm serve does not answer: {self.log.read_text()[-4000:]}")
 
     def stop(self) -> None:
-        """As an operator does it. Nothing of it stays behind."""
+        """Stops the server like an operator, and checks that all its processes and shared memory
+        are gone."""
         try:
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
@@ -168,7 +168,7 @@ class Server:
             self.oracle.close()
 
     def _alive(self) -> bool:
-        """Of all processes of its group."""
+        """Returns whether any process of the server's group is alive."""
         try:
             os.killpg(self.process.pid, 0)
         except ProcessLookupError:
@@ -177,7 +177,7 @@ class Server:
 
     # ------------------------------------------------------------------------------- its endpoints
     def ask(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """GET without a body. The status, and what the answer's JSON says."""
+        """Sends a GET without a body. Returns the status and the answer's JSON."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{self.url}/{path}", data, {"Content-Type": "application/json"}
@@ -204,7 +204,7 @@ class Server:
         return self.ask("v1/completions", self.body(request, **changes))
 
     def follow(self, request: support.Request, answer: support.Answer) -> None:
-        """Streams what is drawn into `answer`."""
+        """Streams the drawn tokens into `answer`."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             headers = {"Content-Type": "application/json"}
@@ -232,7 +232,8 @@ class Server:
         self.oracle.serve(weights)
 
     def hold(self, seed: int = 0) -> None:
-        """All at once. Prompts repeat over versions, and no cache is reset."""
+        """Sends all requests at once and compares the answers. Prompts repeat over versions without
+        a reset of the cache."""
         requests = support.mixed(MODEL, seed)
         with ThreadPoolExecutor(len(requests)) as pool:
             said = list(pool.map(self.complete, requests))
@@ -264,7 +265,7 @@ def take(choice: dict[str, Any], answer: support.Answer) -> None:
 
 
 def answers(said: dict[str, Any]) -> list[support.Answer]:
-    """Of one prompt."""
+    """Returns the answers for one prompt."""
     choices = sorted(said["choices"], key=lambda choice: choice["index"])
     result = []
     if (prompt := choices[0]["prompt_logprobs"]) is not None:
@@ -287,19 +288,19 @@ SIMPLE = support.request([1, 2, 3])
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("serve"))
     try:
-        importlib.import_module("rollmesh.vllm.serve")  # vLLM with it, in the meantime
+        importlib.import_module("rollmesh.vllm.serve")  # vLLM exits with it in the meantime
         server.wait()
         refused_without_weights(server)
         server.push()
         yield server
-        no_riddles(server.log.read_text())  # what vLLM logs at its end is its own affair
+        no_riddles(server.log.read_text())  # vLLM's own log output at its end is ignored
     finally:
         server.stop()
 
 
 # ----------------------------------------------------------------------------- requests that fail
 def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a stream that failed."""
+    """Returns the events of a stream that failed."""
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
         json.dumps(body).encode(),
@@ -312,7 +313,8 @@ def events(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def refused_without_weights(server: Server) -> None:
-    """Each in its own way says what is missing, and that it may be asked again."""
+    """Each endpoint reports in its own format what is missing, and that the request can be
+    repeated."""
     message = "NotSyncedError: weights: expected synced ones, got none; call sync_weights first"
     wanted = {"message": message, "type": "ServiceUnavailableError", "code": 503}
     talk = {
@@ -333,8 +335,8 @@ def refused_without_weights(server: Server) -> None:
 
 
 def test_ids_that_are_none(served: Server) -> None:
-    """The request's own fault, by vLLM's own look or by the worker's. Others beside it are
-    served."""
+    """The request is at fault, detected by vLLM's check or by the worker's. Other requests beside
+    it are served."""
     status, words = served.complete(support.request([1, VOCAB + 4000]))
     assert (status, words["error"]["message"]) == (
         400,
@@ -362,7 +364,7 @@ def test_ids_that_are_none(served: Server) -> None:
 
 
 def test_errors_that_are_not_ours(served: Server) -> None:
-    """What vLLM says of its own refusals stands."""
+    """vLLM's own refusals keep their status and words."""
     status, words = served.complete(SIMPLE, model="another")
     assert (status, words["error"]["type"]) == (404, "NotFoundError")
     status, words = served.ask("collective_rpc", {"method": "no_such_method"})
@@ -407,8 +409,8 @@ SAID = json.dumps({"choices": [{"text": "Internal server error"}]}).encode()
 def test_what_is_put_in_its_place(
     status: int, parts: list[bytes], known: Any, code: int | None
 ) -> None:
-    """Of an answer by vLLM's server to a request that the workers know the reason of, or do not.
-    Code None: nothing is changed."""
+    """Input: an answer by vLLM's server to a request for which the workers know the reason or not.
+    Code None: the answer is unchanged."""
     from vllm.exceptions import VLLMServerError
 
     from rollmesh.vllm.serve import Reasons
@@ -469,7 +471,7 @@ def test_bits(served: Server) -> None:
 
 
 def test_streams_and_texts(served: Server) -> None:
-    """A stream's parts are the answer; a text is its ids."""
+    """The parts of a stream equal the answer; a text equals its ids."""
     requests = long_requests()
     got = [support.Answer(0, [], (None, None), []) for _ in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
@@ -485,7 +487,7 @@ def test_streams_and_texts(served: Server) -> None:
 
 
 def test_stop_strings(served: Server) -> None:
-    """The answer without them, up to the token that completes one."""
+    """The oracle is the answer without stop strings, up to the token that completes one."""
     whole = served.complete(SIMPLE, max_tokens=20)[1]["choices"][0]
     words = whole["text"].split()
     stop = next(word for i, word in enumerate(words) if i >= 5 and word not in words[:i])
@@ -499,7 +501,7 @@ def test_stop_strings(served: Server) -> None:
 
 # ------------------------------------------------------------------------------------ new weights
 def long_requests() -> list[support.Request]:
-    """Two more than run at a time."""
+    """Two requests more than can run at a time."""
     return [
         support.request(
             [50 + i] * (4 + 4 * i),
@@ -513,7 +515,7 @@ def long_requests() -> list[support.Request]:
 
 
 class Running:
-    """Requests that stream, and what they have said so far."""
+    """Streaming requests, and their output so far."""
 
     def __init__(self, server: Server, pool: ThreadPoolExecutor):
         self.requests = long_requests()
@@ -536,7 +538,7 @@ class Running:
 
 
 def test_a_push_while_requests_run(served: Server) -> None:
-    """Each goes on as if its text so far had been a prompt of the new version."""
+    """Each request continues as if its text so far had been a prompt of the new version."""
     cut = 0
     for _ in range(6):
         before = support.without_ranks(served.oracle.answers(long_requests()))
@@ -548,7 +550,7 @@ def test_a_push_while_requests_run(served: Server) -> None:
             got = running.result()
         for i, request in enumerate(running.requests):
             (first,), n = before[i], len(before[i][0].tokens)
-            end = held[i]  # tokens may have been drawn and not yet told
+            end = held[i]  # tokens may have been drawn but not returned yet
             while (
                 end < n
                 and got[i].tokens[end] == first.tokens[end]
@@ -593,7 +595,7 @@ SPOILED: dict[str, tuple[Callable[[support.Weights], support.Weights], type[rm.E
 
 @pytest.mark.parametrize("how", SPOILED)
 def test_a_bad_push(served: Server, how: str) -> None:
-    """The trainer gets it by its class, with the tensor's name; the old version serves, and
+    """The trainer gets the error by its class, with the tensor's name; the old version serves, and
     generation is not left paused."""
     spoil, error = SPOILED[how]
     with pytest.raises(error, match=re.escape(LATE)) as caught:
@@ -606,8 +608,8 @@ def test_a_bad_push(served: Server, how: str) -> None:
 
 
 def test_names_of_a_version(served: Server) -> None:
-    """vLLM's label, the worker's number, and sums of what is served; a set that is refused leaves
-    all of them."""
+    """vLLM's label, the worker's number, and the checksums of the serving weights; a refused set
+    does not change them."""
     served.push("step-one")
     one = (
         served.ask("weight_info"),
@@ -628,8 +630,8 @@ def test_names_of_a_version(served: Server) -> None:
 
 
 def test_two_trainers_at_once(served: Server) -> None:
-    """Each is told that its set was taken, or why not; what serves then is one of the sets,
-    whole."""
+    """Each trainer learns that its set was accepted, or the reason of the refusal; afterwards one
+    of the sets serves, complete."""
     taken, ends = [served.version], list[rm.Error]()
     begin = threading.Barrier(2)
 
@@ -684,8 +686,8 @@ def test_sleep_and_reload(served: Server) -> None:
 
 # ---------------------------------------------------------------------------------------- the log
 def no_riddles(log: str) -> None:
-    """vLLM logs where a call of a trainer's failed. Each such traceback ends in an error of ours,
-    which says what was wrong."""
+    """vLLM logs a traceback for a trainer's failed call. Each such traceback must end in an error
+    of rollmesh with the reason."""
     ours = re.compile(
         r"(rollmesh\.errors\.|Exception: Call to collective_rpc method failed: "
         rf")({'|'.join(errors.__all__)}): .+"
@@ -698,7 +700,7 @@ def no_riddles(log: str) -> None:
             continue
         end, *after = (line for line in lines[i + 1 :] if line.strip() and not line.startswith(" "))
         if after and after[0].startswith(("The above exception", "During handling")):
-            continue  # it goes on
+            continue  # the traceback continues
         assert ours.fullmatch(end) or "no_such_method" in end, (
             f"the log has a traceback that ends in {end!r}"
         )

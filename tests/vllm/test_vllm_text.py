@@ -50,13 +50,13 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sample:
-    """texts: after so many tokens, while the sample runs."""
+    """texts: the text after each number of tokens, while the sample runs."""
 
     text: str
     tokens: list[int]
     end: tuple[str | None, int | str | None]
     texts: dict[int, str] = field(default_factory=dict)
-    num_kept: int | None = None  # vLLM only: tokens before its decoder lost text
+    num_kept: int | None = None  # vLLM only: tokens before its decoder dropped text
 
 
 class FrontEnd:
@@ -105,9 +105,10 @@ class FrontEnd:
         return Sample(before + sample.text, request.output_token_ids[:], end, texts, num_kept)
 
     def is_apart(self, prompt: Sequence[int], tokens: Sequence[int], settings: Settings) -> bool:
-        """Whether vLLM is known to differ: the prompt ends inside a character; or a tokenizer in
-        Python has added tokens, beside which vLLM puts spaces, ids without a token, which split a
-        character, or a prompt whose last tokens have no text, before which vLLM reads none."""
+        """Returns whether vLLM is known to differ: the prompt ends inside a character; or a
+        tokenizer in Python has added tokens, around which vLLM puts spaces, ids without a token,
+        which split a character, or a prompt whose last tokens have no text, before which vLLM reads
+        none."""
         tokenizer, skips = self._tokenizer, settings["skip_special_tokens"]
         if tokenizer.decode(prompt, skip_special_tokens=skips).endswith("\ufffd"):
             return True
@@ -121,7 +122,7 @@ class FrontEnd:
 
 # ------------------------------------------------------------------------------------- requests
 def some_prompt(rng: np.random.Generator, tokenizer: Any) -> str | list[int]:
-    """Text, its ids, ids that end inside a character, any ids, or one id many times."""
+    """Returns text, its ids, ids that end inside a character, any ids, or one id repeated."""
     line = text_models.CORPUS[rng.integers(len(text_models.CORPUS))]
     begin = int(rng.integers(len(line)))
     text = line[begin : begin + int(rng.integers(1, 20))]
@@ -142,8 +143,8 @@ def some_prompt(rng: np.random.Generator, tokenizer: Any) -> str | list[int]:
 
 
 def some_settings(rng: np.random.Generator, vocab_size: int) -> Settings:
-    """All but what depends on the text. If few tokens are allowed, samples have long runs of bytes,
-    of spaces or of tokens without text."""
+    """Draws all settings that do not depend on the text. With few allowed tokens, samples have long
+    runs of bytes, of spaces or of tokens without text."""
     max_tokens = int(rng.integers(1, 100 if rng.random() < 0.1 else 33))
     few = rng.choice(vocab_size, int(rng.integers(3, 30)), replace=False).tolist()
     return {
@@ -160,7 +161,7 @@ def some_settings(rng: np.random.Generator, vocab_size: int) -> Settings:
 
 
 def some_stops(rng: np.random.Generator, text: str) -> list[str]:
-    """Pieces of a text, pieces of these, and what is not in it. Some overlap."""
+    """Pieces of a text, pieces of these, and strings that do not occur. Some overlap."""
     stops = ["never"] if rng.random() < 0.1 else []
     for _ in range(int(rng.integers(1, 4)) if text else 0):
         begin = int(rng.integers(len(text)))
@@ -182,7 +183,7 @@ def generated(
 def streamed(
     made: rm.Generator, prompts: Sequence[Any], settings: Sequence[Settings]
 ) -> list[list[Sample]]:
-    """The samples of each request by astream, all at once, with every text that came."""
+    """Returns the samples of each request by astream, all at once, with every returned text."""
 
     async def one(prompt: Any, params: rm.SamplingParams) -> list[Sample]:
         texts: list[dict[int, str]] = [{} for _ in range(params.n)]
@@ -207,7 +208,7 @@ def ours(sample: rm.CompletionOutput) -> Sample:
 def some_requests(
     rng: np.random.Generator, made: rm.Generator, tokenizer: Any, front: FrontEnd, count: int
 ) -> tuple[list[Any], list[Settings], list[rm.RequestOutput]]:
-    """Returns prompts, settings, and what the model says if no stop string ends it."""
+    """Returns prompts, settings, and the model's text without stop strings."""
     prompts = [some_prompt(rng, tokenizer) for _ in range(count)]
     settings = [some_settings(rng, made.spec.vocab_size) for _ in range(count)]
     for each, output in zip(settings, generated(made, prompts, settings), strict=True):
@@ -224,7 +225,7 @@ def some_requests(
 
 # ----------------------------------------------------------------------------------- comparison
 def differences(got: Sample, wanted: Sample) -> Iterator[str]:
-    """Up to where vLLM loses text."""
+    """Compares up to the place where vLLM drops text."""
     if wanted.num_kept is None:
         for name in ("tokens", "end", "text"):
             if getattr(got, name) != getattr(wanted, name):
@@ -236,7 +237,7 @@ def differences(got: Sample, wanted: Sample) -> Iterator[str]:
 
 
 def shrunk(got: Sample) -> Iterator[str]:
-    """Texts that are not the beginning of the final one."""
+    """Returns texts that are not a beginning of the final text."""
     for text in got.texts.values():
         if not got.text.startswith(text):
             yield f"text: expected the beginning of {got.text!r}, got {text!r}"
@@ -244,7 +245,7 @@ def shrunk(got: Sample) -> Iterator[str]:
 
 @pytest.mark.parametrize("kind, is_raw", PARTS)
 def test_texts_are_vllms(kind: str, is_raw: bool, tmp_path: Path) -> None:
-    """is_raw: rollmesh has the tokenizers.Tokenizer in the tokenizer of transformers."""
+    """is_raw: rollmesh has the tokenizers.Tokenizer of transformers' tokenizer."""
     tokenizer = text_models.KINDS[kind](tmp_path)
     front, rng = FrontEnd(tokenizer), np.random.default_rng([SEED, is_raw, *kind.encode()])
     count = NUM_REQUESTS // 2
@@ -273,7 +274,7 @@ def test_texts_are_vllms(kind: str, is_raw: bool, tmp_path: Path) -> None:
 
 
 def test_an_aborted_sample_has_vllms_text(tmp_path: Path) -> None:
-    """An aborted sample has all text so far, without the beginning of a character."""
+    """An aborted sample has all text so far, without a partial character."""
     tokenizer, rng = text_models.metaspace(tmp_path), np.random.default_rng([SEED, 1])
     front, wrong, num_aborted = FrontEnd(tokenizer), list[str](), 0
     with text_models.speaker(tokenizer, tokenizer) as made:

@@ -1,11 +1,10 @@
-"""New weights for a running vLLM engine: whichever version should serve, its bits are those of
+"""New weights for a running vLLM engine: the version that should serve is bit-identical to
 rm.Generator with the same weights.
 
 Input: small models; pushes by vLLM's official calls (through rollmesh.vllm's sender, over shared
 memory) and by load_weights. Oracle: rm.Generator. Bound: 0 differing bits. Every scenario ends by
-holding a full set of requests against the version that should serve then: the new one after a good
-push, the old one after a bad.
-"""
+comparing a full set of requests with the version that should serve then: the new version after a
+good push, the old version after a bad push."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ ENGINES = {
 
 
 class Served(support.Served):
-    """With the sender of its trainer; the oracle always holds the version that should serve."""
+    """An engine with its trainer's sender; the oracle always has the version that should serve."""
 
     def __init__(self, llm: Any):
         self.sender = WeightSender(llm)
@@ -52,8 +51,8 @@ class Served(support.Served):
         return support.weights_of(MODEL, DTYPE, version)
 
     def hold(self, requests: list[support.Request] | None = None) -> None:
-        """In these requests nothing of a former answer is left to chance: prompts repeat over
-        versions, and caches are not reset."""
+        """Prompts repeat over versions without a reset of the caches, so that these requests would
+        show stale cache contents."""
         super().hold(support.mixed(MODEL, 0) if requests is None else requests)
 
 
@@ -83,7 +82,7 @@ def test_ten_versions_in_a_row(served: Served) -> None:
 
 
 def test_cached_tokens_are_those_of_the_new_weights(served: Served) -> None:
-    """num_cached_tokens is 0 where the cached pages are of older weights, which are recomputed."""
+    """num_cached_tokens is 0 if the cached pages are from older weights; they are recomputed."""
     prompt, params = {"prompt_token_ids": list(range(2, 42))}, support.request([2], max_tokens=2)
     seen = []
     for _ in range(2):
@@ -96,7 +95,7 @@ def test_cached_tokens_are_those_of_the_new_weights(served: Served) -> None:
 
 
 def test_a_trainer_that_ends_midway(served: Served) -> None:
-    """start_weight_update and no more; then a whole push."""
+    """The trainer calls only start_weight_update; then a whole push follows."""
     served.llm.start_weight_update()
     served.hold()
     served.push()
@@ -105,7 +104,7 @@ def test_a_trainer_that_ends_midway(served: Served) -> None:
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_sleep_and_reload(served: Served, level: int) -> None:
-    """Above 2 is 2, as to vLLM's own workers."""
+    """Levels above 2 count as 2, like in vLLM's own workers."""
     served.llm.sleep(1)
     served.llm.wake_up()
     served.hold()
@@ -137,8 +136,8 @@ def test_sleep_and_reload(served: Served, level: int) -> None:
 def test_a_call_that_all_workers_refuse(
     served: Served, method: str, args: tuple[Any, ...], options: dict[str, Any], words: str
 ) -> None:
-    """vLLM's executor reads replies up to the first failure, and would take a second one for the
-    reply to its next call: a set with a tensor missing would seem to have been committed."""
+    """vLLM's executor reads replies up to the first failure, and would take a second failure for
+    the reply to its next call: a set with a missing tensor would appear committed."""
     with pytest.raises(Exception, match=words):
         served.llm.collective_rpc(method, args=args, kwargs=options)
     for _ in range(2):
@@ -149,7 +148,7 @@ def test_a_call_that_all_workers_refuse(
 
 
 def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
-    """vLLM's four calls with transport="folder": the workers read what a DeltaWriter publishes,
+    """vLLM's four calls with transport="folder": the workers read the versions of a DeltaWriter,
     which may be deltas."""
     writer, calls = DeltaWriter(tmp_path), client_of(served.llm, 60.0)
 
@@ -163,11 +162,8 @@ def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"NotSyncedError: .* has no whole set of weights yet"):
         update()
     served.hold()
-    for missed in (
-        0,
-        0,
-        2,
-    ):  # a whole set, a delta, and three deltas of which two were never read alone
+    # A whole set, a delta, and three deltas of which two were skipped by the reader.
+    for missed in (0, 0, 2):
         for _ in range(missed + 1):
             served.version += 1
             writer.publish(served.weights(served.version), served.version)
@@ -201,8 +197,8 @@ def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
 
 
 def test_load_weights(served: Served) -> None:
-    """One parameter a call, by TRL's road or by collective_rpc's; a set that breaks off fails the
-    requests that would need it, and leaves the old version to the next."""
+    """Loads one parameter a call, by TRL's path or by collective_rpc's. A set that stops early
+    fails the requests that would need it, and the next set starts from the old version."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("TRL reaches into a worker of this process")
     served.version += 1
@@ -224,8 +220,8 @@ def test_load_weights(served: Served) -> None:
 def test_a_part_of_a_set_while_requests_run(
     served: Served, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They end with the error, those of a step that was scheduled meanwhile too; the pages that
-    they were given hold nothing. The log has it once."""
+    """The requests end with the error, including those of a step that was scheduled meanwhile;
+    their pages are not cached. The log has the error once."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("TRL reaches into a worker of this process")
     engine, running, ends = served.llm.llm_engine, long_requests(), {}
@@ -243,9 +239,8 @@ def test_a_part_of_a_set_while_requests_run(
         }
     assert len(ends) == len(running)
     failed = [end for end in ends.values() if end.finish_reason == "error"]
-    assert len(failed) >= (
-        1 if steps == 1 else len(running)
-    )  # those that have not begun go on, with the version before
+    # Requests that have not begun continue, with the version before.
+    assert len(failed) >= (1 if steps == 1 else len(running))
     assert all("IncompleteSyncError" in str(end.stop_reason) for end in failed)
     [line] = [record.getMessage() for record in caplog.records if record.name == "vllm.rollmesh"]
     assert line.startswith(
@@ -256,8 +251,8 @@ def test_a_part_of_a_set_while_requests_run(
 
 
 def test_ids_that_are_none(served: Served) -> None:
-    """Who shares pages with such a request is not touched, whether vLLM looks by itself or the
-    engine ends the request."""
+    """Requests that share pages with such a request are not affected, whether vLLM checks the ids
+    or the engine ends the request."""
     stem = [9] * 48
     good = support.request([*stem, 3, 4], max_tokens=5)
     bad = [support.request([*stem, far], max_tokens=5) for far in (5000, 2**40)]
@@ -283,15 +278,15 @@ def test_ids_that_are_none(served: Served) -> None:
 
 
 def test_a_row_that_is_not_finite(served: Served) -> None:
-    """Its request ends alone, also among others whose logits the host edits: each of them has the
-    answer that it has by itself."""
+    """The request with the row ends alone, also beside requests whose logits the host edits: each
+    of the others has the same answer as without it."""
     if served.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
         pytest.skip("the weights go past vLLM into a worker of this process")
     poisoned = dict(served.weights(served.version))
     poisoned["model.embed_tokens.weight"] = poisoned["model.embed_tokens.weight"].copy()
     poisoned["model.embed_tokens.weight"][299] = np.nan
     served.version += 1
-    engine = support.worker_of(served.llm).made.engine  # no way of vLLM's takes such weights
+    engine = support.worker_of(served.llm).made.engine  # vLLM has no call that accepts such weights
     engine.sync_begin(served.version, allow_nonfinite=True)
     for name, tensor in poisoned.items():
         push_entry(engine, name, tensor)
@@ -324,7 +319,7 @@ def long_requests() -> list[support.Request]:
 
 
 class Running:
-    """Requests of an AsyncLLM that are under way, and what they have said so far."""
+    """Running requests of an AsyncLLM, and their output so far."""
 
     def __init__(self, llm: Any, requests: list[support.Request], name: str):
         self.requests, self.answers = (
@@ -351,8 +346,8 @@ class Running:
 async def keep(
     llm: Any, push: Callable[[], Any], oracle: support.Oracle, clear_cache: bool, name: str
 ) -> int:
-    """Pause, push, resume: each request goes on as if its text so far had been a prompt of the new
-    version. Returns how many did."""
+    """Pauses, pushes and resumes: each request continues as if its text so far had been a prompt of
+    the new version. Returns the number of requests that did."""
     before = oracle.answers(long_requests())
     running = Running(llm, long_requests(), name)
     await running.until(6)
@@ -363,10 +358,8 @@ async def keep(
     await asyncio.gather(*running.tasks)
     for i, request in enumerate(running.requests):
         got, (first,) = running.answers[i], before[i]
-        end, n = (
-            held[i],
-            len(first.tokens),
-        )  # tokens may have been drawn and not yet told, on a slow machine all of them
+        # Some tokens, on a slow machine all, may have been drawn but not returned yet.
+        end, n = (held[i], len(first.tokens))
         while (
             end < n
             and got.tokens[end] == first.tokens[end]
@@ -387,7 +380,7 @@ async def keep(
 
 
 async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str) -> None:
-    """abort: what came is the beginning of the answer; wait: the whole answer."""
+    """abort: the output is the beginning of the answer; wait: the output is the whole answer."""
     want = oracle.answers(long_requests())
     running = Running(llm, long_requests(), name)
     await running.until(6)
@@ -395,17 +388,16 @@ async def ended_by_pause(llm: Any, oracle: support.Oracle, mode: str, name: str)
     await asyncio.gather(*running.tasks)
     await llm.resume_generation()
     for got, (whole,) in zip(running.answers, want, strict=True):
-        ends = {whole.end} | (
-            {("abort", None)} if mode == "abort" else set()
-        )  # a slow machine hears of the pause at the end
+        # On a slow machine the pause may come after the end.
+        ends = {whole.end} | ({("abort", None)} if mode == "abort" else set())
         assert got.end in ends
         assert got.tokens == whole.tokens[: len(got.tokens)]
         assert got.positions == whole.positions[: len(got.positions)]
 
 
 async def refused_streams(llm: Any) -> None:
-    """Input that comes in parts ends at its first, however the parts come, and nothing else
-    does."""
+    """Input that comes in parts ends at its first part, however the parts come; other requests are
+    not affected."""
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput
 

@@ -1,9 +1,9 @@
-"""What vLLM calls on a worker for new weights, without an engine of vLLM's round it (that is
-test_vllm_updates.py).
+"""vLLM's calls on a worker for new weights, without vLLM's engine (test_vllm_updates.py tests them
+with the engine).
 
-Input: a small MoE model; sets sent whole, spoiled in one place, or cut off. Oracle: the logits of a
-Generator that was given the same weights. Bound: 0 differing bits. Each refusal ends with the old
-bits, and with a good set that is taken.
+Input: a small MoE model; sets that are complete, spoiled in one place, or cut off. Oracle: the
+logits of a Generator with the same weights. Bound: 0 differing bits. After each refusal the old
+weights serve, and a good set is accepted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rollmesh.weights.transport import manifest, segment  # noqa: E402
 # ------------------------------------------------------------------------- sets by the four calls
 @pytest.mark.parametrize("how", SPOILED)
 def test_a_spoiled_set(served: Served, how: str) -> None:
-    """The tensor comes late, when most of the set is staged; the caller gets the error by its
+    """The bad tensor comes late, when most of the set is staged; the caller gets the error by its
     class, from one process or two."""
     spoil, error = SPOILED[how]
     with pytest.raises(error):
@@ -78,14 +78,14 @@ def test_calls_out_of_order(served: Served) -> None:
     with pytest.raises((rm.StateError, RuntimeError), match="init_weight_transfer_engine first"):
         client.start_weight_update()
     client.init_weight_transfer_engine({})
-    client.start_weight_update()  # and the trainer goes away; the next one begins anew
+    client.start_weight_update()  # the trainer leaves here; the next one starts again
     served.sender = WeightSender(client)
     served.still_works()
 
 
 # ---------------------------------------------------------------------- blocks that are not right
 class Block:
-    """A whole set in one shared block, to be spoiled."""
+    """A whole set in one shared block, which tests spoil."""
 
     def __init__(self, version: int):
         arrays = [
@@ -201,9 +201,8 @@ def test_a_block_that_is_not_right(served: Served, how: str) -> None:
         served.client.start_weight_update()
         with pytest.raises((Error, RuntimeError), match=words):
             served.client.update_weights(block.info)
-        with pytest.raises(
-            (Error, RuntimeError), match="without an open update"
-        ):  # the error has closed it
+        # The error has closed the update.
+        with pytest.raises((Error, RuntimeError), match="without an open update"):
             served.client.finish_weight_update()
     finally:
         block.shared.close()
@@ -212,7 +211,7 @@ def test_a_block_that_is_not_right(served: Served, how: str) -> None:
 
 
 def test_an_update_that_is_started_within_another(served: Served) -> None:
-    """It stands while its trainer lives, and holds the block; then it is dropped."""
+    """The update stays open while its trainer lives, and holds the block; then it is dropped."""
     block = Block(served.version + 1)
     served.client.init_weight_transfer_engine({})
     served.client.start_weight_update()
@@ -279,8 +278,9 @@ def test_an_init_info_that_is_not_right(served: Served, info: Any) -> None:
 
 # ---------------------------------------------------------------------------------- several ranks
 def test_what_one_rank_refuses_all_refuse(two: Served) -> None:
-    """A list brings each worker its own block: one is bad, whichever. The caller gets the reason,
-    and no reply is left unread, which vLLM's executor would take for the reply to its next call."""
+    """A list brings each worker its own block, and one of them is bad. The caller gets the reason,
+    and all replies are read, because vLLM's executor would take an unread reply for the reply to
+    its next call."""
     for bad in (0, 1):
         block = Block(two.version + 1)
         infos = [dict(block.info), dict(block.info)]
@@ -325,7 +325,7 @@ def test_a_set_that_is_given_by_rank(two: Served) -> None:
 
 
 def test_every_process_of_an_external_launcher_hears_of_it() -> None:
-    """There each is an executor of its own."""
+    """Under the external launcher each process has a separate executor."""
     client = ranks.Processes(CONFIG, DTYPE, 2, f"test.{secrets.token_hex(8)}", "external_launcher")
     try:
         with pytest.raises(RuntimeError, match="without an open update"):
@@ -337,7 +337,7 @@ def test_every_process_of_an_external_launcher_hears_of_it() -> None:
 
 # ----------------------------------------------------------------------------------- load_weights
 def test_load_weights(served: Served) -> None:
-    """One parameter a call, in a dtype that is converted; the next step closes the set."""
+    """Loads one parameter a call, in a dtype that is converted; the next step closes the set."""
     version = served.version + 1
     for name, tensor in ranks.float_words(state(version)).items():
         assert served.client.rpc("load", [(name, tensor)])[-1] == {name}
@@ -349,7 +349,7 @@ def test_load_weights(served: Served) -> None:
 
 
 def test_load_weights_twice_without_a_step(served: Served) -> None:
-    """A name that comes again begins the next set: two versions later the last one serves."""
+    """A repeated name begins the next set: two versions later the last version serves."""
     for version in (served.version + 1, served.version + 2):
         served.client.rpc("load", list(state(version).items()))
     served.version += 2
@@ -371,8 +371,8 @@ def test_load_weights_of_a_part(served: Served) -> None:
 
 
 def test_load_weights_that_are_bad(served: Served) -> None:
-    """A bad tensor ends its set, also behind all that the set needs; within an update by the four
-    calls nothing is loaded."""
+    """A bad tensor ends its set, even after all tensors that the set needs; load_weights within an
+    update by the four calls loads nothing."""
     good = state(served.version + 1)
     with pytest.raises((rm.UnexpectedKeyError, RuntimeError), match="UnexpectedKeyError"):
         served.client.rpc("load", [*good.items(), ("model.of.nothing", good[LATE])])
@@ -392,9 +392,9 @@ def test_load_weights_that_are_bad(served: Served) -> None:
 
 @pytest.mark.parametrize("how", sorted(SPOILED.keys() - {"none", "float32"}))
 def test_load_weights_under_verl(served: Served, how: str) -> None:
-    """Its trainer waits for the answer to each bucket, and an exception is none: the first error of
-    a set comes when the set is closed, which vLLM's process_weights_after_loading does. No step is
-    needed then."""
+    """verl's trainer waits for the answer to each bucket, and an exception is not an answer. So the
+    first error of a set is raised when the set is closed, in vLLM's process_weights_after_loading,
+    without another step."""
     rpc = served.client.rpc
     spoil, error = SPOILED[how]
     rpc("as_under_verl", True)
@@ -418,8 +418,8 @@ def test_load_weights_under_verl(served: Served, how: str) -> None:
 
 @pytest.mark.parametrize("between", ["bits", "sleep"])
 def test_a_trainer_under_verl_that_leaves(served: Served, between: str) -> None:
-    """It has sent a bad tensor and never closes the set: the old version serves on, and the next
-    trainer's set is its own."""
+    """The trainer has sent a bad tensor and never closes the set: the old version keeps serving,
+    and the next trainer starts a new set."""
     rpc = served.client.rpc
     rpc("as_under_verl", True)
     try:
@@ -439,7 +439,7 @@ def test_a_trainer_under_verl_that_leaves(served: Served, between: str) -> None:
 
 
 def test_a_router_bias_that_comes_last() -> None:
-    """The set is complete without it; closing there would lose it."""
+    """The set is complete without the bias; closing the set there would lose the bias."""
     weights = numpy_state_dict(CONFIG, 5, DTYPE, router_bias=True)
     last = sorted(weights, key=lambda name: name.endswith("e_score_correction_bias"))
     assert last[-1].endswith("e_score_correction_bias")
@@ -468,7 +468,8 @@ def test_an_iterator_that_fails(alone: Served) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("after", [0, 3])
 def test_an_iterator_that_fails_on_one_rank(two: Served, rank: int, after: int) -> None:
-    """Before its first tensor too, where the other rank waits in the set's beginning."""
+    """It may fail before its first tensor too, while the other rank waits in the set's
+    beginning."""
     with pytest.raises(
         RuntimeError,
         match=("" if rank else "SyncAbortedError: rank 0: ") + "OSError: the trainer's disk",
@@ -480,7 +481,7 @@ def test_an_iterator_that_fails_on_one_rank(two: Served, rank: int, after: int) 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_iterator_that_fails_on_one_rank_under_verl(two: Served, rank: int) -> None:
-    """Both ranks keep the error, and neither reads the next bucket."""
+    """Both ranks keep the error, and do not read the next bucket."""
     rpc, entries = two.client.rpc, list(state(two.version + 1).items())
     rpc("as_under_verl", True)
     try:
@@ -506,8 +507,8 @@ def test_the_model_holds_nothing(alone: Served) -> None:
 
 
 def test_what_may_replace_compute_logits(alone: Served) -> None:
-    """A function that forbids certain tokens; of two in a row both hold. Anything else is refused,
-    and what held before holds on."""
+    """A function that forbids certain tokens is accepted, and two in a row are both applied.
+    Anything else is refused, and the previous functions stay."""
     import torch
 
     model = alone.client.worker.updates.model
@@ -569,7 +570,8 @@ def test_sleep(served: Served) -> None:
 
 
 def test_sleep_within_a_set(served: Served) -> None:
-    """Level 1 leaves what was pushed; level 2 drops it, and says so to the next block."""
+    """Level 1 keeps the pushed tensors. Level 2 drops them, and the next block gets an error with
+    this reason."""
     rpc = served.client.rpc
     rpc("load", list(state(served.version + 1).items()))
     rpc("sleep", 1)
@@ -599,7 +601,7 @@ def test_without_a_configured_transfer() -> None:
 
 
 def test_infos_are_plain() -> None:
-    """msgpack and JSON carry them."""
+    """msgpack and JSON can carry them."""
     import msgspec
 
     for info in (InitInfo(), UpdateInfo("{}", 3, "a", "b", 4)):
@@ -619,7 +621,7 @@ def test_registering_again_does_nothing() -> None:
 
 
 def test_checksums(served: Served) -> None:
-    """vLLM's weight checker: equal for equal weights, under whatever mesh."""
+    """vLLM's weight checker: equal checksums for equal weights, on any mesh."""
     served.push()
     with rm.Generator(
         rm.ModelSpec.from_hf(CONFIG), dtype=DTYPE, max_model_len=32, kv_cache_gib=0.002, threads=1

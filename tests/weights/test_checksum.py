@@ -1,4 +1,4 @@
-"""Checksums of bytes at rest and in transit. Oracle: checksum.h in Python's integers; bound: 0."""
+"""Checksums of stored and transmitted bytes. Oracle: checksum.h in Python's integers; bound: 0."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,8 @@ def test_every_byte_counts(size: int, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("unit", [4, 8, 64, PAGE, 16 * PAGE])
 def test_places_count(unit: int, rng: np.random.Generator) -> None:
-    """Swaps, rotations, reversals and shifts by words, rows and pages, also of the signs alone."""
+    """Detects swaps, rotations, reversals and shifts by words, rows and pages, also of the signs
+    alone."""
     blocks = rng.integers(0, 256, (32, unit), dtype=np.uint8)
     sums = {tensors.checksum(blocks)}
     orders = [np.roll(np.arange(32), shift) for shift in range(1, 32)] + [np.arange(32)[::-1]]
@@ -65,7 +66,7 @@ def test_places_count(unit: int, rng: np.random.Generator) -> None:
 
 
 def test_pairs_of_signs_count(rng: np.random.Generator) -> None:
-    """A sum with odd weights mod 2^64 would lose each pair of the highest bits."""
+    """A sum with odd weights mod 2^64 would miss each pair of the highest bits."""
     values = rng.standard_normal(256)
     sums = {tensors.checksum(values.view(np.uint8))}
     for i in range(0, 256, 7):

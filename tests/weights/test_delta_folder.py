@@ -1,7 +1,6 @@
 """The rules of a DeltaWriter's folder: one writer, its runs, its own regular files, bounded sizes
-(weights/transport/delta_folder.py). What breaks a rule is a typed error, and the version that a
-reader has reached stays, bit for bit.
-"""
+(weights/transport/delta_folder.py). A broken rule raises a typed error, and the version that a
+reader has reached stays, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def whole(folder: Path, version: int) -> Path:
 
 
 def in_child(code: Callable[[], None], *, user: int | None = None) -> int:
-    """The exit status of a forked child that runs `code`: 1 after an error."""
+    """Returns the exit status of a forked child that runs `code`: 1 after an error."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -81,7 +80,8 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_killed_writers_lock_is_free_and_a_forks_is_not_its_own(tmp_path: Path) -> None:
-    """A child of the trainer (a data loader) may outlive it; it cannot publish or hold the lock."""
+    """A child of the trainer (a data loader) may outlive it, but it cannot publish or hold the
+    lock."""
     script = """
         import os, sys, time
         import numpy as np
@@ -140,7 +140,7 @@ def test_a_folder_that_is_begun_again_with_lower_versions(tmp_path: Path) -> Non
     reader.refresh()
     for path in tmp_path.iterdir():
         path.unlink()
-    assert reader.refresh() == 5  # nothing else is there yet
+    assert reader.refresh() == 5  # the folder has no newer version yet
     with DeltaWriter(tmp_path) as second:
         second.publish(state(2), 1)
         with pytest.raises(rm.VersionError, match=r"got version 1 as the newest; .* begun again"):
@@ -174,7 +174,7 @@ def test_a_trainer_that_goes_on_has_higher_versions(tmp_path: Path) -> None:
 
 
 def test_a_version_is_never_replaced(tmp_path: Path) -> None:
-    """Not even where the lock did not hold, as on a file system without locks."""
+    """Holds even without a working lock, as on a file system without locks."""
     with DeltaWriter(tmp_path) as writer:
         writer.publish(state(1), 1)
         content = whole(tmp_path, 1).read_bytes()
@@ -203,7 +203,7 @@ def make_socket(path: Path) -> None:
 
 
 def make_sparse(path: Path) -> None:
-    """A header of a message of 100 TB."""
+    """Writes the header of a message of 100 TB."""
     message = DeltaEncoder().encode(state(9), 9)
     size = int.from_bytes(message[8:16], "little")
     path.write_bytes(message[: 24 + size])
@@ -249,7 +249,8 @@ ODD = {
 
 @pytest.mark.parametrize("what", ODD)
 def test_what_is_no_version(tmp_path: Path, what: str) -> None:
-    """It is refused at once. A newer whole set leads on, and the writer is not disturbed."""
+    """The reader refuses it immediately. A newer whole set is accepted, and the writer is not
+    disturbed."""
     make, words = ODD[what]
     with DeltaWriter(tmp_path, whole_every=1) as writer:
         writer.publish(state(1), 1)
@@ -269,7 +270,7 @@ def test_what_is_no_version(tmp_path: Path, what: str) -> None:
 
 
 def test_a_whole_set_that_needs_more_memory_than_there_is(tmp_path: Path) -> None:
-    """Some bytes that unpack to 4 PB, in a file whose checksums are right."""
+    """A few bytes unpack to 4 PB, in a file whose checksums are right."""
     import hashlib
     import json
 
@@ -371,7 +372,7 @@ def test_a_folder_with_another_users_lock(tmp_path: Path) -> None:
 def test_an_old_file_that_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is a warning, once, and the file goes as soon as it can."""
+    """The writer warns once, and removes the file as soon as it can."""
     unlink = Path.unlink
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
@@ -400,7 +401,7 @@ def test_an_old_file_that_cannot_be_removed(
 
 
 def test_what_a_killed_writer_leaves(tmp_path: Path) -> None:
-    """The next writer removes its unfinished file; a folder of that name is left alone."""
+    """The next writer removes the unfinished file; a folder of that name stays."""
     (tmp_path / "y.being-written").mkdir()
     (tmp_path / f"{0:019d}.whole.0badcafe.being-written").write_bytes(b"half")
     with DeltaWriter(tmp_path) as writer:
@@ -410,7 +411,7 @@ def test_what_a_killed_writer_leaves(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ a generator
 def test_a_refresh_while_a_sync_reads(tmp_path: Path) -> None:
-    """A sync that has begun sees one version to its end; a refresh meanwhile is a StateError."""
+    """A sync reads one version to its end; a refresh during the sync raises StateError."""
     from helpers import numpy_state_dict, tiny_config, tiny_spec
 
     states = [numpy_state_dict(tiny_config(), seed=seed) for seed in range(2)]

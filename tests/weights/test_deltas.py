@@ -1,8 +1,8 @@
 """Weights as differences (weights/transport/delta.py, delta_folder.py).
 
-Oracle: the arrays that were published, and a generator that is given them whole. Bound: 0 differing
-bits. Whatever is wrong with a message is a typed error, after which the version before is there bit
-for bit, and the next good message arrives."""
+Oracle: the arrays that were published, and a generator that receives them whole. Bound: 0 differing
+bits. A malformed message raises a typed error, keeps the previous version bit for bit, and the next
+good message is applied."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def weights(rng: np.random.Generator) -> Weights:
 
 
 def stepped(old: Weights, rng: np.random.Generator, share: float) -> Weights:
-    """Some words of each tensor changed, NaN and infinities among them."""
+    """Changes some words of each tensor, including NaN and infinities."""
     new = {name: array.copy() for name, array in old.items()}
     for array in new.values():
         words = array.reshape(-1).view(f"u{array.dtype.itemsize}")
@@ -111,8 +111,9 @@ RANK = """
 
 @pytest.mark.full
 def test_over_torch_distributed(tmp_path: Path) -> None:
-    """One rank trains and two receive, of which one misses a version: it says so at the next and
-    gets the whole. The digests are those of a generator that is given the state itself."""
+    """One rank trains and two receive. One of them misses a version: it reports this at the next
+    version and gets the whole set. The digests equal those of a generator that receives the state
+    itself."""
     pytest.importorskip("torch")
     command = [sys.executable, "-c", textwrap.dedent(RANK)]
     # fmt: off
@@ -189,7 +190,8 @@ def test_a_whole_set_makes_missed_versions_good(rng: np.random.Generator) -> Non
 
 
 def test_the_last_version_as_a_whole_set(rng: np.random.Generator) -> None:
-    """For one that comes late; those that have the version go on with deltas, and so does it."""
+    """The whole set is for a reader that comes late. Readers that have the version continue with
+    deltas, and so does the late reader afterwards."""
     encoder, decoder, first = pair(rng)
     late, second = DeltaDecoder(), stepped(first, rng, 0.01)
     decoder.apply(encoder.encode(second, 4))
@@ -222,7 +224,7 @@ def test_torch_tensors_and_numpys_are_alike(rng: np.random.Generator) -> None:
 
 # -------------------------------------------------------------------------------- what goes wrong
 def test_messages_that_do_not_fit(rng: np.random.Generator) -> None:
-    """Lost, doubled, out of order, of another base, of another run."""
+    """Messages that are lost, repeated, out of order, of another base, or of another run."""
     encoder, decoder, now = pair(rng)
     held: dict[int, tuple[bytes, Any]] = {}
     for version in (4, 5, 6):
@@ -278,7 +280,7 @@ def test_any_bit_that_changed_is_seen(rng: np.random.Generator) -> None:
 
 
 def test_a_base_that_has_other_bits(rng: np.random.Generator) -> None:
-    """What was flipped before it was noticed is undone."""
+    """Bytes that were changed before the error was detected are restored."""
     encoder, decoder, now = pair(rng)
     message = encoder.encode(stepped(now, rng, 0.3), 4)
     name = list(decoder)[-1]
@@ -290,7 +292,7 @@ def test_a_base_that_has_other_bits(rng: np.random.Generator) -> None:
 
 
 def with_header(message: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
-    """With a header that somebody made, its checksum right."""
+    """Replaces the header by a changed header with a valid checksum."""
     size = int.from_bytes(message[8:16], "little")
     values = json.loads(message[24 : 24 + size])
     change(values)
@@ -305,7 +307,7 @@ def with_header(message: bytes, change: Callable[[dict[str, Any]], None]) -> byt
 
 
 def of_row(column: int, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Of a tensor whose changes are places."""
+    """Returns a change of the header of a tensor whose changes are stored as places."""
 
     def change(values: dict[str, Any]) -> None:
         row = next(row for row in values["tensors"] if row[3] == "places")
@@ -353,9 +355,8 @@ HEADERS: list[Callable[[dict[str, Any]], None]] = [
 
 
 def test_a_header_that_no_decoder_takes_is_not_made() -> None:
-    names = (
-        f"{i:07d}" + "\U0001f600" * 1000 for i in range(23_000)
-    )  # 12 bytes of JSON a character
+    # 12 bytes of JSON per character.
+    names = (f"{i:07d}" + "\U0001f600" * 1000 for i in range(23_000))
     empty = np.empty(0, np.float32)
     with pytest.raises(rm.LimitError, match="a delta's header: expected at most 268435456 bytes"):
         DeltaEncoder(threads=1).encode(((name, empty) for name in names), 1)
@@ -375,7 +376,8 @@ def test_headers_that_lie(
 
 
 def test_parts_of_two_messages(rng: np.random.Generator) -> None:
-    """The header of one and the payload of another, of one run or of two, of equal sizes too."""
+    """The header of one message and the payload of another, of one run or of two, also with equal
+    sizes."""
     encoder, decoder, now = pair(rng)
     one = encoder.encode(stepped(now, rng, 0.02), 4)
     other = DeltaEncoder()
@@ -397,7 +399,7 @@ def test_parts_of_two_messages(rng: np.random.Generator) -> None:
 
 
 def test_permuted_rows_are_a_change(rng: np.random.Generator) -> None:
-    """Experts that change places renew the base, so that an unchanged version stays as it is."""
+    """Experts that change places start a new base, so that an unchanged version needs no data."""
     first = {"experts": rng.standard_normal((8, 64, 32)).astype(np.float32), "other": np.zeros(3)}
     second = {**first, "experts": first["experts"][[1, 0, *range(2, 8)]].copy()}
     encoder, decoder, late = DeltaEncoder(), DeltaDecoder(), DeltaDecoder()
@@ -409,7 +411,7 @@ def test_permuted_rows_are_a_change(rng: np.random.Generator) -> None:
 
 
 def test_a_stream_that_unpacks_to_more_than_it_says(rng: np.random.Generator) -> None:
-    """16 GiB of zeros in some bytes: refused by its frame's size."""
+    """A few bytes contain 16 GiB of zeros: refused by the frame's size."""
     zstandard = pytest.importorskip("zstandard")
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 24))
     message = DeltaEncoder().encode({"w": np.zeros(4, np.float32)}, 0)
@@ -513,8 +515,8 @@ def test_a_trainer_that_is_started_again(tmp_path: Path, rng: np.random.Generato
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """The limit of a file's size stands for it: the write fails half way, the folder is as before,
-    the call may be repeated."""
+    """A limit on the file size acts as a full disk: the write fails half way, the folder is
+    unchanged, and the call can be repeated."""
     script = """
         import resource, signal, sys
         import numpy as np
@@ -551,8 +553,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
-    """Processes, and files that take a while to write: whatever the reader meets is a whole
-    version, and it reaches the last one."""
+    """Reader and writer are processes, and writing takes a while: the reader sees only whole
+    versions, and reaches the last one."""
     script = """
         import sys
         import numpy as np
@@ -608,8 +610,8 @@ def test_a_folder_that_goes_away(tmp_path: Path, rng: np.random.Generator) -> No
 def test_two_hundred_steps_by_deltas_are_those_of_whole_pushes(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """An optimizer's steps in bfloat16. One generator is given every version whole, one, a mesh,
-    follows the folder, one comes for every tenth version: equal digests, and at the end equal
+    """Takes an optimizer's steps in bfloat16. One generator receives every version whole, one, a
+    mesh, follows the folder, one joins at every tenth version: equal digests, and at the end equal
     logits."""
     torch = pytest.importorskip("torch")
     case = helpers.Case("moe", helpers.tiny_config(True), router_bias=False)

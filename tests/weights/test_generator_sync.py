@@ -1,7 +1,6 @@
-"""Weights into a generator, from the caller's side: mapping, iterator, block and pieces; what an
-error says and leaves behind; requests in flight; the self-test. What the engine accepts as a tensor
-or a name is test_sync.py's question.
-"""
+"""Weight sync from the caller's side: mapping, iterator, block and pieces; errors and the state
+after them; requests in flight; the self-test. test_sync.py tests which tensors and names the engine
+accepts."""
 
 from __future__ import annotations
 
@@ -120,7 +119,7 @@ def test_torch_tensors_with_autograd(gen: rm.Generator) -> None:
         want = other.sync_weights(STATES[1], version=2).digest
     assert gen.sync_weights(state, version=2).digest == want
 
-    class Sharded:  # has what a DTensor has
+    class Sharded:  # has the attributes of a DTensor
         def __init__(self, tensor: Any):
             self.tensor = tensor
 
@@ -134,7 +133,7 @@ def test_torch_tensors_with_autograd(gen: rm.Generator) -> None:
 
 
 def test_a_set_in_pieces_stays_open_until_its_commit(gen: rm.Generator) -> None:
-    """Steps leave it open, and the old version serves; a repeated name is refused."""
+    """Steps leave the set open, and the old version serves; a repeated name is refused."""
     before = gen.score([[1, 2, 3]])[0].tobytes()
     sync = gen.begin_sync(version=7)
     for name, tensor in STATES[1].items():
@@ -162,11 +161,11 @@ def test_a_set_in_pieces_stays_open_until_its_commit(gen: rm.Generator) -> None:
             block.push(name, tensor)
         with pytest.raises(rm.DuplicateKeyError):
             block.push("lm_head.weight", STATES[0]["lm_head.weight"])
-    assert gen.version == 8  # the block goes on after an error that it handled
+    assert gen.version == 8  # the block continues after an error that it handled
 
 
 def test_a_pushed_tensor_is_not_kept(gen: rm.Generator) -> None:
-    """Neither after its push nor after an error; a name that was refused is read again."""
+    """The tensor is released after its push and after an error; a refused name is read again."""
     state = dict(STATES[0])
     bad = state["model.norm.weight"].copy()
     bad[0] = np.nan
@@ -195,9 +194,10 @@ def test_restart_starts_stop_strings_again() -> None:
         generator.sync_weights(STATES[0], version=1)
         fresh.sync_weights(STATES[1], version=2)
         free = rm.SamplingParams(max_tokens=60, seed=5, n=3)
+        # Stops sample 0 of version 1.
         early = (
             generator.generate("abc", free, use_tqdm=False)[0].outputs[0].token_ids[3:4].tolist()
-        )  # stops sample 0 of version 1
+        )
         late = fresh.generate("abc", free, use_tqdm=False)[0].outputs[1].token_ids[20:21].tolist()
         params = dataclasses.replace(free, stop=[tokenizer.decode(early), tokenizer.decode(late)])
         generator.submit("abc", params)
@@ -262,7 +262,7 @@ def test_self_test(gen: rm.Generator) -> None:
     with make() as other:
         other.sync_weights(STATES[1])
         with pytest.raises(rm.NumericsError):
-            gen.self_test(other.score)  # a generator with other weights is no trainer of this one
+            gen.self_test(other.score)  # a generator with other weights is not the trainer
 
 
 def test_self_test_with_a_transformers_model() -> None:

@@ -1,9 +1,8 @@
-"""When a source is read (weights/transport/tensors.py): sources that use the memory of one tensor
-for the next, through each way from a trainer to a generator; sources that change or fail while
-read.
+"""When a source is read (weights/transport/tensors.py): sources that reuse the memory of one tensor
+for the next, through each path from a trainer to a generator; sources that change or fail while
+they are read.
 
-Oracle: the arrays that the source was made of. Bound: 0 differing bits.
-"""
+Oracle: the arrays that the source was made from. Bound: 0 differing bits."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ class Reused(Mapping[str, Any]):
 
 
 class ReusedDict(dict[str, Any]):
-    """A dict whose items() are not what it holds."""
+    """A dict whose items() differ from its contents."""
 
     def items(self) -> Any:
         return iter(Reused().items())
@@ -147,7 +146,7 @@ def test_buckets(source: Any, bucket_bytes: int) -> None:
 
 
 class Workers:
-    """vLLM's four calls, of a worker that keeps what it gets."""
+    """vLLM's four calls, for a worker that keeps what it receives."""
 
     def __init__(self) -> None:
         self.got: dict[str, Any] = {}
@@ -180,7 +179,7 @@ def test_weight_sender(source: Any, block_bytes: int) -> None:
 
 @pytest.mark.parametrize("source", ["mapping", "iterator", "dict"], indirect=True)
 def test_exchanges_between_processes(source: Any) -> None:
-    """Takes one entry for an exchange from sources that do not hold their tensors."""
+    """Reads one entry at a time for an exchange from sources that do not hold their tensors."""
     taken = Source(source)
     count = AHEAD if taken.holds else 1
     got = {}
@@ -240,7 +239,7 @@ def test_sources_that_fail(tmp_path: Path, gen: rm.Generator, after: int) -> Non
 
 def broken_mapping() -> Any:
     class Disagreeing(Reused):
-        """Names a tensor that it does not have."""
+        """Lists a tensor that it does not have."""
 
         def __iter__(self) -> Iterator[str]:
             return iter([*STATE, "another"])
@@ -249,8 +248,8 @@ def broken_mapping() -> Any:
 
 
 def test_tensors_that_another_thread_writes(tmp_path: Path) -> None:
-    """A checksum is that of the stored bytes: a reader gets torn values without an error, and the
-    encoder's base is what receivers have."""
+    """The checksum covers the stored bytes: a reader gets torn values without an error, and the
+    encoder's base equals that of the receivers."""
     pytest.importorskip("zstandard")
     state = {"a": np.zeros(1 << 20, np.float32), "b": np.zeros((64, 1 << 12))}
     ends = threading.Event()
@@ -283,7 +282,7 @@ def test_tensors_that_another_thread_writes(tmp_path: Path) -> None:
 def test_any_byte_of_a_segment_that_changed_is_seen(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    """Magic, nonce, manifest and tensors; names that swap places in the manifest."""
+    """Changes magic, nonce, manifest and tensors, and swaps names in the manifest."""
     state = {"one": np.ones((8, 8)), "two": np.full((8, 8), 2.0)}
 
     def read(address: str) -> dict[str, Any]:
@@ -316,7 +315,7 @@ def test_any_byte_of_a_segment_that_changed_is_seen(
 
 
 def test_a_segment_that_is_truncated_while_it_is_mapped(tmp_path: Path) -> None:
-    """A FormatError instead of the signal SIGBUS, which would end the process."""
+    """Raises FormatError instead of the signal SIGBUS, which would end the process."""
     script = """
 import os, sys
 import numpy as np
@@ -357,7 +356,8 @@ def test_a_refresh_while_a_sync_reads_a_segment(tmp_path: Path, gen: rm.Generato
 
 
 def test_syncs_beside_refreshes(tmp_path: Path, gen: rm.Generator) -> None:
-    """One thread refreshes as often as it can while another syncs: each sync is of one version."""
+    """One thread refreshes as often as possible while another syncs: each sync is of one
+    version."""
     pytest.importorskip("zstandard")
     states = [STATE, numpy_state_dict(tiny_config(), seed=1, dtype="float32")]
     digests = {gen.sync_weights(state).digest for state in states}

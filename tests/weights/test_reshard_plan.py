@@ -1,10 +1,9 @@
-"""csrc/weights/resharding.c: which bytes go from whom to whom, and what a mesh wants of each
-tensor.
+"""csrc/weights/resharding.c: the plan of copies between ranks, and the part of each tensor that a
+mesh needs.
 
-Input: random tensors in random pieces of random trainers, wanted in other pieces. Oracle: NumPy,
-which cuts the tensor, moves what the plan says and counts how often each element was written.
-Bound: gather(shard(x)) = x, every wanted element once, no other ever.
-"""
+Input: random tensors in random pieces of random trainers, requested in other pieces. Oracle: NumPy,
+which cuts the tensor, copies by the plan and counts how often each element was written. Bound:
+gather(shard(x)) = x, every requested element once, and no others."""
 
 from __future__ import annotations
 
@@ -40,15 +39,15 @@ def slices(box: NDArray[np.int64], n_dims: int) -> tuple[slice, ...]:
 
 
 def chunk(n: int, parts_: int, index: int) -> tuple[int, int]:
-    """As torch.chunk: ceil(n / parts) each, the last ones less or nothing."""
+    """Returns the chunk of torch.chunk: ceil(n / parts) each, the last ones smaller or empty."""
     each = -(-n // parts_) if n else 0
     first = min(n, each * index)
     return first, min(each, n - first)
 
 
 def trainer(rng: np.random.Generator, shape: tuple[int, ...], world: int) -> list[tuple[int, Box]]:
-    """What DTensor placements make: a mesh of one or two axes, each Shard(dim) or Replicate; a rank
-    may be in no mesh at all."""
+    """Returns boxes like those of DTensor placements: a mesh of one or two axes, each Shard(dim) or
+    Replicate. A rank may be outside the mesh."""
     size = int(rng.integers(1, world + 1))
     inner = int(rng.choice([n for n in range(1, size + 1) if size % n == 0]))
     axes = [
@@ -85,7 +84,7 @@ def generator(
 def carry_out(
     x: NDArray[Any], held: Parts, wanted: Parts, copies: NDArray[np.int64], world: int
 ) -> None:
-    """Cuts x, does the copies, compares."""
+    """Cuts x, makes the copies, compares."""
     got = np.zeros((world, *x.shape), x.dtype)
     times = np.zeros((world, *x.shape), int)
     has = np.zeros((world, *x.shape), bool)
@@ -112,9 +111,8 @@ def case(rng: np.random.Generator) -> tuple[NDArray[Any], Parts, Parts, int]:
     )
     world = int(rng.integers(1, 9))
     held = trainer(rng, shape, world)
-    if (
-        rng.random() < 0.3
-    ):  # a second trainer's pieces besides, which overlap those of the first in any way
+    # Adds pieces of a second trainer, which overlap those of the first in any way.
+    if rng.random() < 0.3:
         held = sorted(held + trainer(rng, shape, world), key=lambda part: part[0])
     x = np.arange(1, math.prod(shape) + 1).reshape(shape)
     return x, parts(held), parts(generator(rng, shape, world)), world
@@ -133,7 +131,7 @@ def test_gather_of_shard_is_the_tensor(rng: np.random.Generator) -> None:
 
 
 def test_a_plan_without_memory(rng: np.random.Generator) -> None:
-    """Whichever of its allocations fails; the next plan has all it needs."""
+    """Any allocation fails; the next plan succeeds."""
     for _ in range(30):
         x, held, wanted, world = case(rng)
         for site in range(1, 5):
@@ -147,7 +145,7 @@ def test_a_plan_without_memory(rng: np.random.Generator) -> None:
 
 
 def test_an_element_that_nobody_has_is_named(rng: np.random.Generator) -> None:
-    """One random element is taken out of every piece; the piece falls into boxes round it."""
+    """One random element is removed from every piece; the piece is split into boxes around it."""
     seen = 0
     for _ in range(300):
         x, _, wanted, world = case(rng)
@@ -181,8 +179,8 @@ def test_an_element_that_nobody_has_is_named(rng: np.random.Generator) -> None:
 
 
 def test_replicas_share_the_work() -> None:
-    """Four ranks that all have a tensor, twelve that want it: each gives three times, and those
-    that have it take their own."""
+    """Four ranks have a tensor and twelve request it: each of the four sends it three times, and
+    the ranks that have it use their own copy."""
     whole = ((0, 0), (4, 4))
     held = parts([(rank, whole) for rank in (0, 4, 8, 12)])
     copies = _core.plan_copies("x", (4, 4), held, parts([(rank, whole) for rank in range(16)]), 16)
@@ -232,7 +230,7 @@ def test_parts_out_of_order() -> None:
 
 
 def test_a_tensor_of_any_size_costs_nothing() -> None:
-    """Numbers near the end of int64 do not run over."""
+    """Sizes close to the end of int64 do not overflow."""
     shape = (2**31, 2**31 - 1)
     halves = parts([(0, ((0, 0), (2**30, shape[1]))), (1, ((2**30, 0), (2**30, shape[1])))])
     copies = _core.plan_copies("x", shape, halves, parts([(0, ((0, 5), (2**31, 7)))]), 2)
@@ -257,8 +255,8 @@ EXPERT = "model.layers.0.mlp.experts"
     "mesh", [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 2, 6), (4, 2, 1), (6, 1, 6)], ids=str
 )
 def test_what_a_mesh_wants(mesh: tuple[int, int, int]) -> None:
-    """Against rollmesh.model.placement, row by row: fused and single names, experts packed or each
-    by itself, vectors."""
+    """Compares with rollmesh.model.placement, row by row: fused and single names, experts packed or
+    separate, vectors."""
     config = helpers.tiny_config(
         True, **SIZES, num_experts=12, attention_bias=True, moe_intermediate_size=80
     )

@@ -1,6 +1,6 @@
-"""Weights from elsewhere: a checkpoint folder, shared memory, a torch.distributed group. Oracle:
-the digest and the logits of the same values sent from this process. Bound: zero. Then what each
-must refuse."""
+"""Weights from other places: a checkpoint folder, shared memory, a torch.distributed group. Oracle:
+the digest and the logits of the same values sent from this process. Bound: zero. Further tests
+cover what each source must refuse."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def generator(dtype: str = "bfloat16") -> rm.Generator:
 
 
 def words(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """bfloat16 without ml_dtypes: uint16 words under the dtype that says so. Rounded to nearest
-    even by hand."""
+    """bfloat16 without ml_dtypes: uint16 words under a bfloat16 dtype name, rounded to nearest even
+    by hand."""
     bits = {name: x.view(np.uint32) for name, x in state.items()}
     return {
         name: ((b + 0x7FFF + (b >> 16 & 1)) >> 16).astype(np.uint16).view(sources.BF16)
@@ -99,7 +99,7 @@ def test_a_folder_is_a_source(folder: Path, want: str) -> None:
 
 
 def test_ignore_leaves_out_tensors_of_a_folder(folder: Path, want: str) -> None:
-    """By a pattern and by name; a parameter that is left out is missing."""
+    """Tensors are selected by a pattern and by name; a parameter that is left out is missing."""
     torch = pytest.importorskip("torch")
     names = [
         f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("rope.sin", "rope.cos")
@@ -142,7 +142,7 @@ def test_a_folder_read_without_torch(
 
 
 def test_a_pipe_in_a_folder(folder: Path) -> None:
-    """To open one would wait for its writer."""
+    """Opening a pipe would block until a writer opens it."""
     for path in folder.glob("*.safetensors"):
         path.unlink()
         os.mkfifo(path)
@@ -152,7 +152,7 @@ def test_a_pipe_in_a_folder(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", ["cut", "written", "replaced", "removed"])
 def test_a_file_that_changes_while_it_is_mapped(folder: Path, change: str) -> None:
-    """A lost part of the last page reads as zeros, without SIGBUS."""
+    """The missing part of the last page reads as zeros, without SIGBUS."""
     source = sources.SafetensorsFolder(folder)
     name = next(iter(source))
     before = source[name].float().numpy().copy()
@@ -244,7 +244,7 @@ def test_shared_memory_is_a_source(writer: sources.SharedWriter, want: str) -> N
         assert gen.sync_weights(reader, version=reader.version).digest == want
         other = {name: x * np.float32(1.5) for name, x in STATE.items()}
         assert writer.publish(iter(other.items()), version=7) == 7
-        assert gen.sync_weights(reader, version=1).digest == want  # what is mapped stays
+        assert gen.sync_weights(reader, version=1).digest == want  # mapped memory stays
         assert reader.refresh() == 7
         second = gen.sync_weights(reader, version=7, cast=True).digest
         assert second == gen.sync_weights(other, cast=True).digest != want
@@ -261,7 +261,7 @@ def test_shared_memory_is_a_source(writer: sources.SharedWriter, want: str) -> N
 
 
 def test_a_reader_of_shared_memory_holds_one_version(writer: sources.SharedWriter) -> None:
-    """Of the versions before the one it serves, neither a file descriptor nor a mapping is left."""
+    """File descriptors and mappings of versions before the serving version are closed."""
     reader = sources.SharedReader(writer.address)
     path = writer.address.rpartition(":")[0]
 
@@ -298,7 +298,8 @@ def test_a_forked_child_cannot_publish_or_remove(writer: sources.SharedWriter) -
 
 
 def test_an_interrupted_refresh(writer: sources.SharedWriter) -> None:
-    """The number is that of the tensors. A kept traceback does not keep the reader locked."""
+    """The version number is that of the tensors. A kept traceback does not keep the reader
+    locked."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -351,7 +352,7 @@ def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: s
 
 
 def test_shared_memory_from_another_process(want: str) -> None:
-    """The trainer is a process of its own; its store is gone when it is."""
+    """The trainer is a separate process; its store disappears when the process ends."""
     program = textwrap.dedent(
         """
         import sys
@@ -416,8 +417,8 @@ def test_a_store_is_ours_and_private(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_is_not_closed(tmp_path: Path) -> None:
-    """At the end of its process the version goes; a forked child leaves it; what a killed process
-    leaves, the next writer removes."""
+    """The version disappears when its process ends, but not with a forked child; the next writer
+    removes the files of a killed process."""
     program = textwrap.dedent(
         """
         import os, sys
@@ -442,7 +443,7 @@ def test_a_writer_that_is_not_closed(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == left
     with sources.SharedWriter(tmp_path) as writer:
         writer.publish({"x": np.ones(3, np.float32)})
-        assert len(list(tmp_path.iterdir())) == 2  # it may have been made this instant
+        assert len(list(tmp_path.iterdir())) == 2  # it may have been made at this moment
         for path in tmp_path.iterdir():
             os.utime(path, (0, 0))
         writer.publish({"x": np.ones(3, np.float32)})
@@ -457,7 +458,7 @@ def test_damaged_stores(writer: sources.SharedWriter) -> None:
     reader.refresh()
 
     def replace(data: bytes) -> None:
-        """As a new file: one that is mapped must not shrink under its readers."""
+        """Replaces the file with a new file: a mapped file must not shrink under its readers."""
         new = file.with_name(file.name + "-new")
         descriptor = os.open(new, os.O_CREAT | os.O_WRONLY, 0o600)
         os.write(descriptor, data)
@@ -514,7 +515,7 @@ def test_damaged_stores(writer: sources.SharedWriter) -> None:
 def test_what_no_reader_could_take_is_not_published(
     tmp_path: Path, source: Any, version: Any, error: str
 ) -> None:
-    """By a typed error, before the version that is there is replaced."""
+    """Publishing raises a typed error, before it replaces the existing version."""
     with sources.SharedWriter(tmp_path) as writer:
         writer.publish({"x": np.full(3, 7.0)})
         with pytest.raises(getattr(rm.errors, error)):
@@ -589,7 +590,7 @@ def test_a_reader_that_reads_one_loan_twice_counts_once(tmp_path: Path) -> None:
     with other.reading(number, "it"):
         pass
     assert owned.num_read() == 2
-    number = owned.lend()  # a new loan: nobody has read it
+    number = owned.lend()  # a new loan without readers
     for reader, count in ((other, 1), (one, 2)):
         with reader.reading(number, "it"):
             pass
@@ -613,7 +614,8 @@ def test_refresh_keeps_what_it_has_mapped_until_another_version_comes(tmp_path: 
 def test_without_descriptors_or_memory_a_segment_is_a_capacity_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On both sides; no file is left."""
+    """The writer and the reader both raise CapacityError; the folder keeps only the first
+    segment."""
     owned = segment.Segment(8, tmp_path)
     for module, name, number, text in (
         (os, "open", errno.EMFILE, "Too many open files"),
@@ -647,7 +649,7 @@ def test_a_closed_segment_is_unlocked_though_a_child_has_its_descriptor(tmp_path
 def test_copies_are_read_from_a_read_only_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is lent is not: a reader has to lock its byte."""
+    """Lent tensors cannot be read from it, because a reader has to lock its byte."""
     with sources.SharedWriter(tmp_path) as writer, sources.SharedReader(writer.address) as reader:
         writer.publish({"x": np.ones(3)})
         system_open = os.open
@@ -750,6 +752,6 @@ def test_descriptions_that_lie() -> None:
 
 @pytest.mark.parametrize("call", [sources.send_weights, sources.receive_weights])
 def test_streams_were_removed(call: Any) -> None:
-    """The names stay and tell what to use."""
+    """The names still exist and raise an error with the replacement."""
     with pytest.raises(rm.ConfigError, match=r"use SharedWriter .*, DeltaWriter .*, or DeltaEnc"):
         call({}, src=0)

@@ -1,7 +1,7 @@
 """One set of weights under every spelling that a trainer may use: Hugging Face checkpoints,
-transformers 5 modules, inference engines' fused tensors, torchtitan as it spelled itself over time.
-Input: random weights with a router bias that turns choices. Oracle: each other. Bound: zero, on the
-digest, the logits and the routing. And one config in every form it comes in."""
+transformers 5 modules, inference engines' fused tensors, torchtitan's names of several versions.
+Input: random weights with a router bias that changes choices. Oracle: the other spellings. Bound:
+zero, on the digest, the logits and the routing. Also one config in every form."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def spellings(case: helpers.Case, dtype: str) -> Iterator[tuple[str, dict[str, A
             for key, x in module.items()
         },
     )
-    # What a trainer has at hand: the module's own state_dict(), with lm_head and embed_tokens one
+    # The state dict of a trainer: the module's own state_dict(), with lm_head and embed_tokens one
     # tensor when tied.
     net = helpers.hf_model(dataclasses.replace(case, router_bias=False), dtype)
     biases = {key: x for key, x in state.items() if key.endswith("e_score_correction_bias")}
@@ -104,7 +104,7 @@ def test_every_spelling_is_the_same_model(
 
 
 def test_another_bias_is_another_model(tiny_generator: Callable[..., Any]) -> None:
-    """The digest and the numbers do see the router bias: the test above could have failed."""
+    """The digest and the numbers depend on the router bias: the test above can fail."""
     case = MODELS["moe"]
     gen = tiny_generator(case, weights=None)
     prompts = helpers.prompts(case.config, [70])
@@ -144,8 +144,8 @@ def test_rows_of_no_known_order_are_refused(model_type: str, kind: str) -> None:
 
 @pytest.mark.parametrize("case", helpers.CASES, ids=lambda case: case.name)
 def test_every_form_of_a_config_is_the_same_spec(case: helpers.Case, tmp_path: Path) -> None:
-    """As a dict, as the transformers object, as its to_dict(), as a folder it was saved to, and as
-    JSON of our own."""
+    """The config as a dict, as the transformers object, as its to_dict(), as a folder it was saved
+    to, and as our own JSON."""
     import oracle
 
     hf = oracle.config_of(case.config)
@@ -177,7 +177,8 @@ def digest_of(config: dict[str, Any], state: dict[str, np.ndarray]) -> str:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
 def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
-    """Buffers of any float dtype, without a cast. Other names beside them are refused."""
+    """Buffers of any float dtype are ignored without a cast. Other names beside them are
+    refused."""
     q = "model.layers.0.self_attn.q_proj.weight"
     state, half = helpers.numpy_state_dict(DENSE), np.ones(3, np.float16)
     buffers = {"model.rotary_emb.inv_freq": half}
@@ -207,10 +208,8 @@ def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
         ):
             with pytest.raises(rollmesh.UnexpectedKeyError, match=name):
                 generator.sync_weights({**state, name: half})
-        bad = {
-            **state,
-            q: np.full_like(state[q], np.nan),
-        }  # the report of a later sync does not count what was taken back
+        # The report of a later sync does not count these dropped values.
+        bad = {**state, q: np.full_like(state[q], np.nan)}
         with pytest.raises(rollmesh.NonFiniteError):
             generator.sync_weights({**buffers, **bad})
         assert generator.sync_weights({**buffers, **state}).num_skipped == len(buffers)
@@ -218,7 +217,7 @@ def test_buffers_of_rope_are_passed_over(mesh: rollmesh.Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=["one rank", "tp=2"])
 def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rollmesh.Mesh) -> None:
-    """A mapping, a stream and single tensors, after another version under the other name.
+    """Sent as a mapping, a stream and single tensors, after another version under the other name.
     Oracle: the digest of the usual name."""
     state, other = helpers.numpy_state_dict(TIED), helpers.numpy_state_dict(TIED, seed=1)
     embed = state.pop("model.embed_tokens.weight")
@@ -238,7 +237,6 @@ def test_a_tied_matrix_that_comes_as_lm_head_alone(mesh: rollmesh.Mesh) -> None:
         assert sync.report is not None
         assert sync.report.digest == want
         generator.sync_weights(other)
-        partly = generator.sync_weights(
-            {"lm_head.weight": embed}, strict=False
-        ).digest  # the embedding's new values, and no old ones
+        # Only the new values of the embedding count, not the old ones.
+        partly = generator.sync_weights({"lm_head.weight": embed}, strict=False).digest
         assert partly == digest_of(TIED, {**other, "model.embed_tokens.weight": embed})

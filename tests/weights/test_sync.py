@@ -55,7 +55,7 @@ OLD: dict[str, State] = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[dict[str, rm.Generator]]:
-    """Generators that serve version 5 of OLD. Tests leave them as they are, which is what they
+    """Generators that serve version 5 of OLD. Tests must not change them, which is also what they
     test."""
     generators = {
         "dense": make(DENSE, OLD["dense"]),
@@ -82,7 +82,8 @@ def new_state(config: dict[str, Any]) -> State:
 
 
 def both_ways(state: State) -> Iterator[Any]:
-    """As a mapping, which is checked whole, and as a stream, which is checked entry by entry."""
+    """Yields the state as a mapping, which is checked as a whole, and as a stream, which is checked
+    entry by entry."""
     yield state
     yield iter(list(state.items()))
 
@@ -164,8 +165,8 @@ def test_not_strict_skips_them_and_keeps_what_is_missing() -> None:
 
 
 def test_not_strict_never_serves_half_a_parameter() -> None:
-    """A fused tensor whose second part is bad has its first part written; the parameter must not
-    keep that as its value."""
+    """The second part of a fused tensor is bad after its first part was written; the parameter must
+    not keep that part."""
     state, prefix = new_state(MOE), "model.layers.0.mlp.experts"
     packed = np.stack(
         [
@@ -302,12 +303,8 @@ def bad_shapes() -> Iterator[tuple[str, str, Callable[[np.ndarray], np.ndarray],
     )
     yield "moe", f"{experts}.down_proj", lambda x: np.zeros((8, 32, 64), np.float32), "transposed"
     yield "moe", f"{experts}.down_proj", lambda x: np.zeros((64, 32), np.float32), "all experts"
-    yield (
-        "tied",
-        "model.embed_tokens.weight",
-        lambda x: np.vstack([x, x[:1]]),
-        "[152, 64]",
-    )  # a padded vocabulary
+    # A padded vocabulary.
+    yield ("tied", "model.embed_tokens.weight", lambda x: np.vstack([x, x[:1]]), "[152, 64]")
     yield "tied", "model.embed_tokens.weight", lambda x: x[:-1], "[150, 64]"
 
 
@@ -413,7 +410,7 @@ def test_cast_is_torchs(source: str, to: str) -> None:
 
 
 def test_a_router_bias_that_the_spec_requires() -> None:
-    """As ModelSpec.from_torchtitan sets it; allow_bias_removal makes no exception."""
+    """ModelSpec.from_torchtitan sets this; allow_bias_removal is not an exception."""
     config = tiny_config(True)
     bias = {
         f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(
@@ -469,14 +466,13 @@ def test_router_bias_is_float32_in_any_model() -> None:
         )
         assert generator.version == version
         generator.sync_weights(state, allow_bias_removal=True)
-        assert (
-            generator.logits(IDS)[0].tobytes() == logits
-        )  # zeros again, and not what lay in the block
+        # The KV is zero again and does not hold the old contents of the block.
+        assert generator.logits(IDS)[0].tobytes() == logits
         generator.sync_weights(state)
 
 
 def views(x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Arrays equal to x whose memory lies otherwise."""
+    """Yields arrays equal to x with other memory layouts."""
     rows, cols = x.shape
     yield "transposed", np.asfortranarray(x)
     wide = np.zeros((rows * 2, cols * 3), x.dtype)
@@ -533,7 +529,7 @@ def test_torch_strides_are_followed() -> None:
 
 
 def test_strides_outside_the_buffer(served: dict[str, rm.Generator]) -> None:
-    """Refused before a byte is read: some of these addresses are not mapped at all."""
+    """Refused before a byte is read, because some of these addresses are not mapped."""
     state = new_state(DENSE)
     x = state[Q]
     strided = np.lib.stride_tricks.as_strided
@@ -676,10 +672,8 @@ def test_no_tensors(served: dict[str, rm.Generator]) -> None:
         np.float32,
     ):
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q)
-    for bad in (
-        np.ma.masked_array(state[Q]),
-        np.ma.masked_array(state[Q], state[Q] > 0),
-    ):  # with nothing masked too
+    # A masked array is refused even without masked elements.
+    for bad in (np.ma.masked_array(state[Q]), np.ma.masked_array(state[Q], state[Q] > 0)):
         refused(served["dense"], {**state, Q: bad}, rm.UnsupportedTensorError, Q, "a masked array")
     for device in ((2**70, 0), (2, 2**70), ("cpu", 0)):
         refused(
@@ -754,8 +748,8 @@ def test_torch_tensors_without_plain_memory(served: dict[str, rm.Generator]) -> 
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nonfinite(served: dict[str, rm.Generator], value: float, dtype: str) -> None:
-    """In every layout of the store, at the first, the last and a middle element; the message names
-    the sender's index."""
+    """In every layout of the store, at the first, the last and a middle element; the error has the
+    index in the sender's tensor."""
     names = (
         "model.embed_tokens.weight",
         Q,
@@ -839,7 +833,7 @@ def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
     entry = engine.sync_resolve(Q)
     with unchanged(generator):
         for call in (
-            lambda: engine.sync_push([entry]),  # no tensor was taken
+            lambda: engine.sync_push([entry]),  # before the first tensor was taken
             lambda: engine.sync_take(entry, state[Q]),
             lambda: engine.sync_push([engine.sync_resolve("k", True)]),
             lambda: engine.sync_push([Q]),
@@ -854,9 +848,8 @@ def test_order_of_calls(served: dict[str, rm.Generator]) -> None:
         for call in (lambda: sync.push(NORM, state[NORM]), sync.commit):
             with pytest.raises(rm.StateError):
                 call()
-        with pytest.raises(
-            rm.IncompleteSyncError, match="q_proj"
-        ):  # nothing of the first is in the second
+        # The second set contains nothing from the first.
+        with pytest.raises(rm.IncompleteSyncError, match="q_proj"):
             other.commit()
         for call in (lambda: other.push(Q, state[Q]), other.commit):
             with pytest.raises(rm.StateError, match="closed"):
@@ -918,8 +911,8 @@ def test_memory_is_given_back() -> None:
 
 
 def test_in_place() -> None:
-    """A failure before anything is written leaves the old version; one half way leaves none, and
-    the next sync brings one."""
+    """A failure before anything is written keeps the old version. A failure half way leaves no
+    version, and the next sync brings one."""
     state = new_state(DENSE)
     with make(DENSE, OLD["dense"]) as generator, make(DENSE, state) as other:
         with unchanged(generator):
@@ -995,7 +988,8 @@ def test_a_push_that_failed_may_be_repeated(served: dict[str, rm.Generator]) -> 
 
 
 def test_the_digest_tells_versions_apart() -> None:
-    """Any one changed element, two exchanged elements, two exchanged tensors."""
+    """The digest changes with any one changed element, two exchanged elements, or two exchanged
+    tensors."""
     state = new_state(DENSE)
     k, v = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
     changed = [state, {**state, k: state[v], v: state[k]}]

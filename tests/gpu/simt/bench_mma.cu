@@ -1,7 +1,7 @@
-// bench_mma.cu: what the ops of a table reach on this card, one op at a time: GB/s of weights or of
-// keys and values for few rows, TFLOP/s for many, beside what a kernel that only reads reaches.
+// bench_mma.cu: the rates of a table's ops on this card, one op at a time: GB/s of weights or of
+// keys and values for few rows, TFLOP/s for many, beside the rate of a kernel that only reads.
 //   bench_mma [mma | fma]
-//   bench_mma read     only what the reading kernel reaches, GB/s
+//   bench_mma read     only the rate of the reading kernel, GB/s
 #include "rm_cuda.h"
 
 #include <cstdio>
@@ -14,8 +14,8 @@
 namespace {
 
 constexpr int TIMES = 30;
-constexpr size_t BEYOND_L2 = size_t{512}
-                             << 20; // matrices take turns, so that none is still in the cache
+// The matrices rotate, so that the cache holds none of them.
+constexpr size_t BEYOND_L2 = size_t{512} << 20;
 
 void must(cudaError_t error) {
   if (error == cudaSuccess) return;
@@ -53,7 +53,7 @@ template <class T> T *put(const std::vector<T> &values) {
   return p;
 }
 
-// Milliseconds of one call, `call` being told its number.
+// Milliseconds of one call; `call` gets its number.
 double time_of(cudaStream_t stream, const std::function<void(int)> &call) {
   cudaEvent_t from, to;
   must(cudaEventCreate(&from));
@@ -95,7 +95,7 @@ double reading(cudaStream_t stream) {
   return static_cast<double>(bytes) / ms * 1e-6;
 }
 
-// groups: experts, of which each row goes to top_k.
+// groups: experts; each row goes to top_k of them.
 void gemm(const bench &b, const char *name, int64_t m, int64_t n, int64_t k, bool swiglu,
           int64_t groups = 0) {
   const int64_t stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, k),
@@ -103,7 +103,7 @@ void gemm(const bench &b, const char *name, int64_t m, int64_t n, int64_t k, boo
   const int64_t copies = rm_max64(1, static_cast<int64_t>(BEYOND_L2 / 2) / all);
   uint16_t *w = numbers(static_cast<size_t>(all * copies)),
            *x = numbers(static_cast<size_t>(m * k)), *y = numbers(static_cast<size_t>(m * n));
-  std::vector<int32_t> rows; // every group that can has one row, the first m
+  std::vector<int32_t> rows; // every group has one row while rows last: the first m
   for (int64_t g = 0; g <= groups; g++)
     rows.push_back(
         static_cast<int32_t>(m >= groups ? m * g / rm_max64(1, groups) : rm_min64(g, m)));

@@ -1,11 +1,11 @@
-// bench_wgmma.cu: what gemm_mma.cu would gain by wgmma, asked of a Hopper card before anybody
-// decides: the same product of W as it is packed and x, segments of k and all, its bits beside
-// gemm_mma.cu's and its time. A line for each shape and tile; a bit that differs is an answer too.
-// If none does (nor in probe_mma's P5), the kernel below can take gemm_mma.cu's place.
+// bench_wgmma.cu: measures on a Hopper card what gemm_mma.cu would gain from wgmma: the same
+// product of the packed W and x, with the same segments of k. Prints for each shape and tile
+// whether the result is bit-identical to gemm_mma.cu's, and its time. If all results are identical
+// (and in probe_mma's P5), the kernel below can replace gemm_mma.cu's.
 //
-// W's fragments go from shared memory to registers, as mma.sync takes them: those of wgmma's A are
-// the same, a warp for every 16 of 64 rows. x is read from shared memory by the tensor core itself,
-// in rows of 64 k with their eight chunks of 16 bytes swizzled by the row.
+// W's fragments go from shared memory to registers, as for mma.sync: the fragments of wgmma's A are
+// the same, one warp for every 16 of 64 rows. The tensor core reads x directly from shared memory,
+// in rows of 64 k whose eight chunks of 16 bytes are swizzled by the row.
 #include "gemm_mma.cuh"
 #include "rm_cuda.h"
 #include "wgmma.h"
@@ -37,8 +37,8 @@ __device__ uint64_t descriptor(uint32_t at) {
          uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-// What a thread copies in every stage: a chunk of each second row of tiles, and chunk % 8 of every
-// 32nd row of x.
+// The part of every stage that a thread copies: a chunk of each second row of tiles, and chunk % 8
+// of every 32nd row of x.
 struct copies {
   const uint4 *w;
   const uint16_t *x;
@@ -76,8 +76,8 @@ template <int COLS> __device__ void fill(char *stage, const copies &c, int at) {
   }
 }
 
-// One stage: its four steps into the chain of sums, by twos, of which the last may be under way
-// when this returns. Fragments are loaded while the two before are multiplied, into registers of
+// One stage: adds its four steps to the chain of sums, in pairs; the last pair may still run when
+// this returns. Fragments are loaded while the previous two are multiplied, into the registers of
 // the two before those.
 template <int COLS>
 __device__ void multiply(float (&sums)[COLS / 2], uint4 (&a)[2][2], const char *stage) {
@@ -119,7 +119,7 @@ template <int COLS> __global__ void __launch_bounds__(THREADS, 1) wgmma_kernel(p
       rm_copies_wait<STAGES - 3>();
       asm volatile("fence.proxy.async;" ::
                        : "memory"); // copies are threads' writes, which the tensor core reads
-      // this stage is there, and nobody multiplies with the one before the last any more
+      // This stage has arrived, and the stage before the last is no longer multiplied.
       __syncthreads();
       if (at + STAGES - 2 < blocks) fill<COLS>(stage(at + STAGES - 2), c, at + STAGES - 2);
       rm_copies_commit();
@@ -170,7 +170,7 @@ template <class T> T *memory(size_t n) {
   return static_cast<T *>(p);
 }
 
-// The least of several, in milliseconds.
+// Returns the minimum of several runs, in milliseconds.
 template <class F> double time_of(F call) {
   cudaEvent_t from, to;
   must(cudaEventCreate(&from));
@@ -200,7 +200,7 @@ template <int COLS> void launch(const product &p) {
   must(cudaGetLastError());
 }
 
-// Whether no bit differs.
+// Prints whether all bits are equal.
 template <int COLS> void ask(const product &p, const float *wanted, double of_mma) {
   unsigned long long *differ = memory<unsigned long long>(1), found;
   const size_t n = static_cast<size_t>(p.m * p.n);

@@ -1,10 +1,15 @@
-// check.cpp: the kernels of kernels/cuda on the fibres of simt.h against the reference table, bit for bit.
-//   check OP SEED [fma | mma] [touch | few]     every shape in both thread orders, with the table of that family (fma); prints
-//                                 "OK cases=… elements=…", or the first difference. touch: each launch once and nothing is compared, for
-//                                 memory checkers, under which a launch takes long. few: one case of eight
-// On a GPU, with gpu.cu in the place of simt.h's scheduler, that is the same test.
-//   check barrier | left | mixed | mma | copies | shared | shared_end | buffer | misaligned | race | warp_race     a faulty kernel: what
-//                                 the shim must say of it
+// check.cpp: compares the kernels of kernels/cuda on the fibres of simt.h with the reference table,
+// bit for bit.
+//
+//   check OP SEED [fma | mma] [touch | few]
+//       Every shape in both thread orders, with the table of that family (fma). Prints
+//       "OK cases=… elements=…", or the first difference. touch: runs each launch once without a
+//       comparison, for memory checkers, under which a launch takes long. few: one case of eight.
+//   check barrier | left | mixed | mma | copies | shared | shared_end | buffer | misaligned |
+//         race | warp_race
+//       Runs a faulty kernel, which the shim must report.
+//
+// On a GPU, with gpu.cu instead of simt.h's scheduler, it runs the same test.
 #include "check.h"
 
 #include <vector>
@@ -17,7 +22,7 @@ static int64_t cases, elements;
 
 void check_seed(uint64_t seed) { state = few_state = seed; }
 
-// Draws apart from random_bits, so that a case has the same data in either run.
+// Draws that are independent of random_bits, so that a case has the same data in either run.
 static bool is_left_out() {
   few_state = few_state * 6364136223846793005u + 1442695040888963407u;
   return is_few && few_state >> 61 != 0;
@@ -107,7 +112,7 @@ bool same(const char *what, const void *got, const void *want, size_t bytes, int
   return false;
 }
 
-// Points the field at a buffer of its own; returns that.
+// Points the field at a new buffer and returns the buffer.
 static void *renew(const output &out, const void *initial) {
   void *p = simt_buffer(out.bytes);
   if (initial) memcpy(p, initial, out.bytes);

@@ -1,6 +1,6 @@
-// check.h: what the checks of the ops share. A check runs an op of the reference table, then the
+// check.h: shared by the checks of the ops. A check runs an op of the reference table, then the
 // CUDA table's in both thread orders, on fresh outputs in guarded memory; every byte of an output
-// is compared, also of what an op must not write.
+// is compared, including bytes that an op must not write.
 #pragma once
 
 #include <cmath>
@@ -18,8 +18,8 @@
 
 extern "C" const rm_kernels rm_table_ref, rm_table_ref_mma;
 
-// The table in test, and the reference over its family's sums. The reference packs as the CPU does,
-// a table as its family does.
+// The tested table, and the reference with its family's sums. The reference packs like the CPU, a
+// table like its family.
 const rm_kernels *in_test(), *oracle();
 
 void check_seed(uint64_t seed);
@@ -36,10 +36,10 @@ template <class T> T *array(int64_t n) {
   return static_cast<T *>(simt_buffer(static_cast<size_t>(n) * sizeof(T)));
 }
 
-// Bits, after counting a case of `count` elements; says where they differ.
+// Compares bits, counts a case of `count` elements, and prints where they differ.
 bool same(const char *what, const void *got, const void *want, size_t bytes, int64_t count);
 
-// Something packed, as the oracle has it and as the table in test has it.
+// A packed tensor, in the oracle's layout and in the tested table's layout.
 struct packed {
   void *of_oracle, *of_test;
   void *of(const rm_kernels *table) const { return table == oracle() ? of_oracle : of_test; }
@@ -48,20 +48,21 @@ void *relaid_matrices(const void *from, rm_dtype dtype, int64_t n_matrices, int6
                       bool gate_up);
 void *relaid_pages(const void *from, rm_dtype dtype, int64_t n_pages, int64_t page_size,
                    int64_t head_dim, bool values);
-// `rows` is a matrix', with gate_up the width of each of the two.
+// `rows` is the number of rows of a matrix; with gate_up, of each of the two.
 packed weights(rm_dtype dtype, int64_t n_matrices, int64_t rows, int64_t k, bool gate_up = false,
                kind k_of = TAME);
 
-// A pointer of the arguments that gets a buffer of its own for each run: with what it pointed to at
-// first, or 0xff where it was NULL. Without a field it is left out.
+// A pointer in the arguments that gets a separate buffer for each run. The buffer is filled with
+// the initial contents of the pointer's target, or with 0xff if the pointer was NULL. Without a
+// field the output is skipped.
 struct output {
   void *field;
   size_t bytes;
   int64_t count;
-  std::function<void *(const void *)> relaid =
-      nullptr; // from the oracle's packing to that of the table in test
+  // Converts from the oracle's packing to that of the tested table.
+  std::function<void *(const void *)> relaid = nullptr;
 };
-// `run` is called with a table and a ctx whose workspace has that table's workspace_bytes(limits).
+// Calls `run` with a table and a ctx whose workspace has that table's workspace_bytes(limits).
 bool held(const char *what, std::initializer_list<output> outputs, const rm_limits &limits,
           const std::function<void(const rm_kernels *, const rm_ctx *)> &run);
 

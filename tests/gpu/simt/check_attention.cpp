@@ -1,17 +1,18 @@
-// check_attention.cpp: attention over contexts around blocks and segments, windows and heads cut by a mesh; three rows that stand
-// alone, prefill chunks of two sequences and decode rows of others in one call, chunks that fill tiles of rows, or rows of sequences
-// that take turns, which fill more tiles that are of none than the tensor cores' list has room for.
+// check_attention.cpp: attention over contexts around blocks and segments, windows, and heads cut
+// by a mesh. Rows are three single rows; prefill chunks of two sequences and decode rows of others
+// in one call; chunks that fill tiles of rows; or rows of alternating sequences, which fill more
+// unshared tiles than the tensor cores' list can hold.
 #include "check.h"
 
 namespace {
 
-struct
-    heads_of { // query heads, kv heads, and of a rank's part the model's group and where in it the part begins
+// Query heads, KV heads, and for a part of a rank the model's group and the part's beginning in it.
+struct heads_of {
   int64_t n, n_kv, group, head0;
 };
 
-// The rows of a call: two chunks of prefill, the first at the end of its context, the second at the beginning, then decode rows; or, where
-// there are no chunks, rows of sequences that take turns.
+// The rows of a call: two chunks of prefill, the first at the end of its context, the second at the
+// beginning, then decode rows; or, without chunks, rows of alternating sequences.
 struct layout {
   int64_t rows, first_chunk, chunks;
 };
@@ -54,7 +55,7 @@ bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of 
   a.n_heads = h.n, a.n_kv_heads = h.n_kv, a.group = h.group, a.head0 = h.head0,
   a.head_dim = head_dim, a.page_size = page_size, a.window = window, a.dtype = dtype;
   a.scale = 1.0f / sqrtf(static_cast<float>(head_dim));
-  rm_limits limits = {}; // the workspace is that of at_once rows: the others take their turns
+  rm_limits limits = {}; // the workspace holds at_once rows: the others wait for their turn
   limits.max_rows = at_once, limits.n_heads = h.n, limits.n_kv_heads = h.n_kv,
   limits.group = h.group, limits.head_dim = head_dim, limits.max_positions = context;
   char what[140];
@@ -94,19 +95,18 @@ bool check_attention() {
           return false;
         turn++;
       }
-  for (const rm_dtype dtype :
-       {RM_BF16,
-        RM_F32}) // heads that several launches or more than one chain of the tensor cores make
+  // Heads for several launches or several chains of the tensor cores.
+  for (const rm_dtype dtype : {RM_BF16, RM_F32})
     for (const int64_t head_dim : {272, 544})
       if (!attention_case(dtype, 40, head_dim, {9, 1, 0, 0}, 16, 0, head_dim == 272 ? MIX : ALONE,
                           MIX.rows))
         return false;
-  for (const rm_dtype dtype :
-       {RM_BF16, RM_F32}) // pages whose ends reach further than the workspace; no heads
+  for (const rm_dtype dtype : {RM_BF16, RM_F32}) // pages that extend beyond the workspace; no heads
     if (!attention_case(dtype, 40, 32, {2, 1, 0, 0}, 4096, 0, ALONE, 1) ||
         !attention_case(dtype, 40, 32, {0, 0, 1, 0}, 16, 0, ALONE, 1))
       return false;
-  // Whole tiles: 32, 18, 42 and 64 rows of them, contexts of one segment and of several, windows, heads of 128 and others, turns.
+  // Whole tiles: 32, 18, 42 and 64 rows of them, contexts of one segment and of several, windows,
+  // heads of 128 and other sizes, alternating sequences.
   for (const int64_t context : {80, 1090, 2100}) {
     const int64_t window = context == 2100 ? 1030 : 0, at_once = context == 1090 ? 3 : MIX.rows;
     if (!attention_case(RM_BF16, context, 128, {4, 1, 0, 0}, 32, window, TILES, at_once) ||

@@ -7,15 +7,15 @@ namespace {
 
 constexpr int CHOSEN = -1;  // by the op itself
 
-// `tile`: of those of gemm_mma.cuh, for which rows of x and y are aligned.
+// `tile`: one of the tiles of gemm_mma.cuh, for which rows of x and y are aligned.
 bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t n, int64_t k,
                int64_t groups, kind wild, int tile = CHOSEN) {
   const int64_t ldx = tile == CHOSEN ? k + pick(3) : rm_round_up(k, 8) + pick(2) * 8;
   const int64_t ldy = tile == CHOSEN ? n + pick(3) : rm_round_up(n, 4) + pick(2) * 4,
                 stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, k);
   int32_t *group_rows = array<int32_t>(groups + 1);
-  const bool skewed =
-      m % 12 == 0;  // the last group has all rows: a block has more than one tile of them
+  // The last group has all rows: a block has several tiles of them.
+  const bool skewed = m % 12 == 0;
   for (int64_t g = 0; g <= groups; g++)
     group_rows[g] = static_cast<int32_t>(g == groups        ? m
                                          : g == 0 || skewed ? 0
@@ -33,7 +33,7 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
       what, sizeof what,
       "gemm swiglu=%d activation=%d dtype=%d y=%d m=%ld n=%ld k=%ld groups=%ld bias=%d wild=%d tile=%d",
       swiglu, a.activation, dtype, y_dtype, m, n, k, groups, a.bias != nullptr, wild, tile);
-  rm_limits limits = {};  // with none, k is not split over blocks
+  rm_limits limits = {};  // without it, k is not split over blocks
   if (pick(3))
     limits.max_rows = m, limits.max_n = swiglu ? rm_gate_up_rows(n) : n, limits.max_k = k,
     limits.top_k = groups;
@@ -49,7 +49,8 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
               limits, call);
 }
 
-// Tokens and rows of W on the edges of a tile, k on those of a stage, of a segment and of the stages that are ahead.
+// Tokens and rows of W at the edges of a tile; k at the edges of a stage, of a segment and of the
+// prefetched stages.
 bool tile_cases(int tile, bool swiglu) {
   const int64_t rows = RM_TILES[tile].rows / (swiglu ? 2 : 1), cols = RM_TILES[tile].cols;
   const int64_t sizes[][4] = {{1, rows, 32, 0},           {cols - 1, rows - 1, 40, 0},
@@ -84,7 +85,7 @@ bool gemms(bool swiglu) {
 
 }  // namespace
 
-// The op takes one of them for its reasons; here all are taken, also where they would not be.
+// The op selects one of them; the test runs all, including those that the op would not select.
 bool check_mma_tiles() {
   for (int tile = 0; tile < RM_N_TILES; tile++)
     for (int swiglu = 0; swiglu < 2; swiglu++)

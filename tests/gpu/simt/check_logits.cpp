@@ -31,7 +31,7 @@ bool lm_head_case(rm_dtype dtype, int64_t rows, int64_t vocab, int64_t hidden, w
   a.rows = rows, a.vocab = vocab, a.hidden = hidden, a.dtype = dtype,
   a.row_flags = random_flags(rows);
   a.targets = want.targets ? random_targets(rows, vocab) : nullptr;
-  rm_limits limits = {};  // the workspace is that of two rows: the others take their turns
+  rm_limits limits = {};  // the workspace holds two rows: the others wait for their turn
   limits.max_rows = 2, limits.vocab = vocab;
   const bool logprobs = want.targets && !want.pairs,
              target_logits = want.targets && (want.pairs || pick(2));

@@ -1,6 +1,7 @@
-// check_mma.cpp: the index arithmetic of the tensor-core kernels, by property: places, packings and units are bijections, and the
-// words that the lanes of a warp read at once from shared memory lie in different banks. And the property that all this is for: a
-// row's bits are the same alone and in company, without an oracle.
+// check_mma.cpp: the index arithmetic of the tensor-core kernels, by property: places, packings and
+// units are bijections, and the words that the lanes of a warp read at once from shared memory are
+// in different banks. It also tests the purpose of all this, without an oracle: a row's bits are
+// the same alone and among other rows.
 #include "check.h"
 
 #include <vector>
@@ -16,7 +17,7 @@ bool fails(const char *what, int64_t a, int64_t b) {
   return false;
 }
 
-// Whether each of the values 0 … n − 1 was counted once.
+// Returns whether each of the values 0 … n − 1 was counted once.
 struct tally {
   std::vector<int> seen;
   explicit tally(int64_t n) : seen(static_cast<size_t>(n), 0) {}
@@ -32,7 +33,8 @@ struct tally {
   bool outside = false;
 };
 
-// Places as the PTX manual words them: a register is 2 k of a row of A or of a column of B, or one sum.
+// Places as described in the PTX manual: a register is 2 k of a row of A or of a column of B, or
+// one sum.
 bool places() {
   for (int lane = 0; lane < 32; lane++) {
     const int g = lane / 4, t = lane % 4;
@@ -97,7 +99,7 @@ bool units() {
   return true;
 }
 
-// Of words of shared memory that 32 lanes read at once.
+// Words of shared memory that 32 lanes read at once.
 template <class F> bool no_conflict(F word_of) {
   tally banks(32);
   for (int lane = 0; lane < 32; lane++) banks.add(word_of(lane) % 32);
@@ -115,8 +117,8 @@ bool banks() {
   return true;
 }
 
-// x of a tile: every chunk has a place; what rm_load_matrices makes of the lanes' chunks is B; and the 8 of a phase, as the 8 that are
-// written at once, lie in different banks.
+// x of a tile: every chunk has a place; rm_load_matrices makes B from the lanes' chunks; and the 8
+// chunks of a phase, like the 8 that are written at once, are in different banks.
 bool swizzle() {
   constexpr int COLS = 192, CHUNKS = RM_TILE_K / 8, EIGHT = 8;
   tally chunks(COLS * CHUNKS);
@@ -139,8 +141,8 @@ bool swizzle() {
       }
       for (int col = 0; col < 16; col++)
         for (int k = 0; k < RM_MMA_K; k++) {
-          const rm_mma_place at = rm_mma_b_place(
-              k, col % 8); // register 2·(col / 8) + word of the lane: a word of the row of lane …
+          // Register 2·(col / 8) + word of the lane is a word of the row of lane `giver`.
+          const rm_mma_place at = rm_mma_b_place(k, col % 8);
           const int giver = (col / 8 * 2 + at.word) * 8 + at.lane / 4;
           if (rm_tile_lane_chunk(token, step, giver) !=
                   rm_tile_chunk(token + col, step * 2 + k / 8) ||
@@ -151,7 +153,8 @@ bool swizzle() {
   return true;
 }
 
-// Every tile of a launch is one block's; blocks that run at once keep to a few columns; and the choice is what its comment says.
+// Every tile of a launch belongs to one block, blocks that run at once use few columns, and the
+// choice matches its comment.
 bool tiles() {
   for (const unsigned down : {1u, 2u, 7u, 192u})
     for (const unsigned across : {1u, 5u, 8u, 9u, 16u, 43u}) {
@@ -170,8 +173,8 @@ bool tiles() {
     int rows, cols;
   } chosen[] =
       {
-          {24576, 8192, 1, 132, 128, 192}, // of many the tile with most FMAs a byte
-          {24576, 128, 1, 132, 192, 128}, // 128 blocks at once instead of 192 by turns
+          {24576, 8192, 1, 132, 128, 192}, // with many rows the tile with most FMAs per byte
+          {24576, 128, 1, 132, 192, 128}, // 128 blocks at once instead of 192 in turns
           {6144, 256, 1, 132, 128, 128},
           {4096, 256, 1, 132, 128, 64}, // more blocks where there are processors left
           {4096, 65, 1, 132, 128, 64},
@@ -186,7 +189,8 @@ bool tiles() {
   return true;
 }
 
-// Row r of a gemm alone, and among `m` rows: another kernel, or other tiles of the same.
+// Row r of a gemm alone, and among `m` rows: with another kernel, or other tiles of the same
+// kernel.
 bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
   const packed w = weights(RM_BF16, 1, n, k, swiglu);
   rm_gemm_args a = {};
@@ -213,7 +217,8 @@ bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
   return same(what, alone, together, static_cast<size_t>(m * n) * sizeof(float), m * n);
 }
 
-// exp of what is not above 0: every 97th float, those around its end, and what is no number.
+// exp of values that are not above 0: every 97th float, the floats around the end of the range, and
+// NaNs.
 bool exps() {
   const auto bits_of = [](uint32_t at) { return rm_float(at); };
   for (uint64_t at = 0x80000000u; at <= 0xff800000u;

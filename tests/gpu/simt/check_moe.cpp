@@ -9,7 +9,7 @@ struct shape {
 
 size_t of_choices(shape s) { return static_cast<size_t>(s.rows * s.top_k); }
 
-// Distinct in a row; of few experts, or of neighbours, as it falls.
+// Distinct ids in a row, from few experts or from neighbours, at random.
 int32_t *random_ids(shape s) {
   int32_t *ids = array<int32_t>(s.rows * s.top_k);
   for (int64_t r = 0; r < s.rows; r++) {
@@ -30,7 +30,7 @@ int32_t *random_ids(shape s) {
 
 enum rows_kind { PLAIN, EQUAL, HALF_EQUAL, NANS };
 
-// One of the numbers of groups that the experts can be in; 0: none.
+// One of the possible numbers of expert groups; 0: without groups.
 int64_t random_groups(int64_t n_experts) {
   const int64_t n = 2 << pick(6);
   return n_experts % n || n_experts / n < 2 ? 0 : n;
@@ -83,13 +83,13 @@ bool router_case(rm_dtype dtype, shape s, rows_kind kind_of, int renormalize) {
       });
 }
 
-// Some choices are none: all of a row, or one here and there.
+// Some choices are empty: all of a row, or single ones.
 void make_holes(int32_t *ids, shape s) {
   for (int64_t i = 0; i < s.rows * s.top_k; i++)
     if (i / s.top_k % 4 == 1 || pick(5) == 0) ids[i] = -1 - static_cast<int32_t>(pick(2));
 }
 
-// Of an output of which −1 is wanted: what no op writes.
+// Marks an output in which −1 is expected: a value that ops do not write.
 int32_t *stale(int64_t n) {
   int32_t *words = array<int32_t>(n);
   for (int64_t i = 0; i < n; i++) words[i] = 77;
@@ -115,7 +115,7 @@ bool permute_case(rm_dtype dtype, shape s, bool holes) {
               {}, [&](const rm_kernels *table, const rm_ctx *ctx) { table->permute(ctx, &a); });
 }
 
-// `ranks` of s.n_experts experts each, and homes of s.rows rows with `behind` more after them.
+// `ranks` of s.n_experts experts each, and homes of s.rows rows followed by `behind` more.
 bool static_dispatch_case(shape s, int64_t ranks, int64_t homes, int64_t behind, bool holes) {
   const int64_t pitch = s.rows * s.top_k + pick(5), each = rm_max_choices(s.top_k, s.n_experts);
   int32_t *ids = array<int32_t>(homes * pitch);

@@ -1,4 +1,5 @@
-// check_pack.cpp: pack from every type into either, in every layout, along rows and down columns, written and compared, in parts.
+// check_pack.cpp: pack from every type to either dtype, in every layout, along rows and down
+// columns, written and compared, in parts.
 #include "check.h"
 
 namespace {
@@ -7,7 +8,7 @@ int64_t bytes_of(rm_src_dtype dtype) {
   return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2;
 }
 
-// Random words: every class of number, more of them near 1; of few cases a word that is not finite.
+// Random words: every class of number, with more of them near 1; in few cases a word is not finite.
 void *random_source(rm_src_dtype dtype, int64_t n, bool finite) {
   char *p = static_cast<char *>(simt_buffer(static_cast<size_t>(n * bytes_of(dtype))));
   for (int64_t i = 0; i < n; i++) {
@@ -33,7 +34,7 @@ struct shape {
 
 enum way { ROWS, COLUMNS, BACKWARDS, N_WAYS };
 
-// Where the ref says −1 or a sum in its arguments, a GPU says it in memory.
+// Where the reference returns −1 or a sum in its arguments, a GPU writes it to memory.
 rm_pack_found found_in(const rm_pack_args &a) {
   return {a.digest, a.nonfinite_index, a.diff_index};
 }

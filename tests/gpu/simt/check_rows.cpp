@@ -22,7 +22,7 @@ bool embed_case(rm_dtype dtype, int64_t rows, int64_t hidden, int packed) {
               });
 }
 
-// Rows of x named in any order, or all of them in theirs; off any alignment but two bytes'.
+// Rows of x in any order, or all of them in their order; aligned to two bytes only.
 bool gather_case(int64_t rows, int64_t n_rows, int64_t row_bytes, int64_t skew) {
   int32_t *from = array<int32_t>(rows);
   const bool in_order = pick(3) == 0;
@@ -101,7 +101,7 @@ bool squares_case(rm_dtype dtype, rope_shape s, kind wild) {
               [&](const rm_kernels *table, const rm_ctx *ctx) { table->head_squares(ctx, &a); });
 }
 
-// Of all heads of the model, of which other ranks may have some.
+// All heads of the model, some of which other ranks may hold.
 const float *squares(int64_t rows, int64_t n_heads, kind wild, int64_t *all) {
   *all = n_heads + pick(3) * 7;
   float *x = static_cast<float *>(numbers(RM_F32, rows * *all, wild));

@@ -1,4 +1,5 @@
-// check_sample.cpp: sample, top_logprobs and ranks over rows of every kind and every combination of parameters, as chance has it.
+// check_sample.cpp: sample, top_logprobs and ranks over random rows of every kind and random
+// combinations of parameters.
 #include "check.h"
 
 namespace {
@@ -39,7 +40,7 @@ const int32_t *random_bans(int64_t vocab, int32_t *n) {
   return banned;
 }
 
-// Ascending tokens, each with some chance: none, a few or most of them.
+// Ascending tokens, each with some probability: none, a few or most of them.
 const rm_logit_edit *random_edits(int64_t vocab, int32_t *n) {
   rm_logit_edit *edits = array<rm_logit_edit>(vocab);
   const int64_t one_of = pick(2) ? vocab + 1 : 1 + pick(3) * vocab / 3;
@@ -81,7 +82,7 @@ bool sample_case(int64_t rows, int64_t vocab, bool one_row = false) {
   a.row_flags = flags;
   a.stats = random_stats(sampled),
   a.logits = random_logits(sampled, vocab, one_row ? vocab : a.ld_logits);
-  rm_limits limits = {}; // the workspace is that of three rows: the others take their turns
+  rm_limits limits = {}; // the workspace holds three rows: the others wait for their turn
   limits.max_rows = 3, limits.vocab = vocab;
   char what[100];
   snprintf(what, sizeof what, "sample rows=%ld vocab=%ld one_row=%d", rows, vocab, one_row);

@@ -28,9 +28,9 @@ void *simt_buffer(size_t bytes) {
   return p;
 }
 
-// Row 0 of A and column 0 of B are the operands, the others zeros: no other place for a product, no
-// other layout than PTX's. A segment of both passes through shared memory, so that the chain waits
-// for memory once and not at every step.
+// Row 0 of A and column 0 of B are the operands, the others are zero: the product has one place,
+// and the only layout is PTX's. A segment of both is copied through shared memory, so that the
+// chain waits for memory once instead of at every step.
 __global__ void chain_kernel(float *out, const uint32_t *a, const uint32_t *b, int words) {
   __shared__ uint32_t x[RM_MMA_SEGMENT / 2], y[RM_MMA_SEGMENT / 2];
   const int t = static_cast<int>(threadIdx.x);
@@ -51,8 +51,8 @@ __global__ void chain_kernel(float *out, const uint32_t *a, const uint32_t *b, i
   if (t == 0) *out = acc;
 }
 
-// The operands' way there and back is what takes time, a million of them in a run: pinned memory,
-// one copy, one store.
+// Transferring the operands takes most of the time, a million of them in a run: pinned memory, one
+// copy, one store.
 extern "C" float gpu_mma_chain(const uint16_t *a, const uint16_t *b, int64_t k) {
   constexpr size_t MOST = 1 << 15;
   static char *here = nullptr, *there = nullptr;

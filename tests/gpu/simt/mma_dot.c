@@ -1,6 +1,6 @@
-// mma_dot.c: the sums of products of the family cuda_mma over the reference's layouts, in the place
-// of ref_dot.c: linked with the other ref*.c they are the oracle of rm_kernels_cuda_mma. float32
-// keeps the sums of ref_dot.c, and so does the family.
+// mma_dot.c: the sums of products of the family cuda_mma over the reference's layouts, instead of
+// ref_dot.c: linked with the other ref*.c they are the oracle of rm_kernels_cuda_mma. float32 uses
+// the sums of ref_dot.c, like the family.
 #define rm_ref_dot fma_dot
 #define rm_ref_values_dot fma_values_dot
 #include "cpu/ref_dot.c"

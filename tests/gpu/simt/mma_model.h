@@ -1,6 +1,6 @@
-// mma_model.h: what the shim and the oracle take for one output of mma.m16n8k16: exact products,
-// added in double by ascending k behind the accumulator, rounded once. The hardware cuts where this
-// rounds; what the tests hold to bits is the order round the instruction.
+// mma_model.h: the model of one output of mma.m16n8k16 for the shim and the oracle: exact products,
+// added in double by ascending k after the accumulator, rounded once. The hardware truncates where
+// this rounds; the tests compare the order around the instruction bit for bit.
 #pragma once
 
 #include "cpu/scalar.h"

@@ -1,17 +1,17 @@
-// probe_mma.cu: what the family cuda_mma asks of the hardware and no CPU can say. Prints a line a
-// question; the status is 0 where everything holds that the family's bits need: P1 and P2. A "no"
-// is an answer, a "NO" a failure.
-//   P1  an output does not depend on its row in A or its column in B, nor on what the other rows
-//       and columns hold
-//   P2  a step of zeros changes nothing, whatever stands against the zeros; nor does the place of a
-//       product among the 16
+// probe_mma.cu: the properties of the hardware that the family cuda_mma relies on and that a CPU
+// cannot show. Prints one line per question. The status is 0 if P1 and P2 hold, on which the
+// family's results depend. A "no" is an answer, a "NO" a failure.
+//   P1  an output does not depend on its row in A or its column in B, nor on the contents of the
+//       other rows and columns
+//   P2  a step of zeros does not change the result, whatever is multiplied by the zeros; nor does
+//       the position of a product among the 16
 //   P3  a digest of 4096 results, to be compared between cards
-//   P4  what a sum of zeros and NaNs looks like
-//   P5  wgmma m64n8k16 and m64n128k16, A from registers, give the bits of mma.sync
+//   P4  the bits of a sum of zeros and NaNs
+//   P5  wgmma m64n8k16 and m64n128k16, A from registers, are bit-identical to mma.sync
 //   P6  whether denormal operands, accumulators and results are kept
 //   P7  the error against exact sums, in units of 2^-23 of the largest term
-//   P8  what -ftz makes of a result just below the smallest normal number, beside this machine's
-//       CPU; if they differ, the bits of cuda_fma are x86's but for such a result
+//   P8  the result of -ftz for a value just below the smallest normal number, and the result of
+//       this machine's CPU; if they differ, cuda_fma is bit-identical to x86 except for such values
 #include "mma.cuh"
 #include "wgmma.h"
 
@@ -70,8 +70,8 @@ __device__ uint64_t descriptor(const void *b) {
 }
 #endif
 
-// The 4 problems from 4·blockIdx.x on give the 64 rows; the columns of all of them are those of the
-// first, N / 8 times.
+// The 4 problems from 4·blockIdx.x on fill the 64 rows; the columns of all of them are those of the
+// first, repeated N / 8 times.
 template <int N>
 __global__ void wgmma_kernel(const problem *problems, result *results, int *there) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -104,8 +104,8 @@ uint32_t random_bits() {
   state = state * 6364136223846793005u + 1442695040888963407u;
   return static_cast<uint32_t>(state >> 33) ^ static_cast<uint32_t>(state >> 13);
 }
-// Sign and fraction at random; exponents: near 1, far apart, huge, denormal, zeros among others, or
-// all the same.
+// Random sign and fraction; exponents: near 1, far apart, huge, denormal, mixed with zeros, or all
+// equal.
 uint16_t number(int kind) {
   const uint32_t sign = random_bits() & 0x8000u, fraction = random_bits() & 0x7fu;
   const uint32_t exponent = kind == 1   ? 100 + random_bits() % 56
@@ -126,7 +126,7 @@ problem random_problem(int kind) {
   for (auto &row : p.c)
     for (float &x : row)
       x = rm_bf16_to_f32(number(kind)) * (random_bits() % 2 ? 1.0f : 0x1.234568p0f);
-  if (kind == 5) // the second eight products take the first eight away, almost
+  if (kind == 5) // the second eight products nearly cancel the first eight
     for (auto &row : p.a)
       for (int k = 0; k < 8; k++)
         row[k + 8] = static_cast<uint16_t>(row[k] ^ 0x8000u ^ (random_bits() % 8 == 0));
@@ -223,7 +223,7 @@ int zeros(const std::vector<problem> &all, const std::vector<result> &want) {
     for (auto *set : {&got, &sums})
       for (result &r : *set)
         for (auto &row : r.d)
-          for (float &x : row) x += 0.0f; // the sign of a zero reaches nobody
+          for (float &x : row) x += 0.0f; // the sign of a zero is not compared
     const char *names[] = {"zeros against zeros", "A's zeros against huge numbers",
                            "B's zeros against huge numbers"};
     char line[100];
@@ -285,7 +285,7 @@ uint64_t digest(const std::vector<result> &results) {
   return sum;
 }
 
-// One product, and what is added to it.
+// One product, and the value added to it.
 float one(uint16_t a, uint16_t b, float c) {
   problem p = {};
   p.a[0][0] = a, p.b[0][0] = b, p.c[0][0] = c;
@@ -327,8 +327,8 @@ void errors(const std::vector<problem> &all, const std::vector<result> &got, int
       kind, worst, 100.0 * static_cast<double>(nearest) / static_cast<double>(n));
 }
 
-// [0]: 24 bits below 2^-126, tiny before rounding and after; [1]: what rounds to 2^-126, and is
-// tiny before only.
+// [0]: 24 bits below 2^-126, tiny before rounding and after; [1]: rounds to 2^-126, and is tiny
+// only before rounding.
 struct flushed {
   float fma[2], product[2];
 };
@@ -350,8 +350,8 @@ void flushes() {
   must(cudaMallocManaged(&out, sizeof *out));
   memcpy(in, operands, sizeof operands);
   const unsigned saved = _mm_getcsr();
-  _mm_setcsr(saved |
-             0x8040); // zeros for denormal results and operands, as where the CPU's kernels run
+  // Denormal results and operands become zero, as in the CPU's kernels.
+  _mm_setcsr(saved | 0x8040);
   make_flushed(&here, in);
   _mm_setcsr(saved);
   flush_kernel<<<1, 1>>>(out, in);

@@ -1,5 +1,6 @@
-// simt.cpp: the scheduler of simt.h. One fibre a thread; a fibre runs until it waits or ends, and a barrier opens when every fibre
-// of its block (of its warp, for an operation of a warp) stands at it.
+// simt.cpp: the scheduler of simt.h. Each thread is a fibre. A fibre runs until it waits or ends,
+// and a barrier opens when every fibre of its block (of its warp, for an operation of a warp) has
+// reached it.
 #include "simt.h"
 
 #include <csignal>
@@ -18,25 +19,27 @@ namespace {
 constexpr int FAULT_STATUS = 3;
 constexpr unsigned WARP = 32, MAX_THREADS = 1024, MXCSR_FLUSHED = 0x1f80 | 0x8000 | 0x0040;
 constexpr size_t PAGE = 4096;
-// Of a fibre's stack; a few lines more than a power of two, or all of them would lie in the same sets of the caches.
+// Size of a fibre's stack: a few lines more than a power of two, or all stacks would use the same
+// sets of the caches.
 constexpr size_t STACK = (64 << 10) + 17 * 64;
 
 } // namespace
 
-// Lanes of a warp are always let go together, so they run one after the other: whoever waits gives the turn to its neighbour, the last
-// one to the scheduler. Not in the namespace without a name: a compiler that knows all uses of a variable concludes that `go`, where
-// others run, leaves it as it was.
+// Lanes of a warp are always released together, so they run one after the other: a waiting lane
+// switches to its neighbour, the last one to the scheduler. Not in the unnamed namespace, because a
+// compiler that knows all uses of a variable concludes that `go`, in which others run, does not
+// change it.
 namespace simt_turns {
 enum wait_state : uint8_t { AT_WARP, AT_BARRIER, DONE, N_STATES };
-void *places
-    [MAX_THREADS]; // of fibres that wait, their stack pointers; one is made at its first turn and serves every block
+// Stack pointers of waiting fibres. A fibre is made at its first turn and serves every block.
+void *places[MAX_THREADS];
 void *scheduler; // its own
 wait_state states[MAX_THREADS];
 unsigned n_waiting[N_STATES]; // of the lanes of this warp that had their turn
 simt_op op_of_warp; // of those AT_WARP
-uint64_t lanes
-    [2]
-    [WARP]; // what they gave; a lane is at most one exchange ahead of its warp, so two sets are enough
+// Values that the lanes gave. A lane is at most one exchange ahead of its warp, so two sets are
+// enough.
+uint64_t lanes[2][WARP];
 unsigned set_of_warp;
 unsigned n_threads, current, n_left; // n_left: lanes of this warp yet to come
 const simt_launch *launch; // NULL between launches
@@ -48,11 +51,12 @@ namespace {
 char *stacks;
 bool reversed;
 unsigned step; // 1, or −1 when reversed
-const char *doing; // NULL where nothing is
+const char *doing; // NULL if there is none
 pthread_t doer; // the thread that does it
 
-// Leaves this stack at *from, and goes on where the stack `to` was left. It jumps instead of returning, which the processor could not
-// foresee, and the compiler keeps what it needs. The 128 bytes are the leaf's own.
+// Leaves this stack at *from, and continues where the stack `to` was left. It jumps instead of
+// returning, because the processor could not predict the return, and the compiler saves the
+// registers. The 128 bytes are the red zone of a leaf function.
 inline void go(void **from, void *to) {
   asm volatile(R"(
     leaq -128(%%rsp), %%rsp
@@ -76,7 +80,8 @@ inline void go(void **from, void *to) {
 
 [[noreturn]] void serve();
 
-// A stack as `go` leaves one, about to enter serve as if called: 8 bytes off a multiple of 16.
+// A stack in the state in which `go` leaves one, about to enter serve as if called: 8 bytes off a
+// multiple of 16.
 void *make_fibre(unsigned i) {
   void **top = reinterpret_cast<void **>(stacks + (i + size_t{1}) * STACK) - 2;
   *top = reinterpret_cast<void *>(serve);
@@ -104,7 +109,8 @@ void serve() {
   }
 }
 
-// One warp to a barrier of the block or its end: others may be that far behind it. False: its lanes are not all in the same.
+// Runs one warp to a barrier of the block or its end; the other warps may be behind it. Returns
+// false if its lanes are not all in the same operation.
 __attribute__((noinline)) bool run_warp(unsigned from) {
   const unsigned n = from + WARP < n_threads ? WARP : n_threads - from;
   do {
@@ -146,8 +152,8 @@ guarded guarded_create(size_t bytes) {
   return {static_cast<char *>(raw), base + room - used, length};
 }
 
-// Shared memory of one size, kept from launch to launch: aligned as a GPU's is, behind it less than 16 bytes, then a page that nobody
-// may touch.
+// Shared memory of one size, kept from launch to launch: aligned like a GPU's, followed by less
+// than 16 bytes and an inaccessible page.
 char *shared_of(size_t room) {
   static guarded kept[SIMT_SHARED_MOST / PAGE + 1];
   guarded &g = kept[(room + PAGE - 1) / PAGE];
@@ -156,16 +162,16 @@ char *shared_of(size_t room) {
 }
 
 void run_block_in(char *shared, size_t bytes, size_t room) {
-  memset(shared, 0xff, room); // NaNs: what an earlier block left is not there
+  memset(shared, 0xff, room); // NaNs, because contents of an earlier block are not visible
   run_block();
   for (size_t i = bytes; i < room; i++)
     if (static_cast<unsigned char>(shared[i]) != 0xff)
       simt_fault("access outside a buffer or outside shared memory");
 }
 
-// ------------------------------------------------------------------------------------------------ faults
+// ------------------------------------------------------------------------------------- faults
 struct sigaction of_others[2];
-// SIGILL: how the sanitizer of tests/support/cuda_build.py ends an access that is not aligned.
+// SIGILL: the sanitizer of tests/support/cuda_build.py raises it for an unaligned access.
 const int SIGNALS[2] = {SIGSEGV, SIGILL};
 stack_t stack_of_thread;
 unsigned mxcsr_of_thread;
@@ -179,7 +185,7 @@ void on_signal(int number, siginfo_t *info, void *) {
   const char *whose = number == SIGILL ? nullptr : simt_whose(info->si_addr);
   if (whose) simt_fault(whose);
   sigaction(number, &of_others[number == SIGILL],
-            nullptr); // what it was before: the access is made again
+            nullptr); // the previous handler: the access is repeated
 }
 
 } // namespace
@@ -230,7 +236,7 @@ void simt_end() {
 
 void simt_doing(const char *what) { doing = what; }
 
-// ------------------------------------------------------------------------------------------------ launches
+// ----------------------------------------------------------------------------------- launches
 void simt_order(bool reverse) { reversed = reverse; }
 
 void *simt_buffer(size_t bytes) { return guarded_create(bytes).data; }
@@ -267,7 +273,7 @@ void simt_run(const simt_launch &l) {
 
 void __syncthreads() { wait_as(AT_BARRIER); }
 
-// The set of values that the calling lane's warp has given, once all have.
+// Returns the values that the lanes of the calling lane's warp have given, once all have given one.
 static const uint64_t *meet(simt_op op, unsigned mask, uint64_t value) {
   if (mask != 0xffffffffu) simt_fault("an operation of less than a warp");
   const unsigned lane = current % WARP, set = set_of_warp;

@@ -1,13 +1,13 @@
-// simt.h: enough of CUDA for the kernels of kernels/cuda to run on a CPU as C++. Blocks run one
-// after another, the threads of a block as fibres that change places at barriers and warp
-// operations only, in ascending or descending order (simt_order), a warp as far as it comes before
-// another: a missing barrier, of a block or of a warp, shows as bits that the reference does not
-// have, in one order or the other. Caught with a message and exit status 3: threads that leave or
-// wait elsewhere while others stand at a barrier, lanes of one warp in different operations, an
-// address that is no multiple of its word, an access outside shared memory or outside a simt_buffer
-// (both end at a page that nobody may touch). What is not modelled: blocks at the same time, so
-// atomics are plain; that shuffles and ballots order no memory; rounding that the hardware does its
-// own way. simt_runtime.h is the rest of CUDA.
+// simt.h: enough of CUDA to run the kernels of kernels/cuda on a CPU as C++. Blocks run one after
+// another. The threads of a block are fibres that switch only at barriers and warp operations, in
+// ascending or descending order (simt_order); each warp runs as far as it can before the next. So a
+// missing barrier, of a block or of a warp, makes the result differ from the reference in one of
+// the orders. Detected with a message and exit status 3: threads that exit or wait elsewhere while
+// others wait at a barrier, lanes of one warp in different operations, an address that is not a
+// multiple of its word, an access outside shared memory or outside a simt_buffer (both end at an
+// inaccessible page). Not modelled: concurrent blocks, so atomics are plain; the missing memory
+// ordering of shuffles and ballots; rounding that is specific to the hardware. simt_runtime.h is
+// the rest of CUDA.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct dim3 {
   dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-struct alignas(16) uint4 { // an access that is not aligned faults here as it does on a GPU
+struct alignas(16) uint4 { // an unaligned access faults here as on a GPU
   unsigned x, y, z, w;
 };
 
@@ -77,35 +77,32 @@ std::unique_ptr<simt_launch> simt_launch_of(const simt_shape &shape, void (*func
   return std::make_unique<simt_launch_with<P...>>(shape, function, static_cast<P>(given)...);
 }
 
-// Without a stream: done at once. A launch that CUDA refuses is the thread's last error, without a
-// stream a fault.
+// Without a stream: runs immediately. A launch that CUDA refuses sets the thread's last error;
+// without a stream it is a fault.
 void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream);
-const char *simt_refused(const simt_launch &launch, size_t shared_most); // NULL, or why
-void simt_run(
-    const simt_launch &launch); // by one thread of the program at a time, between begin and end
+const char *simt_refused(const simt_launch &launch, size_t shared_most); // NULL, or the reason
+// Called by one thread of the program at a time, between begin and end.
+void simt_run(const simt_launch &launch);
 void simt_begin(), simt_end(); // the thread's signal stack and floating-point environment
-void simt_doing(
-    const char
-        *what); // for the message of a fault: what is done between begin and end but launches
+// For the message of a fault: the work between begin and end other than launches.
+void simt_doing(const char *what);
 [[noreturn]] void simt_fault(const char *text); // message and exit status 3
-void simt_watch(); // faults of this process from here on
-bool simt_open(
-    const void
-        *address); // simt_memory.cpp, of a fault: memory that work may touch, from now on it does
-const char *simt_whose(
-    const void *address); // of a fault of the host: NULL, or what it must not do there
+void simt_watch(); // detects faults of this process from here on
+// In simt_memory.cpp, after a fault: whether work may access the memory. From then on it is
+// accessible.
+bool simt_open(const void *address);
+// After a fault of the host: NULL, or the forbidden access.
+const char *simt_whose(const void *address);
 void simt_order(bool reverse); // of the threads, from the next launch on
 inline void simt_finish() {} // until all launches are done
-void *simt_buffer(
-    size_t
-        // ends at an unreachable page (rounded up to 4 bytes), filled with 0xff; never freed
-        bytes);
+// Ends at an inaccessible page (rounded up to 4 bytes), filled with 0xff; never freed.
+void *simt_buffer(size_t bytes);
 
-// Operations of a warp: all 32 lanes, in the same one. What lane `lane` gave.
+// Operations of a warp: all 32 lanes in the same operation. Returns the value of lane `lane`.
 enum simt_op { SIMT_SHUFFLE, SIMT_BALLOT, SIMT_SYNCWARP, SIMT_MMA, SIMT_MATRICES };
 bool simt_is_shared(const void *from, size_t bytes); // of the running block
 uint64_t simt_exchange(unsigned mask, uint64_t value, unsigned lane);
-void simt_meet(simt_op op); // nothing is exchanged
+void simt_meet(simt_op op); // a barrier without an exchange
 
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);

@@ -1,5 +1,5 @@
-// simt_devices.cpp: see simt_inside.h. What the machine has, as the environment says it, and which device a thread is at:
-// the runtime's and the driver's.
+// simt_devices.cpp: see simt_inside.h. The devices of the machine, from the environment, and the
+// current device of a thread: the runtime's and the driver's.
 #include "simt_inside.h"
 
 #include <cstdio>
@@ -154,12 +154,12 @@ extern "C" __attribute__((visibility("default"))) uint64_t simt_contexts() {
   return bits;
 }
 
-// For tests: how many of each kind were asked for so far.
+// For tests: the number of requests of each kind so far.
 extern "C" __attribute__((visibility("default"))) void simt_made(uint64_t counts[N_KINDS]) {
   std::copy(std::begin(n_made), std::end(n_made), counts);
 }
 
-// For tests: another library's call that failed, of which it has not asked; and what such a library would find.
+// For tests: sets and reads the last error of a failed call by another library.
 extern "C" __attribute__((visibility("default"))) void simt_leave_error() {
   said(cudaErrorInvalidValue);
 }
@@ -167,8 +167,9 @@ extern "C" __attribute__((visibility("default"))) int simt_left_error() {
   return static_cast<int>(last);
 }
 
-// For tests that are another library of the process, with a runtime of its own: the thread's device, whose a stream is, and
-// cudaStreamWaitEvent for all that `awaited` has been given so far.
+// For tests that act as another library of the process with a separate runtime: the thread's
+// device, the owner of a stream, and cudaStreamWaitEvent for all the work that `awaited` has
+// received so far.
 extern "C" __attribute__((visibility("default"))) int simt_current_device() {
   return current_context < 0 ? 0 : current_context;
 }

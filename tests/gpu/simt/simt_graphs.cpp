@@ -1,5 +1,5 @@
-// simt_graphs.cpp: see simt_inside.h. A capture is a list that takes a stream's work instead of its queue; a graph that is launched gives
-// the list to a queue.
+// simt_graphs.cpp: see simt_inside.h. A capture is a list that receives a stream's work instead of
+// its queue; launching a graph gives the list to a queue.
 #include "simt_inside.h"
 
 #include <climits>
@@ -74,7 +74,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
   return cudaSuccess;
 }
 
-// For tests: what another runtime of the process does with its streams. The driver's calls of these names take the same.
+// For tests: calls of another runtime of the process on its streams. The driver's calls of these
+// names take the same arguments.
 extern "C" __attribute__((visibility("default"))) int cuStreamBeginCapture_v2(void *stream,
                                                                               int mode) {
   return cudaStreamBeginCapture(static_cast<cudaStream_t>(stream),

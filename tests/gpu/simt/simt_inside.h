@@ -1,16 +1,16 @@
 // simt_inside.h: the inside of the stand-in for the CUDA runtime (simt_runtime.h), shared by the
 // files of it and nobody else:
 //
-//   simt_devices.cpp   errors, devices, contexts, the driver; doors for tests
-//   simt_memory.cpp    blocks, who may touch them and when
-//   simt_queue.cpp     what a stream has been given, and when it is done
+//   simt_devices.cpp   errors, devices, contexts, the driver; functions for tests
+//   simt_memory.cpp    blocks, and who may access them when
+//   simt_queue.cpp     the work of a stream, and when it runs
 //   simt_streams.cpp   streams, copies, fills, events
 //   simt_graphs.cpp    captures, what they forbid, and graphs
-//   simt_kernels.cpp   kernels: loaded where, their shared memory, launches
+//   simt_kernels.cpp   kernels: where they are loaded, their shared memory, launches
 //   simt_peers.cpp     memory between processes, and between devices
 //
-// One lock over everything: the fibres of simt.cpp, which are one set, and the tables below. What
-// touches them is called with it held.
+// One lock protects everything: the single set of fibres of simt.cpp, and the tables below.
+// Functions that access them are called with the lock held.
 #pragma once
 
 #include "simt.h"
@@ -34,7 +34,7 @@ struct block {
   char *raw, *room,
       *data; // guard page, then pages of which the last hold the block, then a guard page
   size_t length, room_bytes,
-      bytes; // of the mapping, of its pages that may be touched, of the block
+      bytes; // sizes: of the mapping, of its accessible pages, of the block
   int owner; // a device, or HOST
   int file; // of its room, which other processes open; 0: none
   bool is_borrowed; // another process's
@@ -49,8 +49,8 @@ struct device {
   int n_streams;
 };
 
-// One of the five kinds: a launch, somebody else's (`run`, over `data`), a wait for what another
-// stream has before a place, a copy (`from`), a fill.
+// One of five kinds: a launch, another library's work (`run`, over `data`), a wait for another
+// stream's work before a place, a copy (`from`), a fill.
 struct work {
   std::shared_ptr<const simt_launch> launch = {};
   char *to = nullptr;
@@ -60,11 +60,11 @@ struct work {
   bool is_peers = false; // `from` is another device's
   cudaStream_t awaited = nullptr;
   uint64_t place = 0;
-  int (*run)(void *data) = nullptr; // returns whether it is through; else it is called again
+  int (*run)(void *data) = nullptr; // returns whether it has finished; otherwise it is called again
   std::vector<char> data = {};
 };
 
-// Inline and not one file's, so that they are there for as long as the thread of simt_queue.cpp.
+// Inline instead of local to one file, so that they live as long as the thread of simt_queue.cpp.
 inline std::mutex lock;
 using locked = std::unique_lock<std::mutex>;
 inline std::map<const char *, block> blocks; // by data
@@ -72,9 +72,9 @@ inline std::set<cudaStream_t> streams;
 inline device devices[MAX_DEVICES];
 inline int drains = HOST; // whose memory work may open
 inline constinit thread_local int current_device = 0;
-inline constinit thread_local int current_context =
-    -1; // the driver's; −1: none, then the runtime takes that of its own
-// Of the process: blocks of devices, pinned blocks, graphs instantiated, streams, events.
+// The driver's; −1: unset, and the runtime uses its current device.
+inline constinit thread_local int current_context = -1;
+// Counters of the process: blocks of devices, pinned blocks, instantiated graphs, streams, events.
 enum { DEVICE_BLOCKS, PINNED_BLOCKS, GRAPHS, STREAMS, EVENTS, N_KINDS };
 inline std::atomic<uint64_t> n_made[N_KINDS];
 
@@ -98,37 +98,37 @@ namespace simt_inside {
 // simt_devices.cpp
 long from_environment(const char *name, long otherwise);
 int architecture_of(int ordinal);
-cudaError_t said(cudaError_t error); // it, which is the thread's last where it is one
-cudaError_t ready(); // whether the current device can do what is no stream's; makes its context
+cudaError_t said(cudaError_t error); // returns `error` and records it as the thread's last error
+cudaError_t ready(); // whether the current device accepts calls without a stream; makes its context
 
 // simt_memory.cpp
 size_t all_memory(); // of a device
 const block *block_of(const void *at); // that `at` lies in, if any
 bool is_inside(const block *b, const void *at, size_t bytes);
 bool is_on(int owner, const void *at, size_t bytes);
-void block_drop(std::map<const char *, block>::iterator at); // gone, whoever has it
+void block_drop(std::map<const char *, block>::iterator at); // freed, whoever has it
 void protect(char *from, const char *to, int protection);
-// Device memory is opened where work touches it, in pieces, and closed when the drain ends: to open
-// all of it would cost more than most launches do. A piece of work says what it touches, a kernel
-// is met by simt_open at its first access.
+// Device memory is made accessible where work accesses it, in pieces, and closed when the drain
+// ends: opening all of it would cost more than most launches. Work other than kernels declares its
+// memory; a kernel's first access calls simt_open.
 void open_chunks(const block &b, const char *from, const char *to); // those that hold [from, to)
-void close_all(); // and what lies beside the blocks is looked at
+void close_all(); // and checks the bytes beside the blocks
 void check_slack(const block &b);
 
-// simt_queue.cpp. What was enqueued before `place` is done, with the device's memory open to it,
-// and `now` behind it: drain as far as it comes, drain_whole however long another rank takes,
-// drain_device all of every stream there, anybody's.
+// simt_queue.cpp. Runs the work enqueued before `place`, with the device's memory open to it, and
+// then `now`: drain runs as far as possible, drain_whole waits however long another rank takes, and
+// drain_device runs all work of every stream there.
 void drain(simt_stream *s, uint64_t place, work *now = nullptr);
 void drain_whole(simt_stream *s, uint64_t place, locked &hold, work *now = nullptr);
 void drain_device(int owner, locked &hold);
 cudaError_t enqueue(simt_stream *s, work w);
-// from now on what stands before the last work of others is done though nobody waits
+// from now on the work before the last work of others runs even if nobody waits
 void begin_helper();
 
 // simt_graphs.cpp
 cudaError_t forbid(simt_stream *s); // a call that a capture does not allow
 simt_stream *
-forbidding(); // the capture that does not allow this thread what might be unsafe in it; NULL: none
-void capture_drop(simt_stream *s); // of a stream that goes
+forbidding(); // the capture that forbids this thread calls that might be unsafe in it; NULL: none
+void capture_drop(simt_stream *s); // for a stream that is destroyed
 
 } // namespace simt_inside

@@ -1,4 +1,5 @@
-// simt_kernels.cpp: see simt_inside.h. Which device has loaded a kernel, how much shared memory it may have there, and launches.
+// simt_kernels.cpp: see simt_inside.h. Loaded kernels by device, their limits of shared memory, and
+// launches.
 #include "simt_inside.h"
 
 #include <cstdio>
@@ -6,8 +7,8 @@
 using namespace simt_inside;
 
 static std::set<std::pair<int, const void *>> loaded; // kernels, by device
-static std::map<std::pair<const void *, int>, size_t>
-    shared_allowed; // bytes of a kernel's block on a device, where it asked
+// Bytes of a kernel's block on a device, if the kernel has requested them.
+static std::map<std::pair<const void *, int>, size_t> shared_allowed;
 
 cudaError_t simt_allow_shared(const void *function, int bytes) {
   const locked hold(lock);

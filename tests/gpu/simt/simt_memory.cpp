@@ -1,5 +1,6 @@
-// simt_memory.cpp: see simt_inside.h. A block lies between pages that nobody may touch, its end at the second; the bytes beside it have a
-// value that is looked for. The host can touch a device's block never, work while it is done.
+// simt_memory.cpp: see simt_inside.h. A block is placed between inaccessible pages and ends at the
+// second; the bytes beside it have a value that is checked. The host can never access a device's
+// block; work can access it while it runs.
 #include "simt_inside.h"
 
 #include <cstdio>
@@ -78,7 +79,7 @@ void check_slack(const block &b) {
     slack_written(b);
 }
 
-// What lies beside a block is in its first and its last chunk.
+// The bytes beside a block are in its first and its last chunk.
 void close_all() {
   for (int i = 0; i < n_open; i++) {
     const opened &o = open_now[i];
@@ -97,7 +98,7 @@ void open_chunks(const block &b, const char *from, const char *to) {
                          b.room + std::min(behind, static_cast<ptrdiff_t>(b.room_bytes))};
   for (int i = 0; i < n_open; i++)
     if (open_now[i].from <= wanted.from && wanted.to <= open_now[i].to) return;
-  if (n_open == MAX_OPEN) close_all(); // what is needed of it again opens again
+  if (n_open == MAX_OPEN) close_all(); // needed parts are opened again
   open_now[n_open++] = wanted;
   protect(wanted.from, wanted.to, PROT_READ | PROT_WRITE);
 }
@@ -165,7 +166,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
   return said(error);
 }
 
-// It waits for all that the device still does, as CUDA's does.
+// Waits for all pending work of the device, as in CUDA.
 cudaError_t cudaFree(void *data) {
   locked hold(lock);
   const cudaError_t error = ready();

@@ -1,4 +1,5 @@
-// simt_mma.cpp: what simt_mma.h promises. Elements are found by the place functions of packing.cuh, as PTX words them.
+// simt_mma.cpp: implements simt_mma.h. Elements are found by the place functions of packing.cuh,
+// which follow the PTX manual.
 #include "simt_mma.h"
 
 #include <deque>
@@ -65,7 +66,8 @@ void simt_mma16(float *c, uint4 a, uint2 b) {
     }
 }
 
-// A lane reads its row when it comes, so none of its warp can change it behind the operation.
+// A lane reads its row when it arrives, so other lanes of its warp cannot change the row after the
+// operation.
 uint4 simt_load_matrices(const void *shared_row) {
   const unsigned me = simt.thread.x, lane = me % WARP, set = turns[me]++ & 1u;
   if (reinterpret_cast<uintptr_t>(shared_row) % sizeof(uint4))
@@ -82,8 +84,8 @@ void simt_copy_async(void *to, const void *from, bool there) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % sizeof(uint4))
     simt_fault("an asynchronous copy that is not aligned");
   if (there) {
-    volatile const char seen =
-        *static_cast<const char *>(from); // a fault shows where it was caused
+    // Reads the memory, so that a fault occurs where it is caused.
+    volatile const char seen = *static_cast<const char *>(from);
     (void)seen;
   }
   memset(to, 0xff, sizeof(uint4));

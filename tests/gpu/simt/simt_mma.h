@@ -1,6 +1,6 @@
 // simt_mma.h: mma.cuh's instructions on the fibres of simt.h: an operation of a warp whose sums are
-// mma_model.h's, and copies that happen when they are waited for: until then their target is 0xff,
-// so a missing wait shows, and so does a missing barrier behind it.
+// mma_model.h's, and copies that happen when they are waited for. Until then their target is 0xff,
+// so that a missing wait is visible, and so is a missing barrier after it.
 #pragma once
 
 #include "simt.h"

@@ -1,5 +1,6 @@
-// simt_peers.cpp: see simt_inside.h. A block that another process is told of becomes a file of memory, which it finds by the process and
-// the number in its handle and maps as a block of its own.
+// simt_peers.cpp: see simt_inside.h. A block that is exported to another process becomes a file of
+// memory. The other process finds the file by the process and the number in the handle and maps it
+// as a separate block.
 #include "simt_inside.h"
 
 #include <cstdio>
@@ -12,12 +13,12 @@
 
 using namespace simt_inside;
 
-// What a handle says: where the file is, and how the block lies in it.
+// Contents of a handle: the place of the file, and the block's position in it.
 struct simt_handle {
   char magic[8];
   pid_t process;
   int file, bus;
-  uint64_t inode; // a number of a file may be another's by now
+  uint64_t inode; // another file may have this number by now
   size_t room_bytes, bytes;
 };
 static_assert(sizeof(simt_handle) <= sizeof(cudaIpcMemHandle_t));
@@ -26,7 +27,7 @@ static int bus_of(int ordinal) {
   return static_cast<int>(from_environment("ROLLMESH_SIMT_FIRST", 0)) + ordinal + 1;
 }
 
-// The room of b becomes a file's, with the bytes that it has.
+// Moves the memory of b into a file, with its bytes.
 static cudaError_t share(block &b) {
   struct stat status;
   const int file = memfd_create("simt", MFD_CLOEXEC);
@@ -120,7 +121,7 @@ cudaError_t cudaDeviceGetByPCIBusId(int *ordinal, const char *id) {
   return said(*ordinal >= 0 && *ordinal < n ? cudaSuccess : cudaErrorInvalidDevice);
 }
 
-// Who may read whom.
+// Which device may read which.
 static std::set<std::pair<int, int>> peers;
 
 cudaError_t cudaDeviceCanAccessPeer(int *can, int ordinal, int peer) {

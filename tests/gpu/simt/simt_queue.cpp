@@ -1,4 +1,4 @@
-// simt_queue.cpp: see simt_inside.h. What is enqueued is done when something waits for it, and by whom.
+// simt_queue.cpp: see simt_inside.h. Enqueued work runs on a thread that waits for it.
 #include "simt_inside.h"
 
 #include <chrono>
@@ -7,7 +7,7 @@
 
 namespace simt_inside {
 
-// Returns whether it is through.
+// Returns whether the work has finished.
 static bool do_work(simt_stream *s, work &w) {
   if (w.launch) {
     if (++s->n_launches == s->fault_at) devices[s->owner].sticky = cudaErrorIllegalAddress;
@@ -30,7 +30,7 @@ static bool do_work(simt_stream *s, work &w) {
   return true;
 }
 
-// Returns whether the other stream has come so far; one that is gone was drained.
+// Returns whether the other stream has reached this place; a destroyed stream was drained.
 static bool await(simt_stream *s, const work &w) {
   if (!streams.count(w.awaited)) return true;
   const uint64_t place = std::min(w.place, w.awaited->n_enqueued);
@@ -103,8 +103,9 @@ cudaError_t enqueue(simt_stream *s, work w) {
   return cudaSuccess;
 }
 
-// Another rank may wait for an exchange that stands in a queue here, while this one's thread waits for something else: a thread of its own
-// does, a little later than a GPU would, what stands before the last exchange of each queue, and the exchange.
+// Another rank may wait for an exchange that is in a queue here, while this rank's thread waits for
+// something else. A background thread runs the work up to and including the last exchange of each
+// queue, a little later than a GPU would.
 namespace {
 struct helper {
   std::thread *thread; // NULL until it is needed

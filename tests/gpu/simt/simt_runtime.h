@@ -1,47 +1,49 @@
-// simt_runtime.h: the calls of the CUDA runtime that kernels/cuda makes, by their own names, on the
-// shim: memory, streams, events, graphs. It is as strict as a GPU is at its slowest:
-//   - what is enqueued is done when something waits for it, on the thread that waits, and not
-//     before: arguments are kept by value, pinned memory is read and written then. cudaStreamQuery
-//     and cudaEventQuery do one step. Copies of memory that is not pinned drain the stream.
-//   - the host cannot touch a device's memory, and no device another's but by peer copies; a block
-//     has pages that nobody may touch on both ends, and the bytes between those and its own are
-//     looked at after each drain. A fault is a message and exit status 3, in any program.
-//   - what another process opens (cudaIpcOpenMemHandle) is a file of memory that both map. A
-//     process opens it once, and not its own; memory that is freed while another has it open is a
-//     fault.
-//   - fresh memory holds 0xff, also that of the host.
-//   - a kernel that is launched for a stream before the stream's device has loaded it
-//     (cudaFuncGetAttributes) is a fault: a GPU loads it then, and waits for whatever runs.
-//   - a thread that captures can allocate, give back and ask nothing meanwhile, nor can any while
-//     another captures in global mode, but for those in a mode that lets them
-//     (cudaThreadExchangeStreamCaptureMode). Who tries has made the capture invalid.
-//   - the default streams (1 and 2) have nothing enqueued, and what they are to wait for is done at
-//     once.
-// Threads may use it at once, as CUDA says; work is done by one at a time. A stream takes the work
-// of a stand-in for NCCL too (tests/support/native/standin/stream.h), which may take until another
-// rank comes: meanwhile nothing is locked, and what stands before it is done some milliseconds
-// later though nobody waits.
+// simt_runtime.h: the calls of the CUDA runtime that kernels/cuda makes, under their real names, on
+// the shim: memory, streams, events, graphs. It is as strict as a GPU at its slowest:
+//   - enqueued work runs when a thread waits for it, on the waiting thread, and not before:
+//     arguments are kept by value, and pinned memory is read and written at that time.
+//     cudaStreamQuery and cudaEventQuery run one step. Copies of unpinned memory drain the stream.
+//   - the host cannot access a device's memory, and a device can access another's only by peer
+//     copies. A block has inaccessible pages on both ends; the bytes between these pages and the
+//     block are checked after each drain. A fault prints a message and exits with status 3, in any
+//     program.
+//   - memory that another process opens (cudaIpcOpenMemHandle) is a file that both map. A process
+//     opens it once, and cannot open its own memory; freeing memory that another process has open
+//     is a fault.
+//   - fresh memory holds 0xff, on the host too.
+//   - launching a kernel on a stream before the stream's device has loaded it
+//     (cudaFuncGetAttributes) is a fault, because a GPU would load it then and wait for running
+//     work.
+//   - a capturing thread cannot allocate, free or query anything. The same holds for all threads
+//     while a thread captures in global mode, except threads in a mode that allows it
+//     (cudaThreadExchangeStreamCaptureMode). Such a call invalidates the capture.
+//   - the default streams (1 and 2) run work immediately, including the work that they wait for.
+// Several threads may call it at once, as in CUDA; one of them runs work at a time. A stream also
+// runs the work of a stand-in for NCCL (tests/support/native/standin/stream.h), which may last
+// until another rank comes: it holds no lock meanwhile, and the work before it runs some
+// milliseconds later even if nobody waits.
 //
 // The environment, read when it is needed:
-//   ROLLMESH_SIMT_DEVICES=n      devices to show (8)
-//   ROLLMESH_SIMT_DRIVER=13000   the version of CUDA that the driver is for; 0: there is none
-//   ROLLMESH_SIMT_FIRST=n        which of the machine's is the first of them (0): the others have
+//   ROLLMESH_SIMT_DEVICES=n      the number of devices (8)
+//   ROLLMESH_SIMT_DRIVER=13000   the CUDA version that the driver supports; 0: without a driver
+//   ROLLMESH_SIMT_FIRST=n        the machine's number of the first device (0): the devices have
 //                                other numbers in other processes
-//   ROLLMESH_SIMT_MEMORY=bytes   of each of them (1 GiB); with 0 there is not even room for a
-//                                stream
-//   ROLLMESH_SIMT_SM=90          their architecture, or that of each by turns (90,80): kernels have
-//                                code for 90 and 80
-//   ROLLMESH_SIMT_PROCESSORS=n   their multiprocessors (132)
-//   ROLLMESH_SIMT_FAULT=n        the n-th launch done for a stream fails, and its device with it
-//                                until its last stream is gone
-//   ROLLMESH_SIMT_STICKY=1       and then until the process ends, as a GPU's context does
-//   ROLLMESH_SIMT_GRAPHS=n       a process's graphs at once; there is no memory for more (no limit)
-//   ROLLMESH_SIMT_SPOIL=n[,d]    the n-th work that a stream (of device d) is given while it is
-//                                captured finds the capture invalid, as behind another thread's
-//                                wait for the whole device
-//   ROLLMESH_SIMT_EAGER=1        everything is done when it is enqueued: as strict as a GPU at its
-//                                fastest
-//   ROLLMESH_SIMT_REVERSED=1     threads in descending order
+//   ROLLMESH_SIMT_MEMORY=bytes   memory of each device (1 GiB); with 0 not even a stream can be
+//   made
+//   ROLLMESH_SIMT_SM=90          their architecture, or alternating architectures (90,80): kernels
+//                                have code for 90 and 80
+//   ROLLMESH_SIMT_PROCESSORS=n   the number of their multiprocessors (132)
+//   ROLLMESH_SIMT_FAULT=n        the n-th launch that runs on a stream fails, and all later work of
+//                                its device until the device's last stream is destroyed
+//   ROLLMESH_SIMT_STICKY=1       the device fails until the process ends, like a GPU's context
+//   ROLLMESH_SIMT_GRAPHS=n       limit of a process's graphs; more fail for lack of memory (no
+//   limit)
+//   ROLLMESH_SIMT_SPOIL=n[,d]    the capture is invalid at the n-th work that is given to a
+//   capturing
+//                                stream (of device d), as after another thread's wait for the whole
+//                                device
+//   ROLLMESH_SIMT_EAGER=1        work runs when it is enqueued: as strict as a GPU at its fastest
+//   ROLLMESH_SIMT_REVERSED=1     threads run in descending order
 #pragma once
 
 #include <cstddef>

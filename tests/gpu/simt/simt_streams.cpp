@@ -1,5 +1,5 @@
-// simt_streams.cpp: see simt_inside.h. Streams, and what they are given but kernels: copies, fills, waits for events, another library's
-// work.
+// simt_streams.cpp: see simt_inside.h. Streams and their work other than kernels: copies, fills,
+// waits for events, another library's work.
 #include "simt_inside.h"
 
 #include <cstdlib>
@@ -108,7 +108,8 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int f
                           .is_peers = true}));
 }
 
-// Of one layer; row after row. CUDA takes no pitch beyond what cudaDeviceProp says, either.
+// Copies one layer, row after row. As in CUDA, a pitch beyond the limit in cudaDeviceProp is an
+// error.
 cudaError_t cudaMemcpy3DPeerAsync(const cudaMemcpy3DPeerParms *run, cudaStream_t s) {
   const cudaPitchedPtr &to = run->dstPtr, &from = run->srcPtr;
   const auto [width, rows, depth] = run->extent;

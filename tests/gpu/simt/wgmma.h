@@ -1,13 +1,13 @@
-// wgmma.h: Hopper's product of 64 rows by a warpgroup, A from registers as mma.sync has it, B from
-// shared memory: for the programs that ask a card whether its bits are mma.sync's (probe_mma.cu)
-// and what it would gain (bench_wgmma.cu).
+// wgmma.h: Hopper's product of 64 rows by a warpgroup, A from registers like mma.sync's, B from
+// shared memory. Used by the programs that test on a card whether its bits are mma.sync's
+// (probe_mma.cu) and what it would gain (bench_wgmma.cu).
 #pragma once
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #include <cuda_runtime.h>
 
-// d ← A·B + d, not before rm_wgmma_arrive; d and a are the tensor core's until a wait that lets
-// none of the groups since through.
+// d ← A·B + d, only after rm_wgmma_arrive; the tensor core owns d and a until a wait that covers
+// all groups since.
 #define RM_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define RM_D16(i) RM_D4(i), RM_D4(i + 4), RM_D4(i + 8), RM_D4(i + 12)
 __device__ inline void rm_wgmma(float (&d)[4], const uint4 &a, uint64_t b) {

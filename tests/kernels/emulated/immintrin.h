@@ -1,13 +1,13 @@
-// immintrin.h: the real one, and over it, in plain C, the AVX-512, AVX512-BF16 and AMX intrinsics
-// that kernels/cpu uses, so that the sources of those variants run, are compared and are sanitized
-// on any processor with AVX2. It stands first on the include path of a build with
-// ROLLMESH_EMULATE=1. An intrinsic that is used and not named here does not compile.
+// immintrin.h: includes the real header and adds the AVX-512, AVX512-BF16 and AMX intrinsics that
+// kernels/cpu uses, in plain C, so that these variants run, are compared and are sanitized on any
+// processor with AVX2. It comes first on the include path of a build with ROLLMESH_EMULATE=1. An
+// intrinsic that is missing here does not compile.
 //
-// What vdpbf16ps and tdpbf16ps compute was measured on processors that have them: two fused steps,
-// the odd half first, and a sum of an even and an odd chain from +0; nearest even, denormals
-// flushed, whatever MXCSR says (the kernels' own MXCSR says the same, and fmaf obeys it). Tiles
-// follow their configuration: a load or store touches the configured rows and bytes only, a use
-// without configuration, or of shapes that do not match, ends the program as the processor would.
+// The results of vdpbf16ps and tdpbf16ps were measured on processors that have them: two fused
+// steps, the odd half first, and a sum of an even and an odd chain from +0; nearest even, denormals
+// flushed, independent of MXCSR (the kernels set MXCSR to the same mode, which fmaf obeys). Tiles
+// follow their configuration: a load or store accesses the configured rows and bytes only. A use
+// without a configuration, or with shapes that do not match, ends the program, as on the processor.
 #pragma once
 
 #include_next <immintrin.h>
@@ -19,7 +19,7 @@
 
 #define EMU static inline __attribute__((always_inline, unused))
 #define EMU_CALL \
-  static __attribute__((noinline, unused)) // those used most, or a compiler is busy for minutes
+  static __attribute__((noinline, unused)) // frequent ones; otherwise compiling takes minutes
 #define EMU_LANES for (int i = 0; i < 16; i++)
 
 typedef float emu_f __attribute__((vector_size(64)));
@@ -132,7 +132,7 @@ EMU emu_i emu_compare(__m512 x, __m512 y, int op) {
   if (op == _CMP_GT_OQ) return a > b;
   if (op == _CMP_GE_OQ) return a >= b;
   if (op == _CMP_UNORD_Q) return (a != a) | (b != b);
-  abort(); // a predicate that nobody has needed yet
+  abort(); // the kernels do not use other predicates
 }
 EMU_CALL __m512 emu_blend(__mmask16 mask, __m512 no, __m512 yes) {
   emu_u a = (emu_u)no, b = (emu_u)yes;
@@ -223,7 +223,7 @@ EMU_CALL __m512 emu_dpbf16(__m512 acc, __m512i x, __m512i y) {
   return (__m512)sum;
 }
 #define _mm512_dpbf16_ps(acc, x, y) emu_dpbf16(acc, x, y)
-// Nearest even whatever MXCSR says; denormals become zeros, a NaN stays one, quiet.
+// Nearest even, independent of MXCSR; denormals become zeros, a NaN stays a quiet NaN.
 EMU_CALL __m256i emu_to_bf16(__m512 x) {
   const emu_u u = (emu_u)x;
   uint16_t h[16];

@@ -1,17 +1,17 @@
-// alloc_fail.c: every allocation and every thread that the engine asks for is refused once, and
-// again together with all that follow. One life of an engine is a list of calls: create, sync, add,
+// alloc_fail.c: fails every allocation and every thread creation of the engine once, and then again
+// together with all that follow. One life of an engine is a list of calls: create, sync, add,
 // steps, a second sync while requests run, sleep, wake, a sync in place, and calls that are refused
-// anyhow. For site i = 1, 2, … until none is left, the life is lived again with the i-th request to
-// the system failing. Then:
+// in any case. For i = 1, 2, … the life is repeated with the i-th request to the system failing,
+// until a life makes fewer than i requests. Then:
 //
-//   - the call that met it returns RM_E_MEMORY or RM_E_CAPACITY with a message; one that is refused
-//     anyhow keeps its code
-//   - statistics, version and digest are as before the call, and old weights serve the same bits
-//     (P1)
-//   - the same call, made again, succeeds, and the life ends with the hash of a life without
+//   - the failing call returns RM_E_MEMORY or RM_E_CAPACITY with a message; a call that is refused
+//     in any case keeps its code
+//   - statistics, version and digest are unchanged by the call, and the old weights give
+//     bit-identical results (P1)
+//   - the same call succeeds when it is repeated, and the life ends with the hash of a life without
 //     failures
-//   - a failed create holds no block, and nothing is held at the end (P7)
-//   - steps ask for nothing at all
+//   - a failed create holds no block, and at the end all memory is freed (P7)
+//   - steps allocate nothing
 //
 //   alloc_fail [--kind 0 dense, 1 tied, 2 MoE; −1: all] [--adds 70]     prints the sites, calls and
 //                                                                       lives of each model
@@ -35,7 +35,7 @@ enum { MANY = 70, FEW = 6, LAST = 5 }; // requests in a life; their table grows 
 static atomic_long thread_countdown, threads_failed; // 0: off
 static atomic_int threads_for_ever;
 
-// Stands before the C library's, which it calls.
+// Replaces the C library's function, which it calls.
 int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*start)(void *),
                    void *arg) {
   int (*next)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
@@ -64,12 +64,12 @@ static long met(void) { return rm_memory_failed() + atomic_load(&threads_failed)
 typedef struct life {
   const tiny_model *model;
   const tiny_weights *old, *new;
-  const tiny_tensor
-      *fused; // gate and up of all experts, sent instead of each; NULL in a dense model
+  // Gate and up of all experts, sent instead of each; NULL in a dense model.
+  const tiny_tensor *fused;
   rm_engine *engine;
   int n_threads, many;
   long site;
-  int pending; // the site was not met yet
+  int pending; // the site was not reached yet
   uint64_t ids[MANY], hash;
   long calls;
 } life;
@@ -78,8 +78,8 @@ typedef rm_code (*call)(life *l, const void *arg, rm_error *err);
 
 static seen look(const life *l) { return seen_of(l->engine); }
 
-// Hash of a score under the version that serves, which a fresh engine with those weights must give
-// too. It steps, so what is unfinished goes on; that it ends with the same bits is the life's hash.
+// Hash of a score under the version that serves, which a fresh engine with those weights must
+// reproduce. It steps, so unfinished requests advance; the hash of the life covers their results.
 static void probe(life *l, const char *name) {
   static const int32_t prompt[] = {9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
   static uint64_t digests[8], hashes[8]; // of the versions seen
@@ -206,7 +206,7 @@ static void sync_all(life *l, const tiny_weights *weights, int in_place, const t
        RM_E_UNEXPECTED_KEY);
 }
 
-// Steps may not ask for anything: the next request of any thread would fail.
+// Steps must not allocate: the next request of any thread would fail.
 static void work(life *l, int from, int n) {
   rm_error err = RM_ERROR_INIT;
   if (!l->pending) arm(1, 0, 1);
@@ -296,7 +296,7 @@ static tiny_tensor fuse(const tiny_model *model, const tiny_weights *weights, ch
   return out;
 }
 
-// Lives until a life meets no failure; returns how many sites there were.
+// Lives until a life has no failure; returns the number of sites.
 static long all_sites(life *l, int threads, int for_ever, uint64_t want) {
   for (l->site = 1;; l->site++) {
     const size_t blocks = rm_memory_blocks(), mapped = rm_memory_mapped();

@@ -1,6 +1,6 @@
-// exchanged.c: what a rank of a configuration keeps room for, from the configuration alone, without
-// a device or other ranks: the answers of csrc/model/exchange_sizes.h, and the scratch of a layer's
-// experts (csrc/model/moe/) over a group that a recording may hold.
+// exchanged.c: the memory that a rank of a configuration reserves, computed from the configuration
+// alone, without a device or other ranks: the answers of csrc/model/exchange_sizes.h, and the
+// scratch of a layer's experts (csrc/model/moe/) over a group that a recording may hold.
 //
 //   exchanged HIDDEN HEADS HEAD_DIM INTERMEDIATE MOE_INTERMEDIATE EXPERTS TOP_K LAYERS VOCAB TP DP
 //   EP STAYS ROWS OUTS FEW

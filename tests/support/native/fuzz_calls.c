@@ -1,25 +1,25 @@
 // fuzz_calls.c: random sequences of 5 to 60 calls of engine.h, in any order and any state, with
-// wrong ids, samples, names, parts and versions among them, on a new engine each (three kinds of
-// model, both dtypes, few pages or many, chunks, threads, prefix caching), which is destroyed
-// wherever the sequence ends. Half of the lives are such a mess; the other half serve most of the
-// time, and commit while they do. Requests are the world's sixteen, and ones that begin with
-// another's prompt and answer. Beside each engine lives a predict.h. Oracle:
+// wrong ids, samples, names, parts and versions among them. Each sequence runs on a new engine
+// (three kinds of model, both dtypes, few pages or many, chunks, threads, prefix caching), which is
+// destroyed wherever the sequence ends. Half of the lives are such random sequences; the other half
+// serve most of the time, and commit while they do. Requests are the world's sixteen, and requests
+// that begin with another's prompt and answer. Beside each engine runs a predict.h. Oracle:
 //
-//   - every return code is the predicted one; a call that fails leaves statistics, version, digest
-//     and requests as they were
+//   - every return code is the predicted one; a call that fails does not change statistics,
+//     version, digest and requests
 //   - version, digest, asleep, open and unfinished are as predicted after every call; the digest is
-//     the sum over parameters of what each one's latest values add to it
-//   - tokens are those that a lone engine draws with that version's weights, as many as there are
-//     yet; a finished request is its bits, and stays so until it is released. Only requests that
-//     were kept over a commit have tokens of several versions; those keep what they had, and go on
-//     as a lone engine of the new version does after the same tokens
-//   - a sequence that is let run out finishes in a bounded number of steps, and no page is held
-//     then; no block of memory is held after destroy
+//     the sum of the contributions of each parameter's latest values
+//   - tokens equal those that a separate engine draws with that version's weights, as many as exist
+//     so far; a finished request is bit-identical to its reference until it is released. Only
+//     requests that were kept over a commit have tokens of several versions; they keep the tokens
+//     they had, and continue as a separate engine of the new version does after the same tokens
+//   - a sequence that is allowed to finish does so in a bounded number of steps and then holds no
+//     page; after destroy all memory is freed
 //
 //   fuzz_calls [--cases 2000 sequences] [--seconds 0] [--seed 1] [--first 0]
 //       [--plant 1: release of a running request is predicted to work, 2: one value of the digest
-//       table is off, 3: a bit of the
-//        lone answers is off, 4: an engine is not destroyed, 5: aborts of a sync are not predicted]
+//        table is wrong, 3: a bit of the reference answers is wrong, 4: an engine is not destroyed,
+//        5: aborts of a sync are not predicted]
 #include <stdlib.h>
 
 #include "base/memory.h"
@@ -37,7 +37,7 @@ static char tensor_data[TENSOR_BYTES];
 static long run_out;
 
 // -------------------------------------------------------------------------------- calls: requests
-// The id of a request, of one that was released, or any; NULL when no request has it.
+// Picks the id of a request, of a released request, or any id; returns NULL if the id is unknown.
 static slot *pick(life *l, uint64_t *id) {
   slot *at = l->slots + fuzz_below(l->f, SLOTS);
   for (int i = 0; i < SLOTS && at->state == EMPTY; i++) at = l->slots + (at + 1 - l->slots) % SLOTS;
@@ -291,7 +291,7 @@ static void do_tensor(life *l, call which) {
 static void do_check(life *l) { do_tensor(l, SYNC_CHECK); }
 static void do_push(life *l) { do_tensor(l, SYNC_PUSH); }
 
-// All that have not come, but one now and then.
+// All tensors that have not arrived, except one in some cases.
 static void do_push_rest(life *l) {
   const int64_t without = fuzz_one_in(l->f, 8)   ? fuzz_below(l->f, l->p.n_params)
                           : fuzz_one_in(l->f, 8) ? l->p.bias
@@ -315,7 +315,7 @@ static uint64_t tokens_hash(life *l, const slot *at, int64_t *n_tokens) {
   return hash;
 }
 
-// What becomes of the requests in flight.
+// Checks the fate of the requests in flight.
 static void check_commit(life *l, rm_inflight inflight, const uint64_t *hashes,
                          const int64_t *had) {
   for (int i = 0; i < SLOTS; i++) {
@@ -413,7 +413,7 @@ static const struct {
     {do_finished, {3, 1}, 0},
 };
 
-// Where requests cannot run, calls that let them are likelier.
+// If requests cannot run, calls that change this are more likely.
 static int choose(life *l) {
   int64_t at = 0;
   int i = 0;
@@ -443,7 +443,7 @@ static void choose_options(life *l) {
   l->options.kernels = fuzz_one_in(f, 16) ? rm_kernels_for(RM_ISA_REF) : NULL;
 }
 
-// Everything that can still end does, and all that was held is given back.
+// Ends all that can still end, and frees all that was held.
 static void run_to_the_end(life *l) {
   rm_error err = RM_ERROR_INIT;
   do_sync_abort(l);
@@ -503,7 +503,7 @@ static void report(const scene *s, long cases) {
   putchar('\n');
 }
 
-// Where there were enough cases, one of everything must have been among them.
+// With enough cases, each of these must have occurred.
 static void check_counts(void) {
   for (int c = 0; c < N_CALLS; c++)
     if ((c != ADD_BAD && !done[c]) || (!never_fails[c] && !refused[c]))

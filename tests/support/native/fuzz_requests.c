@@ -1,23 +1,23 @@
-// fuzz_requests.c: every field of rm_request with values at and beyond its limits, held against an
-// oracle that knows the rules from the documentation (engine.h, the docstring of SamplingParams)
-// and shares nothing with the engine.
+// fuzz_requests.c: tests every field of rm_request with values at and beyond its limits. The oracle
+// implements the rules of the documentation (engine.h, the docstring of SamplingParams) and shares
+// no code with the engine.
 //
 //   - the verdict is the oracle's: accepted, RM_E_REQUEST when malformed, else RM_E_CAPACITY when
-//     it can never fit; and the message names a field that is wrong
-//   - a refused request leaves all statistics as they were, byte for byte; ids go on where they
-//     stopped
-//   - an accepted one, aborted and released, leaves them as they were too; no block of memory stays
-//     behind
-//   - one in 100 of the accepted runs to its end, half of them beside another request, and its
-//     answer is the bits of another engine (ref kernels, no prefix cache, no chunks); tokens,
-//     logprobs, ends and top-k obey their definitions
+//     the request can never fit; and the message names a field that is wrong
+//   - a refused request does not change any statistic, byte for byte; ids continue without a gap
+//   - an accepted request that is aborted and released does not change them either and frees all
+//     its memory
+//   - one in 100 of the accepted requests runs to its end, half of them beside another request, and
+//     its answer is bit-identical to that of another engine (ref kernels, no prefix cache, no
+//     chunks); tokens, logprobs, ends and top-k obey their definitions
 //
-// Arrays end where a heap block ends, so that ASan sees a read too many. Of the six engines three
-// can run; in the others the KV cache or the weights sleep, or no weights came yet.
+// Arrays end where a heap block ends, so that ASan detects a read past the end. Three of the six
+// engines can run; in the others the KV cache or the weights sleep, or the weights have not
+// arrived.
 //
 //   fuzz_requests [--cases 100000] [--seconds 0] [--seed 1] [--first 0]
-//       [--plant 1: the oracle lets top_p be 0, 2: takes a page too few for enough, 3: a request is
-//       not released, 4: another seed]
+//       [--plant 1: the oracle allows top_p = 0, 2: a page too few counts as enough,
+//        3: a request is not released, 4: another seed]
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -40,7 +40,8 @@ enum {
 // ------------------------------------------------------------------------------------------ rules
 // clang-format off
 typedef enum rule {
-  KIND, PROMPT_EMPTY, PROMPT_NULL, PROMPT_LONG, PROMPT_ID, SAMPLES, MAX_TOKENS, MIN_TOKENS, TEMPERATURE, TOP_P, MIN_P, TOP_K, LOGPROBS,
+  KIND, PROMPT_EMPTY, PROMPT_NULL, PROMPT_LONG, PROMPT_ID, SAMPLES, MAX_TOKENS, MIN_TOKENS,
+  TEMPERATURE, TOP_P, MIN_P, TOP_K, LOGPROBS,
   PROMPT_LOGPROBS, KEPT_TOKENS, STOP_COUNT, STOP_NULL, STOP_ID, ALL_BANNED, CAPACITY,
   PENALTIES, BIASES, BANNED, BAD_WORDS, EDITS_KEPT, EDITS_SCORED, N_RULES,
 } rule;
@@ -48,22 +49,27 @@ typedef enum rule {
 static const struct {
   const char *name, *said;      // `said` is in the message of a request that breaks this rule alone
 } rules[N_RULES] = {
-  {"kind", "kind:"}, {"empty prompt", "prompt: expected 1 token"}, {"no prompt", "prompt: expected 1 token"}, {"long prompt", "max_model_len="},
-  {"prompt id", "prompt["}, {"n", "n: "}, {"max_tokens", "max_tokens: "}, {"min_tokens", "min_tokens: "},
-  {"temperature", "temperature:"}, {"top_p", "top_p:"}, {"min_p", "min_p:"}, {"top_k", "top_k:"}, {"logprobs", "logprobs:"},
-  {"prompt_logprobs", "prompt_logprobs:"}, {"kept_tokens", "kept_tokens=True"}, {"stop count", "n_stop_ids:"}, {"no stop ids", "stop_token_ids"},
+  {"kind", "kind:"}, {"empty prompt", "prompt: expected 1 token"},
+  {"no prompt", "prompt: expected 1 token"}, {"long prompt", "max_model_len="},
+  {"prompt id", "prompt["}, {"n", "n: "}, {"max_tokens", "max_tokens: "},
+  {"min_tokens", "min_tokens: "},
+  {"temperature", "temperature:"}, {"top_p", "top_p:"}, {"min_p", "min_p:"}, {"top_k", "top_k:"},
+  {"logprobs", "logprobs:"},
+  {"prompt_logprobs", "prompt_logprobs:"}, {"kept_tokens", "kept_tokens=True"},
+  {"stop count", "n_stop_ids:"}, {"no stop ids", "stop_token_ids"},
   {"stop id", "stop_token_ids["}, {"all banned", "every token"}, {"capacity", "pages"},
-  {"penalties", "_penalty:"}, {"logit_bias", "logit_bias"}, {"banned", "banned"}, {"bad_words", "bad_words"},
+  {"penalties", "_penalty:"}, {"logit_bias", "logit_bias"}, {"banned", "banned"},
+  {"bad_words", "bad_words"},
   {"edits with kept_tokens", "kept_tokens=True"}, {"edits of a score", "in a score"},
 };
 // clang-format on
 
-typedef struct place { // an engine and what the oracle knows of it
+typedef struct place { // an engine and the oracle's knowledge of it
   tiny_model *model;
   tiny_weights *weights;
-  rm_engine *engine, *lone; // lone: NULL where nothing can run
+  rm_engine *engine, *lone; // lone: NULL if the engine cannot run
   rm_engine_options options;
-  rm_code closed; // what every request meets here, RM_OK where requests are let in
+  rm_code closed; // the code of every request here, or RM_OK if requests are accepted
   int64_t n_pages;
   uint64_t next_id;
 } place;
@@ -112,7 +118,7 @@ static int words_are_good(const rm_request *r) {
   return r->bad_words && in_vocab(r->bad_words, r->bad_word_ends[r->n_bad_words - 1]);
 }
 
-// Whether it runs to its end for certain: some token can always be drawn, and no logit overflows.
+// Whether it certainly runs to its end: some token can always be drawn, and logits do not overflow.
 static int is_tame(const place *at, const rm_request *r) {
   uint8_t out[VOCAB] = {0};
   int n = 0;
@@ -128,14 +134,14 @@ static int is_tame(const place *at, const rm_request *r) {
          (n < VOCAB || !(r->n_banned || r->n_bad_words));
 }
 
-// Tokens a sample may have in the end.
+// The number of tokens that a sample can reach.
 static int64_t room_for(const rm_request *r) {
   const int64_t room = LONGEST - r->n_prompt;
   return r->kind == RM_SCORE ? 0 : r->max_tokens < room ? r->max_tokens : room;
 }
 
-// The rules that a request breaks, a bit each. What a rule needs to hold before it makes sense is
-// asked first.
+// The rules that a request breaks, a bit each. The conditions of a rule are checked before the
+// rule.
 static uint32_t oracle(const place *at, const rm_request *r, long plant) {
   const int generates = r->kind == RM_GENERATE, samples = generates || r->score_sampling;
   uint32_t broken = 0;
@@ -179,8 +185,8 @@ static uint32_t oracle(const place *at, const rm_request *r, long plant) {
     RULE(CAPACITY, positions <= (at->n_pages - (plant == 2)) * PAGE);
   }
   if (!broken)
-    RULE(ALL_BANNED, !generates || !r->min_tokens ||
-                         !everything_stops(at, r)); // said of what could run otherwise
+    // This message is only for requests that could run otherwise.
+    RULE(ALL_BANNED, !generates || !r->min_tokens || !everything_stops(at, r));
 #undef RULE
   return broken;
 }
@@ -364,14 +370,14 @@ static void mutate(scene *s, rm_request *r) {
     case 19:
     case 20: hostile_edits(s, r); break;
     default:
-      r->logits_out = r->kind == RM_SCORE && r->n_prompt <= LONGEST
-                          ? s->logits
-                          : (float *)(uintptr_t)64; // unused in the others
+      // The other kinds do not use it.
+      r->logits_out =
+          r->kind == RM_SCORE && r->n_prompt <= LONGEST ? s->logits : (float *)(uintptr_t)64;
   }
 }
 
 // ---------------------------------------------------------------------------------------- answers
-// Logprobs of tokens that were drawn, or of given ones, which filters may have excluded.
+// Logprobs of drawn tokens, or of given tokens, which filters may have excluded.
 static void check_logprobs(scene *s, const float *values, int64_t n, int excluded) {
   for (int64_t i = 0; i < n; i++)
     if (!(values[i] <= 0) || (isinf(values[i]) && !excluded))
@@ -394,7 +400,7 @@ static void check_top(scene *s, const int32_t *ids, const float *logprobs, int64
   }
 }
 
-// The token drawn is among those kept, which are the first of the top ids.
+// The drawn token is among the kept tokens, which are the first of the top ids.
 static void check_kept(scene *s, const rm_request *r, const rm_sample_view *w) {
   if (!w->kept != !r->kept_tokens) wrong(s, "kept tokens without being asked for, or none");
   for (int64_t i = 0; w->kept && i < w->n_tokens; i++) {
@@ -492,7 +498,7 @@ static void compare(scene *s, const place *at, const rm_request *r, uint64_t id,
   s->scored += r->kind == RM_SCORE;
 }
 
-// The request is in; it and, now and then, another one run to their ends.
+// The request is accepted; it runs to its end, sometimes with another request.
 static void run(scene *s, place *at, const rm_request *r, uint64_t id) {
   rm_request alone = *r;
   tiny_room room;
@@ -605,7 +611,7 @@ static void one_case(scene *s) {
 
 // ----------------------------------------------------------------------------------------- places
 static void warm(rm_engine *engine,
-                 uint64_t *next_id) { // the table of requests is made for the first one
+                 uint64_t *next_id) { // the table of requests is allocated for the first one
   rm_error err = RM_ERROR_INIT;
   const int32_t prompt[1] = {1};
   uint64_t id;
@@ -667,7 +673,7 @@ static void report(const scene *s, long cases) {
          s->stopped, s->full);
 }
 
-// Where there were enough cases, one of everything must have been among them.
+// With enough cases, each of these must have occurred.
 static void check_counts(const scene *s) {
   for (int i = 0; i < N_RULES; i++)
     if (!s->broken[i]) tiny_die("no request broke the rule on %s", rules[i].name);

@@ -1,18 +1,17 @@
-// fuzz_weights.c: state dicts that somebody got wrong. A case is one descriptor, a name and a
-// tensor that nobody may read, valid and then mutated up to three times, which rm_sync_check
-// must judge as the rules do. The cases come in blocks; before each, whole syncs are pushed, in
-// random spellings and layouts, with tensors that are missing, twice, wrong or not finite.
+// fuzz_weights.c: malformed state dicts. A case is one descriptor: a name and an inaccessible
+// tensor, valid and then mutated up to three times, which rm_sync_check must judge as the rules do.
+// The cases come in blocks. Before each block, whole syncs are pushed, in random spellings and
+// layouts, with tensors that are missing, duplicated, wrong or not finite.
 //
-// Oracle: common/spellings.h (what a name means, from a table and not by matching),
-// common/layouts.h (what bytes a tensor has, from the sum over its dims), and a second engine that
-// gets the values, gathered element by element, as plain contiguous tensors. Verdict, code and the
-// name in the message of every call, the state after everything refused, the digest after every
-// commit, the bits of rollouts now and then.
+// Oracle: common/spellings.h (the meaning of a name, from a table and not by matching),
+// common/layouts.h (the bytes of a tensor, from the sum over its dims), and a second engine that
+// receives the values, gathered element by element, as plain contiguous tensors. Compared are the
+// verdict, the code and the name in the message of every call, the state after every refusal, the
+// digest after every commit and, for some commits, the bits of rollouts.
 //
-//   fuzz_weights [options of common/fuzz.h] [--plant 1: the oracle grants one byte of span too
-//   many; 2: it does not know a name;
-//                3: it forgets what has come; 4: it rounds ties away; 5: it takes NaNs; 6: a tensor
-//                that is only checked is read]
+//   fuzz_weights [options of common/fuzz.h] [--plant 1: the oracle allows one byte of span too
+//       many; 2: it does not accept a name; 3: it does not record tensors that have arrived; 4: it
+//       rounds ties away from zero; 5: it accepts NaNs; 6: a tensor that is only checked is read]
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +28,7 @@ enum {
   WALK_EVERY = 1021
 };
 
-typedef struct sync { // what the open one is, and what has come
+typedef struct sync { // the open sync, and the tensors that have arrived
   int open;
   rm_sync_options options;
   uint64_t seen, dirty;
@@ -38,7 +37,7 @@ typedef struct sync { // what the open one is, and what has come
 typedef struct world {
   tiny_model *model;
   tiny_weights *good;
-  rm_engine *engine, *plain; // the one that is tried, and the one that only gets what is right
+  rm_engine *engine, *plain; // the tested engine, and the one that receives only valid tensors
   book *book;
   sync sync;
   int64_t version; // of the engine
@@ -50,7 +49,7 @@ typedef struct world {
 typedef struct scene {
   fuzz f;
   world worlds[WORLDS], *w;
-  room names, data, nowhere; // nowhere: pages that may not even be read
+  room names, data, nowhere; // nowhere: inaccessible pages
   rm_error err;
   uint32_t gathered[1 << 14];
   long accepted, refused[RM_N_CODE], pushes, push_refused[RM_N_CODE], syncs,
@@ -74,13 +73,14 @@ static rm_code layout_rule(scene *s, const rm_tensor *t) {
   }
   const wide at = (wide)(uintptr_t)t->data, end = (wide)UINTPTR_MAX;
   if (r.before > INT64_MAX || r.after > INT64_MAX || r.before > at || at + r.after > end)
-    return RM_E_LAYOUT; // no such addresses
+    return RM_E_LAYOUT; // such addresses do not exist
   if (t->span_lo == 0 && t->span_hi == 0) return RM_OK; // not known
   const wide granted = s->f.plant == 1;
   return r.before > t->span_lo || r.after > t->span_hi + granted ? RM_E_LAYOUT : RM_OK;
 }
 
-// What a check of it must say; *is: what it holds, NULL when the name is no parameter's.
+// The code that a check of the descriptor must return. *is: the parameter that the name spells, or
+// NULL if the name does not spell a parameter.
 static rm_code rule(scene *s, const descriptor *d, const spelling **is) {
   const world *w = s->w;
   const rm_tensor *t = &d->tensor;
@@ -192,15 +192,15 @@ static uint32_t load(const scene *s, const char *from, rm_src_dtype dtype, rm_sr
   return high;
 }
 
-// The other of a tied pair, when it has come and this one must be equal to it; −1 otherwise.
+// The other tensor of a tied pair, if it has arrived and this one must equal it; −1 otherwise.
 static int tied_twin(const world *w, int index) {
   const book *b = w->book;
   const int twin = index == b->embed ? b->lm_head : index == b->lm_head ? b->embed : -1;
   return twin >= 0 && w->model->kind == TINY_TIED && (w->sync.seen >> twin & 1) ? twin : -1;
 }
 
-// A tensor of values in a buffer that ends, or begins, where a page begins that nobody may touch;
-// what lies between its elements are NaNs. The buffer is [*low, *high).
+// Places a tensor of values in a buffer that ends, or begins, at an inaccessible page. The bytes
+// between its elements are NaNs. The buffer is [*low, *high).
 static void place(scene *s, descriptor *d, const spelling *is, char **low, char **high) {
   fuzz *f = &s->f;
   const book *b = s->w->book;
@@ -226,8 +226,8 @@ static void place(scene *s, descriptor *d, const spelling *is, char **low, char 
     element_store(element_at(t, fuzz_below(f, n)), t->dtype, bad[fuzz_below(f, 4)]);
 }
 
-// What becomes of a push that all rules of a descriptor let through: the parameters come one after
-// another until one is refused. *bad: the element of the tensor that is not finite, −1.
+// The result of a push whose descriptor obeys all rules: the parameters are stored one after
+// another until one is refused. *bad: the element of the tensor that is not finite, or −1.
 static rm_code push_rule(scene *s, const descriptor *d, const spelling *is, int64_t *bad) {
   world *w = s->w;
   const book *b = w->book;
@@ -238,9 +238,8 @@ static rm_code push_rule(scene *s, const descriptor *d, const spelling *is, int6
               is_tied_head = index == b->lm_head && b->slots[index].optional;
     const slot *p = &b->slots[index];
     const int64_t n = slot_elements(p);
-    if (twin < 0)
-      w->sync.dirty |= UINT64_C(1) << index | (uint64_t)is_tied_head
-                                                  << b->embed; // of a tied pair there is one matrix
+    // A tied pair has one matrix.
+    if (twin < 0) w->sync.dirty |= UINT64_C(1) << index | (uint64_t)is_tied_head << b->embed;
     for (int64_t e = 0; e < n; e++) {
       const int64_t element = at - s->gathered + e;
       at[e] = load(s, element_at(&d->tensor, element), d->tensor.dtype, p->dtype);
@@ -254,7 +253,7 @@ static rm_code push_rule(scene *s, const descriptor *d, const spelling *is, int6
   return RM_OK;
 }
 
-// The message of a value that is not finite says where it is, as the sender counts.
+// The message for a value that is not finite has its index in the sender's tensor.
 static int says_where(const scene *s, const rm_tensor *t, int64_t element) {
   char where[96];
   const int64_t last = t->shape[t->n_dims - 1], row = element / last,
@@ -291,7 +290,7 @@ static void push(scene *s, const descriptor *d) {
   w->sync.seen |= is->mask;
 }
 
-// A tensor that is right, first perhaps one that is not quite, and now and then twice.
+// A valid tensor, sometimes after an almost valid one, and sometimes sent twice.
 static void send(scene *s, const spelling *is) {
   fuzz *f = &s->f;
   const world *w = s->w;
@@ -306,8 +305,8 @@ static void send(scene *s, const spelling *is) {
     if (fuzz_one_in(f, 4)) set_name(s, &wrong, text, mutate_name(f, s->w->book, text, n));
     else mutate_tensor(f, &wrong.tensor);
     const spelling *as;
-    const int fits =
-        rule(s, &wrong, &as) == RM_OK && as; // then its bytes are read: they must be there
+    // If it fits, its bytes are read, so they must exist.
+    const int fits = rule(s, &wrong, &as) == RM_OK && as;
     const reach r = fits ? tensor_reach(&wrong.tensor) : (reach){0, 0};
     const uintptr_t at = (uintptr_t)wrong.tensor.data;
     if (!fits ||
@@ -319,7 +318,7 @@ static void send(scene *s, const spelling *is) {
   push(s, &d);
   if (fuzz_one_in(f, 16)) push(s, &d);
   for (int tries = 0; tries < 4 && !(w->sync.seen & is->mask) && !fuzz_one_in(f, 6);
-       tries++) { // not finite, or not as its twin
+       tries++) { // not finite, or different from its twin
     place(s, &d, is, &low, &high);
     push(s, &d);
   }
@@ -344,7 +343,7 @@ static void begin(scene *s, rm_sync_options options) {
   w->sync.options.version = options.version < 0 ? w->version + 1 : options.version;
 }
 
-// A tied embedding that has come as lm_head alone.
+// A tied embedding that was sent as lm_head alone.
 static int came_as_head(const world *w, uint64_t seen) {
   const book *b = w->book;
   return w->model->kind == TINY_TIED && !(seen >> b->embed & 1) && (seen >> b->lm_head & 1);
@@ -372,8 +371,8 @@ static rm_code commit_rule(const world *w, int has_base) {
   return gone && !w->sync.options.allow_bias_removal ? RM_E_MISSING_KEY : RM_OK;
 }
 
-// What now serves goes to the other engine as plain contiguous tensors: the digest must be the
-// same.
+// Pushes the serving values to the other engine as plain contiguous tensors: the digest must be
+// equal.
 static void expect_values(scene *s) {
   world *w = s->w;
   tiny_must(rm_engine_sync_begin(
@@ -428,7 +427,7 @@ static void close_sync(scene *s, int abort, int has_base, uint64_t digest) {
   expect_values(s);
 }
 
-// Names in a random order until every parameter has come, in whatever spelling is met first.
+// Names in a random order until every parameter has arrived, in the spelling that comes first.
 static void whole_sync(scene *s) {
   world *w = s->w;
   fuzz *f = &s->f;
@@ -461,7 +460,7 @@ static void whole_sync(scene *s) {
   close_sync(s, stop < n, has_base, digest);
 }
 
-// Where every block begins, so that a case depends on its number alone.
+// The state at the beginning of every block, so that a case depends on its number alone.
 static void good_sync(scene *s) {
   world *w = s->w;
   tiny_must(tiny_sync(w->engine, w->good, RM_INFLIGHT_REFUSE, &s->err), &s->err);
@@ -493,7 +492,7 @@ static void open_block(scene *s, long block) {
   good_sync(s);
   whole_sync(s);
   if (fuzz_one_in(f, HASH_EVERY)) expect_rollouts(s, block);
-  if (!fuzz_one_in(f, 32)) { // else the checks of this block are of no sync
+  if (!fuzz_one_in(f, 32)) { // otherwise the checks of this block would not belong to a sync
     begin(s, (rm_sync_options){
                  .version = -1, .cast = fuzz_one_in(f, 2), .allow_partial = fuzz_one_in(f, 8)});
     for (int64_t left = fuzz_below(f, 8); left > 0; left--)

@@ -1,10 +1,11 @@
-// mesh_attach.c: processes that come to a region by name: whose file it is, what it says, who does
-// not come, what a dead run has left, a rank that is stopped and goes on, a rank that goes home.
+// mesh_attach.c: processes attach to a region by name. The scenes test the owner and content of the
+// file, ranks that do not come, what a dead run has left, a rank that is stopped and continued, and
+// a rank that leaves.
 //
-// Each scene forks ranks that attach, exchange a few times and say how they ended; wanted are a
-// code and words in the sentence of each rank, and that no file is left.
+// Each scene forks ranks that attach, exchange a few times and report their results. The oracle is
+// the expected code and words in the message of each rank, and that the file is removed.
 //
-//   mesh_attach [--rounds 1] [--plant 1: a scene in which nothing is wrong]
+//   mesh_attach [--rounds 1] [--plant 1: a scene without a fault]
 #include <fcntl.h>
 #include <sys/stat.h>
 
@@ -19,10 +20,10 @@ typedef struct scene {
   char name[80], path[120];
   int world; // ranks in the region
   double timeout;
-  int odd; // a rank that does otherwise, −1 without
+  int odd; // a rank that does something else, −1: none
   uint64_t odd_nonce; // added to its own
   int odd_world, odd_delay_ms; // its world when not 0; when it comes, −1: once two others have
-  int odd_rank; // the rank that it says it is, when not 0
+  int odd_rank; // the rank number that it claims, if not 0
   int goes_home; // after a call: 1 by destroying its end, 2 by ending its process
   int calls;
 } scene;
@@ -85,8 +86,8 @@ static void visit(int process, ranks_word *word, void *arg) {
   ranks_ended(word, code, &err);
 }
 
-// Every process ends by itself with the code and the word wanted of it; `processes` may be more or
-// fewer than the world.
+// Every process must exit without a signal, with the expected code and word. `processes` may be
+// more or fewer than the world.
 static void play(ranks *r, scene *s, int processes, rm_code others, const char *others_say,
                  rm_code odd, const char *odd_says) {
   ranks_start(r, processes, visit, s);
@@ -148,7 +149,7 @@ static void ranks_that_go(ranks *r) {
   play(r, &s, 4, RM_E_RANK_LOST, "lost rank 0: the process has ended", RM_OK, "");
 }
 
-// A rank that is stopped: the others have a deadline; when it goes on it is told the same.
+// A rank is stopped: the others have a deadline. When it continues, it gets the same error.
 static void rank_that_stops(ranks *r) {
   scene s = scene_of("a rank that is stopped", 3);
   s.timeout = 0.4, s.calls = 1 << 30;
@@ -176,7 +177,7 @@ static void make(const scene *s, const void *data, size_t bytes, mode_t mode) {
   close(file);
 }
 
-// Nobody touches a file that is not ours, and every rank says so.
+// Foreign files are not changed, and every rank reports them.
 static void refuse(ranks *r, scene *s, const char *says) {
   ranks_start(r, s->world, visit, s);
   for (int p = 0; p < s->world; p++) ranks_wait(r, p, s->what);
@@ -295,8 +296,8 @@ static void arguments(void) {
   rm_error_clear(&err);
 }
 
-// The n-th allocation of a rank 0 that nobody joins fails, for every n: no memory and no file is
-// kept.
+// The n-th allocation of a rank 0 that no rank joins fails, for every n: memory and file are
+// released.
 static void no_memory(void) {
   const rm_region_options options = {
       .world = 2, .n_groups = 1, .buffer_bytes = 64, .timeout = 0.02};
@@ -317,8 +318,8 @@ static void no_memory(void) {
   }
 }
 
-// Buffers that no machine has: said by the call that claims them, not by a signal when they are
-// written.
+// Buffers larger than any machine's memory: the call that claims them fails, instead of a signal
+// when they are written.
 static void want_too_much(int rank, ranks_word *word, void *arg) {
   const scene *s = arg;
   const rm_region_options options = {

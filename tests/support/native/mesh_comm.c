@@ -1,20 +1,21 @@
-// mesh_comm.c: groups of threads that exchange. The oracle is common/talk.h: every rank knows what
-// all the others say.
+// mesh_comm.c: groups of threads that exchange. The oracle is common/talk.h, from which every rank
+// computes what all the others send.
 //
-// Talk: each case is a world of 1 … 8 ranks, now and then of 64, with small buffers, so that calls
-// take several rounds; its ranks, in random order, are in up to three groups each, and the groups
-// take turns. Bytes, gaps, guards and the books are checked, and that no call allocates. Under TSan
-// the copies are plain memory, so an order that the headers do not make is a report. Faults: each
-// way in which ranks can disagree, be late or leave. Every rank must fail by its second call from
-// then on, with the code that is meant, the same sentence as all the others, and for ever.
-// Deadlines: ranks that come when their deadlines pass, some of them while they fill a large
-// buffer. Whether a call is made is decided once: it succeeds on all ranks or on none.
+// Talk: each case is a world of 1 … 8 ranks, sometimes of 64, with small buffers, so that calls
+// take several rounds. Its ranks, in random order, are in up to three groups each, and the groups
+// take turns. Bytes, gaps, guards and statistics are checked, and that no call allocates. Under
+// TSan the copies are plain memory, so a missing happens-before edge in the headers is reported.
+// Faults: each way in which ranks can disagree, be late or leave. Every rank must fail by its
+// second call after that, with the expected code, the same message as all the others, and
+// permanently. Deadlines: ranks that come when their deadlines pass, some of them while they fill a
+// large buffer. A call is decided once: it succeeds on all ranks or on none.
 //
 //   mesh_comm [--cases 200] [--seconds S] [--seed 1] [--first 0]
-//     --plant 1: a rank sends a byte that it should not   2: a rank writes where the others may
-//                                                         still read
-//             3: a fault case in which nothing is wrong   (each must end in a failure)
-//             4: as 2, but with the bytes that are there  (only TSan sees it)
+//     Each --plant must end in a failure:
+//     --plant 1: a rank sends a byte that it should not
+//             2: a rank writes where the others may still read
+//             3: a fault case without a fault
+//             4: like 2, but with the bytes that are there (only TSan detects it)
 #include <pthread.h>
 #include <stdatomic.h>
 #include <unistd.h>
@@ -80,7 +81,7 @@ static void check_books(const world *w, const talk *t, long calls) {
              (unsigned long long)t->bytes_received);
 }
 
-// What the header says this rank may not do: write before the others have come to the next call.
+// Breaks the rule of the header: writes before the others have come to the next call.
 static void scribble(const world *w, int index, int who) {
   char *buffer = (char *)w->region->map + rm_region_buffers_of(w->region, index, who),
        *written = malloc(w->region->pair_bytes);
@@ -91,7 +92,7 @@ static void scribble(const world *w, int index, int who) {
   free(written);
 }
 
-// From the first call of this to the second no rank may allocate.
+// Ranks must not allocate between the first and the second call of this function.
 static void no_allocations(const world *w, int who, int begin) {
   pthread_barrier_wait(w->barrier);
   if (who == 0) {
@@ -148,7 +149,7 @@ static void shuffle(fuzz *f, int32_t *list, int n) {
   }
 }
 
-// Some rounds before the group's counters begin again from 0.
+// Runs some rounds before the group's counters wrap to 0.
 static void begin_near_the_end(const world *w, int index, uint32_t rounds) {
   for (int first = 0; first < w->world; first += w->length[index]) {
     const int n = w->world - first < w->length[index] ? w->world - first : w->length[index];
@@ -226,11 +227,11 @@ static const struct {
 typedef struct trial {
   rm_region *region;
   fault fault;
-  int world, culprit, before; // calls that go well first
+  int world, culprit, before; // successful calls before it
   int32_t members[MAX_WORLD];
   const char *where;
   int plant;
-  atomic_int failed; // ranks that have seen it
+  atomic_int failed; // ranks that have failed
   rm_code codes[MAX_WORLD]; // each rank writes its own
   char texts[MAX_WORLD][512];
 } trial;
@@ -255,7 +256,7 @@ static void wait_for_others(const trial *t) {
   }
 }
 
-// What the rank at fault does where the others make a good call; its code.
+// The rank at fault does something else while the others make a good call. Returns its code.
 static rm_code misbehave(trial *t, rm_comm **comm, rm_comm *other, rm_error *err) {
   rm_block bad[MAX_WORLD] = {{0}};
   switch (t->plant == 3 ? N_FAULT : t->fault) {
@@ -290,8 +291,8 @@ static void *try_all(void *arg) {
   int32_t members[MAX_WORLD];
   memcpy(members, t->members, sizeof members);
   const int culprit = self->rank == t->culprit;
-  if (culprit && t->fault == FAULT_MEMBERS &&
-      t->plant != 3) { // the same first member, the others the other way round
+  // The first member stays, the order of the others is reversed.
+  if (culprit && t->fault == FAULT_MEMBERS && t->plant != 3) {
     for (int i = 1; i < t->world; i++) members[i] = t->members[t->world - i];
   }
   tiny_must(rm_region_comm(t->region, 0, members, t->world, self->rank, &comm, &err), &err);
@@ -304,11 +305,11 @@ static void *try_all(void *arg) {
   if (t->fault == FAULT_LATE) rm_comm_set_timeout(comm, 0.05);
   code = culprit ? misbehave(t, &comm, other, &err) : good_call(comm, 300, &err);
   if (!code && comm)
-    code = rm_comm_barrier(comm, &err); // who found nothing in that call finds it in this one
+    code = rm_comm_barrier(comm, &err); // a rank without an error in that call gets it in this one
   snprintf(t->texts[self->rank], sizeof t->texts[0], "%s", rm_error_message(&err));
   t->codes[self->rank] = code;
   atomic_fetch_add(&t->failed, 1);
-  if (comm && code) { // for ever, whatever is asked
+  if (comm && code) { // permanently, for every call
     rm_error again = RM_ERROR_INIT;
     if (rm_comm_barrier(comm, &again) != code ||
         strcmp(rm_error_message(&again), t->texts[self->rank]))
@@ -478,7 +479,7 @@ static void refusals(void) {
   rm_region_release(region);
 }
 
-// The n-th allocation fails, for every n: nothing is made, nothing is kept, and the next try works.
+// The n-th allocation fails, for every n: the call fails, frees everything, and the next try works.
 static void no_memory(void) {
   const rm_region_options options = {.world = 2, .n_groups = 1, .buffer_bytes = 64, .timeout = 1};
   const int32_t members[] = {0, 1};

@@ -1,18 +1,19 @@
-// mesh_device.c: the transports of a device's memory, on devices that are threads
+// mesh_device.c: the transports for device memory, on devices that are threads
 // (common/fake_device.h): staged over a group of threads, and nccl with a stand-in for NCCL
-// (tests/support/native/standin), whose path the environment says (STANDIN_LIBRARY).
+// (tests/support/native/standin) whose path is in the environment (STANDIN_LIBRARY).
 //
-// Talk: each case is a world of 2 … 8 ranks that talks by both transports (common/device_talk.h),
-// byte for byte as threads do. Then a chain of exchanges and copies without a wait between, over
-// and over; with nccl it is recorded once and replayed. Ranks compare their accounts on the way.
-// Before, each allocation of a group of one rank fails once, and a process with one forks.
+// Talk: each case is a world of 2 … 8 ranks that exchanges by both transports
+// (common/device_talk.h), byte for byte as threads do. Then a chain of exchanges and copies without
+// a wait in between, repeated; with nccl it is recorded once and replayed. Ranks compare their
+// statistics on the way. Before that, each allocation of a group of one rank fails once, and a
+// process with such a group forks.
 //
-//   mesh_device [--cases 40] [--seconds S] [--seed 1] [--first 0] [--transport 0: both, 1: staged,
-//   2: nccl]
-//     --plant 1: a bit of what a rank sends       2: a rank is one call behind the chain's
-//                                                 recording    (each must end in a failure)
-//             3: what comes is looked at before it was waited for
-//                                                                                                        (only TSan sees it)
+//   mesh_device [--cases 40] [--seconds S] [--seed 1] [--first 0]
+//       [--transport 0: both, 1: staged, 2: nccl]
+//     Each --plant must end in a failure:
+//     --plant 1: a bit of what a rank sends is flipped
+//             2: a rank is one call behind the chain's recording
+//             3: received bytes are read before the wait for them (only TSan detects it)
 #include <stdatomic.h>
 #include <sys/wait.h>
 
@@ -80,8 +81,9 @@ static void end(rank *self) {
 }
 
 // ---------------------------------------------------------------------------------------- a chain
-// Two matrices of ROWS rows for each rank. Columns are gathered, row runs change hands, whole rows
-// are gathered; then each rank moves a row of its own, so that no round is like the one before.
+// Two matrices of ROWS rows for each rank. Columns are gathered, runs of rows are exchanged, whole
+// rows are gathered; then each rank moves one of its rows, so that every round differs from the one
+// before.
 typedef struct chain {
   char *x, *y;
   size_t first[RANKS], bytes[RANKS], ld;
@@ -157,7 +159,7 @@ static void run_chain(const rank *self) {
   const chain on_host = chain_of(w, here), on_device = chain_of(w, there);
   device->copy_to_device(device->self, there, here, bytes);
   if (device->wait(device->self))
-    tiny_die("a copy to the device fails"); // the host's chain writes what it reads
+    tiny_die("a copy to the device fails"); // the host's chain overwrites its own input
   if (rm_comm_can_be_captured(self->tried) != w->is_nccl)
     tiny_die("%s: what can be recorded is another", w->where);
   if (w->is_nccl) {
@@ -253,8 +255,8 @@ static rm_code make_alone(fake_device *device, int is_nccl, rm_comm **host, rm_c
                  : rm_comm_create_staged(*host, &device->device, 1000, comm, err);
 }
 
-// The n-th allocation of the host, or of the device, fails, for every n: nothing is made, nothing
-// is kept, and the next try works.
+// The n-th allocation of the host, or of the device, fails, for every n: the call fails, frees
+// everything, and the next try works.
 static void no_memory(int is_nccl, int of_device) {
   int failures = 0;
   for (int n = 1;; n++) {
@@ -281,7 +283,7 @@ static void no_memory(int is_nccl, int of_device) {
   if (failures < 3) tiny_die("%d allocations failed", failures);
 }
 
-// A forked child may give its copy back, and nothing else; the parent hears nothing of it.
+// A forked child may free its copy, and nothing else; the parent is not affected.
 static void forked(int is_nccl) {
   rm_error err = RM_ERROR_INIT;
   rm_comm *host, *comm;

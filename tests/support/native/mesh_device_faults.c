@@ -1,13 +1,13 @@
-// mesh_device_faults.c: what can go wrong with an NCCL group, on devices that are threads and with
-// the stand-in for NCCL (mesh_device.c), which the environment tells what to do. Ranks are threads,
-// and in the last part processes, of which one is killed.
+// mesh_device_faults.c: faults of an NCCL group, on devices that are threads and with the stand-in
+// for NCCL (mesh_device.c), which is controlled by the environment. Ranks are threads, and in the
+// last part processes, one of which is killed.
 //
-// Each trial is one fault, after some calls that went well. Every rank must fail within SOON
-// seconds (or its deadline), with a code that is meant, in words that say what happened; then for
-// ever with the same code and words; and everything must be given back.
+// Each trial is one fault, after some successful calls. Every rank must fail within SOON seconds
+// (or its deadline), with an expected code and words; every later call fails with the same code and
+// words; and everything must be freed.
 //
 //   mesh_device_faults [--cases 2] [--seed 1]           cases: of each fault
-//     --plant N: the Nth fault is left out              (must end in a failure)
+//     --plant N: the Nth fault is not injected          (must end in a failure)
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -31,8 +31,8 @@ typedef struct fault {
       *value; // of the environment; value: "rank:call:result" with the culprit and the call at hand
   when when; // what fails on the culprit
   rm_code own; // the culprit's; RM_OK: any of a mismatch, a timeout and a lost rank
-  const char *word; // in the culprit's words
-  int own_word_for_all; // the others say it too
+  const char *word; // in the culprit's message
+  int own_word_for_all; // the others have it in their message too
 } fault;
 
 static const fault faults[] = {
@@ -95,7 +95,7 @@ typedef struct trial {
   atomic_int failed; // ranks that have
   int size, plant;
   long aborts; // that the stand-in has seen
-  long before; // calls that go well first
+  long before; // successful calls before it
   rm_code codes[RANKS]; // each rank writes its own
   char texts[RANKS][512];
   double seconds[RANKS]; // from its call to its failure
@@ -135,9 +135,9 @@ static rm_code make(rank *self, rm_error *err) {
   if (one_gpu && !self->t->plant) options.gpu = "the one";
   const int is_told = f->own && f->own != RM_E_COLLECTIVE_TIMEOUT;
   if (f->when == MAKING && !is_told && self->rank == CULPRIT)
-    options.timeout = PATIENCE; // the first to lose it
+    options.timeout = PATIENCE; // the first to time out
   if (f->when == PARTING && is_culprit(self))
-    options.timeout = PARTING_PATIENCE; // left out, nobody is hurried
+    options.timeout = PARTING_PATIENCE; // otherwise the ranks do not time out
   if (is_culprit(self) && is_file) options.library = f->value;
   if (is_culprit(self) && f->when == MAKING && says(f, "room")) options.capacity = ROOM;
   self->device = fake_device_open(ROOM);
@@ -197,7 +197,7 @@ static void *abort_soon(void *arg) {
   return NULL;
 }
 
-// The fault where there is a queue to wait for.
+// The fault, if there is a queue to wait for.
 static rm_code misbehave(rank *self, rm_error *err) {
   const when what = self->t->fault->when;
   if (what == DEVICE) atomic_store(&self->device->fault, 1);
@@ -215,8 +215,8 @@ static rm_code misbehave(rank *self, rm_error *err) {
                                                          : step(self, what == COMPARING, err);
 }
 
-// Whether it is this rank that loses patience: every one where nobody is told, else the culprit, so
-// that the code is its own.
+// Whether this rank times out: every rank if the fault is not reported to the others, else only the
+// culprit, so that the culprit's own code is returned.
 static int is_lost(const rank *self) {
   const fault *f = self->t->fault;
   if (f->when == LEAVING || says(f, "late")) return 1;
@@ -228,8 +228,7 @@ static rm_code last_step(rank *self, rm_error *err) {
   const int compares = self->t->fault->when == COMPARING;
   const int waits_for_abort = says(self->t->fault, "other");
   const double patience = is_lost(self) ? PATIENCE : SOON;
-  if (waits_for_abort && !is_culprit(self))
-    usleep(100000); // the culprit stands in its wait by then
+  if (waits_for_abort && !is_culprit(self)) usleep(100000); // by then the culprit is in its wait
   rm_code code = is_culprit(self) ? misbehave(self, err) : step(self, 0, err);
   if (!code && compares) code = rm_comm_compare(self->comm, self->host, err);
   rm_comm *const groups[] = {NULL, self->comm};
@@ -260,7 +259,7 @@ static void *run_rank(void *arg) {
   double start = now();
   rm_code code = make(self, &err);
   if (!code && t->fault->when == MAKING && is_staged(t))
-    code = swap(self, 100, &err); // it is made by each rank alone
+    code = swap(self, 100, &err); // each rank makes it alone
   for (long i = 0; i < t->before && !code; i++) {
     code = step(self, 0, &err);
     if (!code) code = rm_comm_wait(&self->comm, 1, &self->device->device, SOON, &err);
@@ -269,7 +268,7 @@ static void *run_rank(void *arg) {
                rm_error_message(&err));
   }
   if (!code && t->fault->when != MAKING) {
-    tiny_must(rm_comm_barrier(self->host, &err), &err); // no rank is at a good call still
+    tiny_must(rm_comm_barrier(self->host, &err), &err); // every rank has finished its good call
     rm_comm_set_timeout(self->comm, is_lost(self) ? PATIENCE : SOON);
     start = now();
     code = last_step(self, &err);
@@ -281,7 +280,7 @@ static void *run_rank(void *arg) {
   if (code && t->fault->when == MAKING && t->fault->own_word_for_all)
     tiny_must(rm_comm_barrier(self->host, &err), &err); // lives
   atomic_fetch_add(&t->failed, 1);
-  // The others hear it while the culprit does nothing more.
+  // The others get the error while the culprit does nothing more.
   for (double until = now() + SOON;
        t->fault->when == CALLING && atomic_load(&t->failed) < t->size && now() < until;)
     usleep(1000);
@@ -301,8 +300,8 @@ static int is_group_end(rm_code code) {
 
 static void judge(const trial *t) {
   const fault *f = t->fault;
-  const int shared = f->when == MAKING &&
-                     f->own_word_for_all; // all learn it in the first meeting, and are as they were
+  // All ranks learn of it in the first meeting and keep their state.
+  const int shared = f->when == MAKING && f->own_word_for_all;
   for (int r = 0; r < t->size; r++) {
     const rm_code code = t->codes[r];
     const char *text = t->texts[r];
@@ -387,7 +386,7 @@ static void run_process(trial *t, int who, uint64_t nonce, const char *name, int
     rm_code code = step(&self, 0, &err);
     if (!code) code = rm_comm_wait(&self.comm, 1, &self.device->device, SOON, &err);
     if (!code) continue;
-    // Its last bytes may be there, and not read yet, when its end shows.
+    // Its last bytes may have arrived, but not been read, when its exit is detected.
     if (call < dies_at - 1 || code != RM_E_RANK_LOST ||
         !strstr(rm_error_message(&err), "lost rank 1: the process has ended"))
       tiny_die("rank %d, call %d: %s \"%s\"", who, call, rm_code_name(code),

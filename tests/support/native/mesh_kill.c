@@ -1,18 +1,18 @@
 // mesh_kill.c: processes that exchange over shared memory, one of which is killed.
 //
-// Each case forks 2 … 6 ranks, which attach to a region and call what common/talk.h says, in a
-// group of all and in smaller ones, for ever. One rank is killed at a random moment, in a third of
-// the cases while they attach. Every other rank must then fail: RankLostError with the number of
-// that rank, whichever group it was in. While they attach CollectiveTimeoutError is right too: from
-// those who wait for a rank that nobody has seen, with its number, and from those who come when the
-// others have given up. What arrived before must be what was said. After the last survivor nothing
-// may have the region's name.
-// Printed: time from the kill to the last survivor's error, over the cases in which all had
+// Each case forks 2 … 6 ranks, which attach to a region and make the calls of common/talk.h, in a
+// group of all and in smaller groups, until they fail. One rank is killed at a random moment, in a
+// third of the cases while they attach. Every other rank must then fail with RankLostError and the
+// number of that rank, whichever group it was in. While they attach, CollectiveTimeoutError is
+// right too: for ranks that wait for a rank that never attached, with its number, and for ranks
+// that come when the others have given up. The bytes that arrived before must be correct. After the
+// last survivor the region's name must be free.
+// Prints the time from the kill to the last survivor's error, over the cases in which all had
 // attached.
 //
-//   mesh_kill [--kills 30] [--seed 1] [--first 0] [--without-pidfd 1: as on a kernel that has none]
-//     --plant 1: the rank is stopped, not killed   2: a file is left behind   (each must end in a
-//                                                  failure)
+//   mesh_kill [--kills 30] [--seed 1] [--first 0] [--without-pidfd 1: as on a kernel without pidfd]
+//     Each --plant must end in a failure:
+//     --plant 1: the rank is stopped, not killed   2: a file is left behind
 #include <fcntl.h>
 #include <stdlib.h>
 
@@ -95,7 +95,7 @@ static int wait_for_the_moment(fuzz *f, const ranks *r) {
   return all_attached(r);
 }
 
-// Every survivor's end is one that is allowed; the latest is returned.
+// Checks that every survivor's result is allowed; returns the latest.
 static double check_survivors(const scene *s, const ranks *r, int victim, int had_attached) {
   char name[24], after[24];
   double last = 0;

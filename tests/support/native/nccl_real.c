@@ -1,7 +1,7 @@
-// nccl_real.c: NCCL itself, where it is installed and there is no driver to make a group with: that
-// it loads, that its declarations are the ones that are written here as far as it gets, and that
-// making a group fails on every rank, soon and with a code that is meant. Whose path it is, the
-// environment says (NCCL_LIBRARY).
+// nccl_real.c: tests the real NCCL where it is installed but no driver exists to make a group with:
+// NCCL loads, the declarations in this project match as far as that can be tested, and making a
+// group fails on every rank, soon and with the expected code. The environment gives the library's
+// path (NCCL_LIBRARY).
 //
 //   nccl_real            prints: version 2.32.3, result 0 of a name, DeviceError "…"
 #include <stdio.h>

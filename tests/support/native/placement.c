@@ -1,11 +1,11 @@
 // placement.c: properties of meshes and placements over random models and worlds.
 //
-// Input: random degrees (kept when they are legal), a random small spec, all its parameters.
-// Oracles, none of which repeats how placement.c computes: coordinates and ranks are one to one and
-// peers differ in one axis alone; in each replica every row of every parameter is held, once, but
-// for KV heads, which are held by exactly those ranks that have a query head of the group, and what
-// is whole everywhere, and is answered for by one rank of the world; replicas are equal; an expert
-// is whole on one rank of its axis; parts differ by one unit at most.
+// Input: random degrees (kept if they are valid), a random small spec, all its parameters. Oracles,
+// which do not repeat the computation of placement.c: coordinates and ranks map one to one, and
+// peers differ in one axis only. In each replica every row of every parameter is held once.
+// Exceptions are KV heads, which are held by exactly the ranks that have a query head of the group,
+// and parameters that are whole everywhere, each of which is owned by one rank of the world.
+// Replicas are equal; an expert is whole on one rank of its axis; parts differ by one unit at most.
 //
 //   placement [--cases 20000] [--seed 1] [--plant 1: the last row of each part is denied]
 #include "model/placement.h"
@@ -119,7 +119,7 @@ static void check_mesh(world *w) {
 }
 
 // -------------------------------------------------------------------------------------- placement
-// 1 if the query heads of the rank, shared out in equal runs, read this row of K or V.
+// Returns 1 if the query heads of the rank, divided in equal runs, read this row of K or V.
 static int reads_row(const world *w, int32_t rank, int64_t row) {
   const int64_t per_rank = w->spec->n_heads / w->mesh.tp,
                 group = w->spec->n_heads / w->spec->n_kv_heads;
@@ -151,7 +151,8 @@ static void check_range(world *w, const rm_param *param, rm_range r) {
        "a part of an expert with ep=%d", w->mesh.ep);
 }
 
-// Over the ranks that together hold one copy: a tp group, or with experts of its own the ep group.
+// Checks the ranks that together hold one copy: a tp group, or the ep group for experts that are
+// placed separately.
 static void check_copy(world *w, const rm_param *param, rm_peers group) {
   static unsigned char held[MAX_ROWS];
   const int64_t total = param->n_dims == 1 ? param->cols : param->rows;
@@ -182,7 +183,7 @@ static void check_copy(world *w, const rm_param *param, rm_peers group) {
        "parts of %lld and %lld rows", (long long)most, (long long)least);
 }
 
-// Each row is answered for once in the world, by a rank that has it.
+// Each row is owned once in the world, by a rank that holds it.
 static void check_counted(world *w, const rm_param *param) {
   static unsigned char counted[MAX_ROWS];
   const int64_t total = param->n_dims == 1 ? param->cols : param->rows;

@@ -1,9 +1,9 @@
 // race_engine.c: the engine under TSan. First several engines at once, each with a thread team and
-// a thread of its own that makes it, syncs it, works it and destroys it. Then one engine that
-// several threads call, under the discipline of the extension (common/turn.h): two add requests and
-// collect them, one steps, one reads statistics, forgets prefixes and pauses, one adds requests
-// only to abort them. Whatever the interleaving, every request has the bits that a lone engine gave
-// it.
+// a thread that creates, syncs, uses and destroys it. Then one engine that several threads call,
+// under the discipline of the extension (common/turn.h): two add requests and collect them, one
+// steps, one reads statistics, resets the prefix cache and pauses, one adds requests only to abort
+// them. Oracle: for every interleaving, every request is bit-identical to the same request on a
+// separate engine.
 //
 //   race_engine [--requests 12] [--rounds 2] [--seed 1] [--plant 1: statistics are read without a
 //   turn]
@@ -23,9 +23,9 @@ typedef struct scene {
   const tiny_weights *weights;
   uint64_t seed;
   int n, plant;
-  uint64_t want[MAX_REQUESTS]; // hash of each request, by a lone engine
+  uint64_t want[MAX_REQUESTS]; // hash of each request on a separate engine
   turn turn;
-  atomic_int collectors; // that are still at work
+  atomic_int collectors; // that are still working
   atomic_long steps, reads, aborts;
 } scene;
 

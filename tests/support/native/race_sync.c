@@ -51,7 +51,7 @@ static void make_oracle(scene *s) {
 }
 
 // ------------------------------------------------------------------------------------ the trainer
-// One tensor, copied to `buffer` first; now and then a broken one goes ahead of it.
+// Pushes one tensor, copied to `buffer` first; sometimes a broken tensor comes before it.
 static rm_code push(scene *s, const tiny_tensor *from, char *buffer, int broken, rm_error *err) {
   tiny_tensor t = *from;
   memcpy(buffer, from->tensor.data, (size_t)from->tensor.span_hi);
@@ -67,7 +67,7 @@ static rm_code push(scene *s, const tiny_tensor *from, char *buffer, int broken,
   }
   const rm_code code = tiny_push(turn_enter(&s->turn), 0, t.name, t.length, &t.tensor, err);
   turn_leave(&s->turn);
-  memset(buffer, 0xFF, (size_t)from->tensor.span_hi); // NaNs: whoever still reads would see them
+  memset(buffer, 0xFF, (size_t)from->tensor.span_hi); // NaNs, which a late reader would see
   return code;
 }
 
@@ -87,7 +87,7 @@ static rm_code send(scene *s, int64_t version, uint64_t r, char *buffer, rm_erro
   return stop < weights->n && !code ? RM_E_INCOMPLETE_SYNC : code;
 }
 
-// Until this version has served some.
+// Waits until this version has served some requests.
 static void await_requests(scene *s) {
   const long enough = atomic_load(&s->requests) + REQUESTS / 2;
   while (atomic_load(&s->requests) < enough) sched_yield();
@@ -105,7 +105,7 @@ static void *train(void *arg) {
       atomic_fetch_add(&s->commits, 1);
       await_requests(s);
     } else if (code == RM_E_STATE || code == RM_E_INCOMPLETE_SYNC)
-      atomic_fetch_add(&s->resets, 1); // the other one interfered, or it was dropped
+      atomic_fetch_add(&s->resets, 1); // the other thread interfered, or the sync was dropped
     else tiny_must(code, &err);
   }
   free(buffer);
@@ -119,8 +119,8 @@ static void *interfere(void *arg) {
   scene *s = arg;
   rm_error err = RM_ERROR_INIT;
   for (uint64_t i = 0; !atomic_load(&s->closed); i++) {
-    const long until = atomic_load(&s->turn.n) +
-                       (long)(tiny_mix(s->seed + i) % 1000); // turns of all: a sync is some hundred
+    // Turns of all threads: a sync takes some hundred.
+    const long until = atomic_load(&s->turn.n) + (long)(tiny_mix(s->seed + i) % 1000);
     while (atomic_load(&s->turn.n) < until && !atomic_load(&s->closed)) sched_yield();
     rm_engine *engine = turn_enter(&s->turn);
     if (engine && i % 3 == 0)
@@ -168,9 +168,9 @@ static void check(scene *s, rm_engine *engine, uint64_t id, int i) {
     }
   }
   int agrees = 0;
+  // A score has no tokens.
   for (int set = 0; set < SETS; set++)
-    agrees |=
-        (version < 0 || version % SETS == set) && hash == s->want[set][i]; // a score has no tokens
+    agrees |= (version < 0 || version % SETS == set) && hash == s->want[set][i];
   if (!agrees)
     tiny_die("request %d under version %lld is not what a lone engine gives", i,
              (long long)version);

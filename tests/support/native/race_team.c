@@ -68,8 +68,8 @@ static void *work(void *arg) {
     rm_error err = RM_ERROR_INIT;
     tiny_must(rm_team_create(1 + (int)(r % MAX_TEAM), &team, &err), &err);
     job own = {.unsynchronised = w->plant ? &planted : NULL};
-    const int runs =
-        (int)(r >> 8) % RUNS; // also none: workers that are told to leave before they ever ran
+    // Includes 0: workers that are told to leave before they have run.
+    const int runs = (int)(r >> 8) % RUNS;
     for (int i = 0; i < runs; i++) {
       run_and_check(team, &own, (int64_t)(r >> (i % 32) & 0xFFFF));
       if ((r >> 20 & 7) == 0) usleep(200); // long enough for the workers to fall asleep

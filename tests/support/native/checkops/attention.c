@@ -31,7 +31,7 @@ static void draw_part(trial *t, int64_t most) {
   s->n_kv_heads = (s->head0 + s->n_heads + s->group - 1) / s->group;
 }
 
-// Numbers of a page of K or V: pads zero, as pages are handed out.
+// Numbers of a page of K or V: pads are zero, like in new pages.
 static void fill_pages(trial *t, char *cache, int64_t from, int64_t to, int is_v, kind what) {
   const shape *s = &t->s;
   const int64_t bytes = size_of(s->dtype);
@@ -111,7 +111,7 @@ static const float *draw_angles(trial *t, const char *name) {
   return x;
 }
 
-// Of a model whose other heads may be other ranks'.
+// The squares of a model whose other heads may belong to other ranks.
 static const float *draw_squares(trial *t, const char *name, int64_t n_heads, int64_t *all) {
   *all = n_heads + (t->timed ? 0 : PICK(t, 0, 0, 1, 5, 17));
   float *squares = float_input(t, name, RM_F32, t->s.rows * *all, draw_kind(t, SPOILED));
@@ -268,8 +268,8 @@ static int64_t draw_rows_of(trial *t, int32_t *seqs, int32_t *positions) {
   return n_seqs;
 }
 
-// Pages stand in any order; those in which no row looks are not there: their entry of the table is
-// a wild number.
+// Pages are stored in any order. Pages that are never read do not exist: their entry in the table
+// is an arbitrary number.
 static int32_t *draw_tables(trial *t, const int32_t *seqs, const int32_t *positions, int64_t n_seqs,
                             int64_t max_pages, int64_t *n_pages) {
   const shape *s = &t->s;

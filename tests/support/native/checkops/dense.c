@@ -32,8 +32,8 @@ static void build_embed(trial *t) {
       words[i] = (uint16_t)(t->timed ? i : (int64_t)next64(t));
     table = words;
   }
-  t->moved_bytes =
-      before + s->rows * s->n * size_of(s->dtype); // of the table the rows that are asked for
+  // Only the requested rows of the table.
+  t->moved_bytes = before + s->rows * s->n * size_of(s->dtype);
   t->args.embed = (rm_embed_args){.out = output(t, "out", s->rows * s->n, size_of(s->dtype)),
                                   .ids = ids,
                                   .table = table,

@@ -152,8 +152,8 @@ static void draw_logits(trial *t) {
   shape *s = &t->s;
   s->rows = t->small ? between(t, 0, 4) : draw_rows(t, 40);
   s->option = (int)between(t, 0, LOGITS_SPOILED);
-  const int ties = s->option == LOGITS_FEW || s->option == LOGITS_FLAT ||
-                   s->option == LOGITS_HARD; // slow in the reference
+  // These are slow in the reference.
+  const int ties = s->option == LOGITS_FEW || s->option == LOGITS_FLAT || s->option == LOGITS_HARD;
   s->vocab = draw_vocab(t, t->small ? 300 : !ties ? 5000 : one_in(t, 50) ? 1100 : 300);
   if (s->vocab > 300) s->rows = rm_min64(s->rows, 2);
 }

@@ -1,5 +1,5 @@
-// machine.h: what this machine can do at best, measured in the same run as what is compared with
-// it.
+// machine.h: the limits of this machine, measured in the same run as the figures that are compared
+// with them.
 #pragma once
 
 // Sweeps a buffer larger than any cache, and runs fused multiply-adds that never leave the

@@ -1,17 +1,18 @@
-// main.c: holds every op of every variant to the reference, bit for bit, over random shapes and
-// hard numbers; the same bodies are benchmarks.
+// main.c: compares every op of every variant with the reference, bit for bit, over random shapes
+// and hard numbers; the same bodies are benchmarks.
 //
 //   checkops [--quick | --elements N [--seconds S] | --seconds S | --trials N | --trial SEED |
 //   --bench | --list]
 //            [--op NAME] [--isa NAME] [--seed N] [--small] [--heap] [--plant]
 //
 // --quick is --trials 300 (the default). --elements counts output elements that the reference
-// computed, each of which every variant was then held to at each thread count; ops get fixed shares
-// of N, so that the cheap ones do not make up the number. The seed is random and always printed; a
-// failure names the one trial that shows it. --small: shapes for valgrind; --heap: exact
-// allocations instead of guards. --plant flips one bit of a variant's output before it is compared,
-// in one op: the run must then fail. Exit status: 0, 1 for a difference, 2 for an error of use, 3
-// when there was no variant to compare.
+// computed, each of which is then compared with every variant at each thread count; ops get fixed
+// shares of N, so that the cheap ones do not dominate the count. The seed is random and always
+// printed; a failure prints the one trial that shows it. --small: shapes for valgrind; --heap:
+// exact
+// allocations instead of guards. --plant flips one bit of a variant's output in one op before the
+// comparison: the run must then fail. Exit status: 0 if all variants agree, 1 for a difference, 2
+// for a usage error, 3 without a variant to compare.
 #include <inttypes.h>
 #include <math.h>
 #include <signal.h>
@@ -57,8 +58,8 @@ static options want;
 static counts done[N_OPS];
 static trial current;
 static rm_team *team;
-static int64_t team_runs; // how often an op found its work worth a second thread
-static char where[512]; // what is being run, for the handler of a bad access
+static int64_t team_runs; // how often an op used a second thread
+static char where[512]; // the running trial, for the handler of a bad access
 static int where_length;
 static char *workspace; // one map, an inaccessible page behind it
 static int64_t workspace_map;
@@ -150,7 +151,7 @@ static rm_ctx context(const rm_kernels *table, int threads, char **heap) {
   return ctx;
 }
 
-// Returns 0 when the op left the floating-point environment as it should be.
+// Returns 0 if the op restored the floating-point environment.
 static int run_once(const op_test *op, const rm_kernels *table, int threads) {
   char *heap = NULL;
   const rm_ctx ctx = context(table, threads, &heap);
@@ -191,7 +192,7 @@ static int report_difference(const buffer *b, int64_t byte) {
   return 1;
 }
 
-// One bit of one element of any output, for the test that this driver can fail.
+// Flips one bit of one element of any output, to test that this driver can fail.
 static void plant(void) {
   const buffer *outputs[MAX_BUFFERS];
   uint64_t n = 0;
@@ -204,7 +205,7 @@ static void plant(void) {
       (char)(1 << (current.seed >> 32 & 7));
 }
 
-// The reference must not write outside either: its guards are those that were laid.
+// The reference must not write outside its outputs either: checks its guards.
 static int guards_changed(void) {
   for (int i = 0; i < current.n_buffers && !current.heap; i++) {
     const buffer *b = &current.buffers[i];
@@ -220,7 +221,7 @@ static int wants(const char *filter, const char *name) {
   return !filter || strcmp(filter, name) == 0;
 }
 
-// Outputs of the reference, or of the op's plain loops, become what is wanted.
+// Makes the outputs of the reference, or of the op's plain loops, the expected ones.
 static int run_reference(const op_test *op) {
   trial_reset(&current);
   if (op->plain) {

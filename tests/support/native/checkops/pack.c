@@ -31,9 +31,9 @@ static void draw_pack(trial *t) {
   s->option = (int)between(t, 0, 15) | (int)between(t, 0, 3) << PACK_LAYOUT_AT |
               (int)between(t, 0, 3) << PACK_SRC_AT;
   s->dtype = draw_dtype(t);
+  // An even number, or a multiple of whole rows.
   if (one_in(t, 2))
-    s->index0 = PICK(t, 1, 2, 3, 17, 100, 65536, INT32_MAX, (int64_t)1 << 33) *
-                PICK(t, 2, s->n); // even, or of whole rows
+    s->index0 = PICK(t, 1, 2, 3, 17, 100, 65536, INT32_MAX, (int64_t)1 << 33) * PICK(t, 2, s->n);
 }
 
 // ------------------------------------------------------------------------------------- the oracle

@@ -1,6 +1,6 @@
-// trial.h: what the parts of checkops share. A trial is one call of one op: its shape, its
-// arguments, the buffers they point to, all of it a function of one 64-bit seed, so that a failure
-// is one number to type in again.
+// trial.h: shared by the parts of checkops. A trial is one call of one op: its shape, its
+// arguments, and the buffers they point to, all of it a function of one 64-bit seed, so that a
+// failure can be repeated from one number.
 //
 // Buffers. An input is poisoned on both sides (bytes 0xFF: NaNs, and −1 as an index), made
 // read-only before the call, and in one trial of two it ends where an inaccessible page begins. An
@@ -26,7 +26,7 @@ typedef struct shape {
   rm_dtype dtype, out_dtype;
 } shape;
 
-// What stands in a float buffer. NUMBERS and all before it hold finite numbers only.
+// Contents of a float buffer. NUMBERS and all values before it hold finite numbers only.
 typedef enum kind { PLAIN, HARD, EQUAL, TINY, VAST, SPOILED } kind;
 
 typedef struct buffer {
@@ -127,6 +127,6 @@ void trial_reset(trial *t); // outputs as they were
 void trial_keep(trial *t); // outputs are what is wanted
 const buffer *trial_differs(
     const trial *t,
-    int64_t *byte); // NULL, or the first output that is not as wanted; byte of its room
+    int64_t *byte); // NULL, or the first output that differs; byte of its room
 void trial_free(trial *t);
 int64_t trial_elements(const trial *t);

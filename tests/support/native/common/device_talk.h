@@ -1,7 +1,7 @@
-// device_talk.h: talk.h for groups of a device's memory, compared with another group's. The talk's
-// memory is the host's; each of its exchanges is made twice: between copies of that memory on the
-// device, by the group that is tried, and between the memory itself, by a group of threads. After
-// each, all of the memory, gaps and guards too, has to be the same.
+// device_talk.h: talk.h for groups of device memory, compared with another group. The talk's memory
+// is the host's; each of its exchanges is made twice: between copies of that memory on the device,
+// by the tested group, and between the memory itself, by a group of threads. After each exchange
+// all of the memory, gaps and guards too, must be equal.
 //
 //   device_talk d;
 //   device_talk_begin(&d, tried, plain, device, seed, 3000);
@@ -20,7 +20,7 @@ typedef struct device_talk {
   size_t bytes; // of each of the talk's two blocks of memory
   char *there[2], *shadow[2]; // [bytes] each: the device's, and what comes back of it
   double patience; // seconds of a wait
-  int is_hasty; // plant: looks at what comes before it was waited for
+  int is_hasty; // plant: reads received bytes before the wait for them
   uint64_t n; // calls so far
 } device_talk;
 

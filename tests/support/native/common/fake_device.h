@@ -1,14 +1,13 @@
-// fake_device.h: a device for tests of what enqueues: one queue that a thread works off some time
-// later, and a memory whose addresses the host may not touch (it has no pages there, so who tries
-// ends with SIGSEGV).
+// fake_device.h: a device for tests of code that enqueues: one queue that a thread works off some
+// time later, and a memory that is inaccessible to the host (an access ends with SIGSEGV).
 //
 //   fake_device *d = fake_device_open(64 << 20);
 //   d->device.alloc(d, …); d->device.copy_2d(d, …); d->device.wait(d);
 //   fake_device_close(d);                              // ends the program when a block was not
 //                                                      given back
 //
-// Work is late by up to `late_us` microseconds, so that what is read before it was waited for is
-// old. `fault` may be set to 1 by any thread: from then on the device is dead, as device.h says.
+// Work is late by up to `late_us` microseconds, so that data read before the wait is old. Any
+// thread may set `fault` to 1: from then on the device is dead, as device.h defines it.
 #pragma once
 
 #include <pthread.h>
@@ -44,12 +43,12 @@ typedef struct fake_device {
   pthread_mutex_t lock;
   pthread_cond_t changed;
   fake_list queue;
-  fake_list *graph; // NULL: nothing is captured
+  fake_list *graph; // the active capture, or NULL
   long enqueued, done, events[RM_DEVICE_EVENTS];
   int late_us, closing;
   long waits; // calls of wait and reach: what may not be recorded
   atomic_int fault;
-  int refuse_at; // the so-manieth map or pin from now finds no memory; 0: none
+  int refuse_at; // the map or pin of this number from now on fails; 0: none
 } fake_device;
 
 static inline void fake_append(fake_list *list, int (*run)(void *), const void *data,
@@ -121,7 +120,7 @@ static inline rm_device_status fake_alloc(void *self, size_t bytes, void **out) 
   return RM_DEVICE_OK;
 }
 
-// Until so many are done; −1: all.
+// Waits until so many are done; −1: all.
 static inline rm_device_status fake_wait_until(fake_device *d, long until) {
   pthread_mutex_lock(&d->lock);
   d->waits++;
@@ -133,7 +132,7 @@ static inline rm_device_status fake_wait_until(fake_device *d, long until) {
 
 static inline rm_device_status fake_wait(void *self) { return fake_wait_until(self, -1); }
 
-// The room is given back when the last block is.
+// The memory is freed with the last block.
 static inline void fake_free(void *self, void *block, size_t bytes) {
   fake_device *d = self;
   (void)block, (void)bytes;
@@ -218,7 +217,7 @@ static inline rm_device_status fake_wait_event(void *self, int number) {
   return fake_wait_until(self, ((fake_device *)self)->events[number]);
 }
 
-// Whether so many are done; −1: all.
+// Returns whether so many are done; −1: all.
 static inline rm_device_status fake_poll_until(fake_device *d, long until) {
   pthread_mutex_lock(&d->lock);
   const int busy = d->done < (until < 0 ? d->enqueued : until);

@@ -1,5 +1,5 @@
-// fuzz.h: what the mutators share: how many cases and for how long, a case that depends on the seed
-// and its number alone, and integers where mistakes live.
+// fuzz.h: shared by the fuzzers: the number of cases and the time limit, cases that depend only on
+// the seed and their number, and integers that often cause mistakes.
 //
 //   fuzz f = fuzz_begin(argc, argv, 100000, 4);       // cases unless --cases or --seconds says
 //                                                     otherwise; faults it can plant
@@ -45,7 +45,7 @@ static inline fuzz fuzz_begin(int argc, char **argv, long cases, long plants) {
   return f;
 }
 
-// Begins the next case, 0 when there are enough. The clock is read every 64th case.
+// Begins the next case; returns 0 when there are enough. The clock is read every 64th case.
 static inline int fuzz_next_case(fuzz *f) {
   if (++f->at - f->first >= f->cases) return 0;
   f->state = tiny_mix(f->seed * 0x9E3779B97F4A7C15u + (uint64_t)f->at);
@@ -59,7 +59,7 @@ static inline const char *fuzz_where(fuzz *f) {
 
 static inline uint64_t fuzz_bits(fuzz *f) { return tiny_mix(f->state += 0x9E3779B97F4A7C15u); }
 
-// Of 0 … n − 1; n > 0.
+// Returns a number in 0 … n − 1; n > 0.
 static inline int64_t fuzz_below(fuzz *f, int64_t n) {
   return (int64_t)(fuzz_bits(f) % (uint64_t)n);
 }
@@ -70,8 +70,8 @@ static inline int fuzz_one_in(fuzz *f, int64_t n) { return fuzz_below(f, n) == 0
 // Zero, small ones of both signs, powers of two with their neighbours, the ends of 32 and 64 bits,
 // and any.
 static inline int64_t fuzz_integer(fuzz *f) {
-  const int64_t kind =
-      fuzz_below(f, 6); // one call a statement: the order of two in an expression is the compiler's
+  // One call per statement, because the compiler chooses the order of two calls in an expression.
+  const int64_t kind = fuzz_below(f, 6);
   const uint64_t power = UINT64_C(1) << fuzz_below(f, 63), near = (uint64_t)fuzz_below(f, 3) - 1;
   switch (kind) {
     case 0: return fuzz_below(f, 9) - 4;

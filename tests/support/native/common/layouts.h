@@ -1,5 +1,5 @@
 // layouts.h: tensors laid out in memory in every way that strides allow, in a buffer between two
-// pages that nobody may touch, and what their elements are by definition: one address per element,
+// inaccessible pages, and the values of their elements by definition: one address per element,
 // computed in 128 bits.
 #pragma once
 
@@ -50,7 +50,7 @@ static inline reach tensor_reach(const rm_tensor *t) {
   return (reach){-low * each, (high + 1) * each};
 }
 
-// The same by walking over all elements, for those who do not believe it.
+// The same by walking over all elements, as a check.
 static inline reach tensor_walk(const rm_tensor *t) {
   wide low = 0, high = 0, n = 1, each = element_bytes(t->dtype);
   for (int i = 0; i < t->n_dims; i++) n *= t->shape[i];
@@ -114,8 +114,8 @@ static inline double element_value(uint32_t bits, rm_src_dtype dtype) {
   return (double)value;
 }
 
-// What is stored of it: the bits of the nearest bfloat16 or float32, ties to even; a double goes by
-// way of float32, as torch's.
+// Returns the stored value: the bits of the nearest bfloat16 or float32, ties to even. A double is
+// first rounded to float32, as in torch.
 static inline uint32_t element_load(const char *from, rm_src_dtype dtype, rm_src_dtype as) {
   double d;
   float value = 0;
@@ -131,7 +131,7 @@ static inline uint32_t element_load(const char *from, rm_src_dtype dtype, rm_src
   }
   const uint32_t bits = float_bits(value), up = bits >> 16, rest = bits & 0xFFFF;
   if (as == RM_SRC_F32) return bits;
-  if ((bits & 0x7FFFFFFF) > 0x7F800000) return up | 0x40; // a NaN stays one
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return up | 0x40; // a NaN stays a NaN
   return up + (rest > 0x8000 || (rest == 0x8000 && (up & 1)));
 }
 
@@ -146,7 +146,7 @@ static inline char *element_at(const rm_tensor *t, int64_t e) {
   return (char *)t->data + at * element_bytes(t->dtype);
 }
 
-// Small, or, wild, now and then of any exponent.
+// Small; or, if wild, sometimes of any exponent.
 static inline double any_value(fuzz *f, int wild) {
   const double unit = (double)(int64_t)fuzz_bits(f) * 0x1p-63;
   if (!wild || !fuzz_one_in(f, 16)) return unit * 0.3;

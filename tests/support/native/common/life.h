@@ -1,6 +1,6 @@
 // life.h: one engine of fuzz_calls.c with its prediction, its requests in slots, and the checks
-// that follow every call: its return code (judge), and all that can be seen of the engine
-// (check_all). Counts of what happened are of the process.
+// that follow every call: its return code (judge), and the observable state of the engine
+// (check_all). The counters are per process.
 #pragma once
 
 #include "common/fuzz.h"
@@ -23,10 +23,13 @@ typedef struct slot {
 } slot;
 
 // clang-format off
-typedef enum call { CREATE, ADD, ADD_BAD, STEP, ABORT, RELEASE, VIEW, SAMPLE_VIEW, STOP_SAMPLE, PAUSE, RESET, SYNC_BEGIN, SYNC_CHECK,
+typedef enum call { CREATE, ADD, ADD_BAD, STEP, ABORT, RELEASE, VIEW, SAMPLE_VIEW, STOP_SAMPLE,
+  PAUSE, RESET, SYNC_BEGIN, SYNC_CHECK,
   SYNC_PUSH, SYNC_COMMIT, SYNC_ABORT, SLEEP, WAKE, FINISHED, DESTROY, N_CALLS } call;
-static const char *const call_names[N_CALLS] = {"create", "add", "add of a bad one", "step", "abort", "release", "view", "sample_view",
-  "stop_sample", "pause", "reset_prefix_cache", "sync_begin", "sync_check", "sync_push", "sync_commit", "sync_abort", "sleep", "wake",
+static const char *const call_names[N_CALLS] = {"create", "add", "add of a bad one", "step",
+  "abort", "release", "view", "sample_view",
+  "stop_sample", "pause", "reset_prefix_cache", "sync_begin", "sync_check", "sync_push",
+  "sync_commit", "sync_abort", "sleep", "wake",
   "finished", "destroy"};
 // clang-format on
 static const uint8_t never_fails[N_CALLS] = {
@@ -59,7 +62,8 @@ static _Noreturn void wrong(life *l, const char *what) {
 // ------------------------------------------------------------------------------- what can be seen
 static seen look(const life *l) { return seen_of(l->engine); }
 
-// One call's code. `before`: what must not have changed when it failed, NULL when some may.
+// The code of one call. `before`: the state that must not change if it fails, NULL if it may
+// change.
 static int judge(life *l, call which, rm_code code, codes want, rm_error *err, const seen *before) {
   l->last = which;
   if (!code_in(want, code)) {
@@ -146,8 +150,8 @@ static void check_tokens(life *l, const slot *at) {
   }
 }
 
-// A sample that was kept goes on as a request would whose prompt ends with the tokens it had: draws
-// are by position.
+// A kept sample continues like a request whose prompt ends with the tokens that the sample had:
+// draws depend on the position.
 static void check_continued(life *l, const slot *at, int32_t sample) {
   const rm_sample_view v = sample_of(l, at, sample);
   slot rest = *at;
@@ -194,7 +198,7 @@ static void check_answer(life *l, slot *at) {
   followed += at->which < 0;
 }
 
-// Requests that the last call ended, and the books.
+// Requests that the last call ended, and the statistics.
 static void check_all(life *l, int may_finish) {
   int64_t running = 0;
   for (slot *at = l->slots; at < l->slots + SLOTS; at++) {

@@ -1,5 +1,5 @@
-// mutate.h: names and tensors that were right, with a mistake made in them. A text that is mutated
-// has NAME_ROOM bytes.
+// mutate.h: valid names and tensors with a mistake made in them. The buffer of a mutated text has
+// NAME_ROOM bytes.
 #pragma once
 
 #include <limits.h>
@@ -121,7 +121,7 @@ static inline size_t stretch_name(fuzz *f, char *text, size_t n) {
 }
 
 // ---------------------------------------------------------------------------------------- tensors
-// A stride with which the dim ends within a few elements of where 64 bits end.
+// A stride with which the dim ends within a few elements of the limit of 64 bits.
 static inline int64_t overflowing(fuzz *f, int64_t extent) {
   const int64_t by = extent > 2 ? extent - 1 : 1, end = INT64_MAX >> fuzz_below(f, 5);
   const int64_t stride = wrapping_add(end / by, fuzz_below(f, 9) - 6);

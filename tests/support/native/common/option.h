@@ -1,7 +1,7 @@
 // option.h: the command line of a driver: `--name number` and nothing else. A driver that guessed
-// at a word it does not know, or at a number that is none, would test nothing, or something else,
-// and say that all is well. So both end the program with status 2 and a sentence, before anything
-// runs. getopt_long lost: it takes names that are cut short, and leaves the numbers to us.
+// at an unknown word or an invalid number would test nothing, or something else, and still report
+// success. So both end the program with status 2 and a message before anything runs. Rejected:
+// getopt_long, because it accepts abbreviated names and does not parse numbers.
 //
 //   long rounds = 40;                                    // what stands when it is not given
 //   uint64_t seed = 1;
@@ -18,7 +18,7 @@
 #include <string.h>
 
 enum { OPTION_REFUSED = 2 }; // exit status
-#define OPTION_MOST (INT64_MAX / 2) // of counts without a limit of their own: two may be added
+#define OPTION_MOST (INT64_MAX / 2) // for unlimited counts: two may be added
 
 typedef struct option { // one of the pointers is set
   const char *name; // NULL ends a list
@@ -37,8 +37,8 @@ static inline _Noreturn __attribute__((format(printf, 1, 2))) void option_refuse
   exit(OPTION_REFUSED);
 }
 
-// Of all readers: the whole word is a number that fits. `end` is where strto… stopped, errno what
-// it left.
+// Checks that the whole word is a number that fits. Every reader calls it. `end` is where strto…
+// stopped, errno is what strto… set.
 static inline void option_must_be(int fits, const char *name, const char *text, const char *end,
                                   const char *wanted) {
   if (!*text || end == text || *end || errno || !fits)

@@ -1,10 +1,10 @@
-// predict.h: what the documentation (engine.h, sync.h) says an engine does, as a state machine
-// without weights, tokens or time: which code a call returns, which version serves, which set of
-// weights each parameter is of. It shares nothing with csrc but the names of codes and options.
-// fuzz_calls.c lives next to an engine with one of these and holds the two against each other.
+// predict.h: the documented behavior of an engine (engine.h, sync.h) as a state machine without
+// weights, tokens or time: the code that a call returns, the version that serves, and the set of
+// weights of each parameter. It shares only the names of codes and options with csrc. fuzz_calls.c
+// runs an engine beside a state machine and compares the two.
 //
-// A call has more than one code only where two of its arguments are wrong at once and no header
-// says which comes first; codes are therefore sets, a bit each.
+// A call has several codes only if two of its arguments are wrong at once and the headers do not
+// define an order; codes are therefore sets, a bit each.
 #pragma once
 
 #include <string.h>
@@ -21,7 +21,7 @@ typedef uint32_t codes;
 static inline codes code_set(rm_code code) { return UINT32_C(1) << code; }
 static inline int code_in(codes set, rm_code code) { return set >> code & 1; }
 
-// `yes` adds one more way to be wrong.
+// `yes` adds one more error.
 static inline codes wrong_if(codes set, int yes, rm_code code) {
   return yes ? set | code_set(code) : set;
 }
@@ -42,7 +42,7 @@ typedef struct predict {
   int open;
   rm_sync_options options; // version resolved
   int based; // partial, on what serves
-  int64_t version_before; // in place: what comes back if nothing is written
+  int64_t version_before; // in place: the version to restore if the sync writes nothing
   int coming[PREDICT_PARAMS];
   uint8_t seen[PREDICT_PARAMS], dirty[PREDICT_PARAMS];
   int64_t n_pushed, n_skipped;
@@ -114,7 +114,7 @@ static inline codes predict_check(const predict *p, int64_t param, rm_code fault
   return or_ok(wrong_if(wrong_if(0, p->seen[param], RM_E_DUPLICATE_KEY), fault != RM_OK, fault));
 }
 
-// A value that is not finite is found in the copying, by push alone; allow_nonfinite lets it in.
+// A value that is not finite is detected while copying, only by push; allow_nonfinite accepts it.
 static inline codes predict_push(predict *p, int64_t param, int set, rm_code fault, int nonfinite) {
   const codes want = predict_check(p, param, fault);
   if (want != code_set(RM_OK)) return want;

@@ -1,6 +1,6 @@
-// ranks.h: rank processes of a test, forked by a parent that has no threads, and what they tell it:
-// a page of memory that all share. A rank ends by _exit only, so that nothing of the parent's is
-// flushed or freed twice; the parent ends the program when a rank is not done within a minute.
+// ranks.h: rank processes of a test, forked by a single-threaded parent, and their reports: a page
+// of memory that all share. A rank ends by _exit only, so that objects of the parent are not
+// flushed or freed twice; the parent ends the program if a rank is not done within a minute.
 #pragma once
 
 #include <errno.h>
@@ -25,7 +25,7 @@ enum { RANKS_MAX = 8, RANKS_MINUTE = 60 };
 typedef struct ranks_word { // of one rank; its own to write
   atomic_int attached; // 1 once it is
   atomic_long calls; // that it has made
-  rm_code code; // how it ended, valid when it has
+  rm_code code; // its result, valid once it is done
   double when; // clock of its error
   char text[400];
 } ranks_word;
@@ -91,7 +91,7 @@ static inline int ranks_wait(ranks *r, int rank, const char *where) {
   return status;
 }
 
-// From now on the system answers this process that it has no pidfd_open.
+// From now on pidfd_open fails in this process as on a kernel without it.
 static inline void ranks_refuse_pidfd(void) {
   struct sock_filter filter[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
@@ -107,7 +107,7 @@ static inline void ranks_refuse_pidfd(void) {
 
 static inline void ranks_kill(ranks *r, int rank) { kill(r->pids[rank], SIGKILL); }
 
-// Whether the name is still there.
+// Whether the name still exists.
 static inline int ranks_left_behind(const char *name) {
   char path[300];
   snprintf(path, sizeof path, "/dev/shm/rollmesh.%s", name);

@@ -1,5 +1,5 @@
-// seen.h: what can be observed of an engine without running it. A call that fails must leave all of
-// it as it was; two of these are compared byte by byte, so the gaps between members are zeroed too.
+// seen.h: the observable state of an engine that is not running. A call that fails must not change
+// it; two states are compared byte by byte, so the gaps between members are zeroed too.
 #pragma once
 
 #include <string.h>
@@ -13,7 +13,7 @@ typedef struct seen {
   int open; // a sync is
 } seen;
 
-// All zeros where there is no engine.
+// All fields are zero without an engine.
 static inline seen seen_of(rm_engine *engine) {
   seen s;
   memset(&s, 0, sizeof s);

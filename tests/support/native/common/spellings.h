@@ -1,7 +1,7 @@
-// spellings.h: every name that a tiny model understands and what a tensor of that name must be,
-// written out from its sizes and not by matching patterns: the oracle of the drivers that send
-// names. What a fused or packed tensor holds are parameters one after another along its rows, also
-// over its outer dim, so a list of them says all.
+// spellings.h: every name that a tiny model accepts and the tensor that the name requires, written
+// out from the model's sizes and not by matching patterns: the oracle of the drivers that send
+// names. A fused or packed tensor holds parameters one after another along its rows, also over its
+// outer dim, so a list of them describes it.
 //
 //   book *b = book_create(model);
 //   const spelling *s = book_find(b, name, length, &code);   // NULL: refused with that code
@@ -240,7 +240,7 @@ static inline int book_is_text(const char *name, size_t length) {
   return 1;
 }
 
-// Whether a module of this name is one that a wrapper puts around another.
+// Whether a wrapper puts a module of this name around another.
 static inline int book_is_wrapper(const char *word, size_t n) {
   static const char *const words[] = {"_orig_mod", "module", "_fsdp_wrapped_module",
                                       "_checkpoint_wrapped_module"};

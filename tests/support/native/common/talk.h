@@ -1,6 +1,6 @@
-// talk.h: calls of a group that every rank can foresee. What is said in call n (the operation, each
-// block's size, its rows at either end, its bytes) is a function of a seed, n, and who says it to
-// whom; so each rank makes its own blocks, and knows what has to arrive without asking anybody.
+// talk.h: calls of a group that every rank can predict. The contents of call n (the operation, each
+// block's size, its rows at either end, its bytes) are a function of a seed, n, the sender and the
+// receiver. So each rank makes its own blocks, and knows what must arrive without communication.
 //
 //   talk t = talk_begin(comm, seed, 3000);            // blocks of up to 3000 bytes
 //   while (!(code = talk_call(&t, n++, &err))) …      // ends the program when what came is not
@@ -34,7 +34,7 @@ typedef struct talk {
   char *sent, *received; // owned: [size][room] each
   uint64_t bytes_sent, bytes_received; // that the comm should have counted
   long kinds[TALK_N_KIND];
-  int lie; // plant: one byte of every call is not what was said
+  int lie; // plant: one byte of every call is wrong
 } talk;
 
 static inline uint64_t talk_bits(const talk *t, uint64_t n, uint64_t what, int from, int to) {

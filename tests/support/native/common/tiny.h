@@ -6,15 +6,15 @@
 //   tiny_weights *weights = tiny_weights_create(model, 7);
 //   rm_engine *engine = tiny_engine(model, 2);
 //   tiny_must(tiny_sync(engine, weights, RM_INFLIGHT_REFUSE, &err), &err);
-//   uint64_t hash = tiny_generate(engine, 1, 6);          // the same for every instruction set and
-//                                                         number of threads
-//                                                         rm_engine_destroy(engine),
-//                                                         tiny_weights_destroy(weights),
-//                                                         tiny_model_destroy(model);
+//   // the same for every instruction set and number of threads:
+//   uint64_t hash = tiny_generate(engine, 1, 6);
+//   rm_engine_destroy(engine);
+//   tiny_weights_destroy(weights);
+//   tiny_model_destroy(model);
 //
-// Nothing here but tiny_model_create and the engine's own calls goes through the library's
-// allocator, so rm_memory_fail_at counts the engine's allocations only. What cannot go on ends the
-// program with status 1 and a sentence on stderr.
+// Only tiny_model_create and the engine's own calls use the library's allocator, so
+// rm_memory_fail_at counts the engine's allocations only. A failure ends the program with status 1
+// and a message on stderr.
 #pragma once
 
 #include <stddef.h>
@@ -30,8 +30,8 @@ typedef enum tiny_kind {
   TINY_WIDE = TINY_N_KIND
 } tiny_kind;
 
-// With sizes that are no multiples of a tile; TINY_MOE has a dense layer and one of experts with a
-// router bias, the others a layer with a sliding window and, TINY_TIED, biases of attention.
+// Sizes are not multiples of a tile. TINY_MOE has a dense layer and an expert layer with a router
+// bias; the others have a layer with a sliding window and, for TINY_TIED, attention biases.
 // TINY_WIDE, which is not among the TINY_N_KIND, is like TINY_MOE with sizes of several tiles.
 typedef struct tiny_model {
   tiny_kind kind;
@@ -43,13 +43,12 @@ typedef struct tiny_model {
 typedef struct tiny_tensor {
   char name[128];
   size_t length; // of the name
-  rm_tensor
-      tensor; // contiguous, in the parameter's own dtype, spans set; data in the weights' block
+  // Contiguous, in the parameter's own dtype, with spans; the data is in the weights' block.
+  rm_tensor tensor;
 } tiny_tensor;
 
-typedef struct
-    // every parameter of the model once, in the manifest's order (a tied lm_head is left out)
-    tiny_weights {
+// Every parameter of the model once, in the manifest's order (without a tied lm_head).
+typedef struct tiny_weights {
   int64_t n;
   tiny_tensor *list;
   char *block;
@@ -90,7 +89,7 @@ rm_request tiny_request(const tiny_model *model, uint64_t seed, int i, tiny_room
 // Everything of a request that the contract fixes: tokens, ends, bits of all logprobs, routing. Not
 // the versions.
 uint64_t tiny_hash(const rm_engine *engine, uint64_t id);
-// Steps until nothing is unfinished.
+// Steps until all requests have finished.
 rm_code tiny_drain(rm_engine *engine, rm_error *err);
 // Adds requests 0 … n−1 of `seed`, drains, hashes all, releases them. Ends the program on any
 // error.

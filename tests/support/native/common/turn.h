@@ -17,7 +17,7 @@ typedef struct turn {
   atomic_long n; // turns taken: the number whose turn it is
 } turn;
 
-// The engine, NULL when it is closed; to be followed by turn_leave in either case.
+// Returns the engine, NULL when it is closed; turn_leave must follow in either case.
 static inline rm_engine *turn_enter(turn *t) {
   const long number = atomic_fetch_add_explicit(&t->queue, 1, memory_order_relaxed);
   while (atomic_load_explicit(&t->n, memory_order_relaxed) != number) sched_yield();

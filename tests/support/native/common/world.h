@@ -1,6 +1,7 @@
-// world.h: what fuzz_calls.c knows before it starts: a tiny model, three sets of weights, what a
-// lone engine answers to each of sixteen requests under each set, and what every parameter of every
-// set adds to the digest of a version, so that the digest of any mixture can be told in advance.
+// world.h: the data that fuzz_calls.c computes before it starts: a tiny model, three sets of
+// weights, the answers of a separate engine to each of sixteen requests under each set, and the
+// contribution of every parameter of every set to the digest of a version, from which the digest of
+// any mixture follows.
 #pragma once
 
 #include <string.h>
@@ -46,7 +47,7 @@ static answer world_ask(rm_engine *engine, const rm_request *request) {
     rm_sample_view v;
     tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, i, &v, &err), &err);
     a.n_tokens[i] = v.n_tokens;
-    if (!v.n_tokens) continue; // then there are no arrays either
+    if (!v.n_tokens) continue; // then the arrays do not exist either
     memcpy(a.tokens[i], v.tokens, (size_t)v.n_tokens * sizeof *v.tokens);
     memcpy(a.logprobs[i], v.logprobs, (size_t)v.n_tokens * sizeof *v.logprobs);
   }
@@ -54,7 +55,7 @@ static answer world_ask(rm_engine *engine, const rm_request *request) {
   return a;
 }
 
-// Without a prefix cache: what it answers does not depend on what it was asked before.
+// Without a prefix cache, so that answers do not depend on earlier requests.
 static rm_engine *lone_engine(const world *w, int set) {
   rm_engine_options options = tiny_options(w->model, 1);
   rm_engine *engine;
@@ -65,14 +66,14 @@ static rm_engine *lone_engine(const world *w, int set) {
   return engine;
 }
 
-// What each parameter adds to the digest: set 0 with one of its tensors replaced.
+// Computes the contribution of each parameter to the digest: set 0 with one tensor replaced.
 static void world_digests(world *w, rm_engine *engine) {
   rm_error err = RM_ERROR_INIT;
   w->digest = rm_store_digest(rm_engine_store(engine));
   const rm_sync_options partial = {.version = -1, .allow_partial = 1},
                         full = {.version = -1, .allow_bias_removal = 1};
   for (int64_t i = 0; i < w->sets[0]->n; i++)
-    for (int set = SETS - 1; set >= 0; set--) { // set 0 last: it is back then
+    for (int set = SETS - 1; set >= 0; set--) { // set 0 last, which restores it
       const tiny_weights one = {.n = 1, .list = &w->sets[set]->list[i]};
       tiny_must(tiny_sync_with(engine, &one, &partial, RM_INFLIGHT_REFUSE, &err), &err);
       w->delta[set][i] = rm_store_digest(rm_engine_store(engine)) - w->digest;

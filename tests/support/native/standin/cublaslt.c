@@ -1,24 +1,25 @@
-// cublaslt.c: a stand-in for libcublasLt.so.13, for streams of standin/stream.h: the functions that
-// kernels/cuda/vendor_gemm.cu loads, as cublasLt.h documents them, for D = Aᵀ·B of bf16 with
-// float32 sums, with or without a bias. Work is put into the stream and done there.
+// cublaslt.c: a stand-in for libcublasLt.so.13, for streams of standin/stream.h. It implements the
+// functions that kernels/cuda/vendor_gemm.cu loads, as cublasLt.h documents them, for D = Aᵀ·B of
+// bf16 with float32 sums, with or without a bias. Work is enqueued on the stream and runs there.
 //
 // It has two algorithms. WHOLE adds along k in one chain. SPLIT cuts k into as many parts as there
-// are columns of B, up to 4, and adds the parts, cut to 10 bits of mantissa: what one column gets
-// depends on how many there are, which even a small model shows. The heuristic gives SPLIT first,
-// or what STANDIN_CUBLAS_FIRST=whole says, and WHOLE alone to a descriptor that asks for batch
-// invariance.
+// are columns of B, up to 4, and adds the parts, rounded to 10 bits of mantissa: the result of a
+// column depends on the number of columns, which even a small model shows. The heuristic returns
+// SPLIT first, or what STANDIN_CUBLAS_FIRST=whole selects, and only WHOLE for a descriptor that
+// asks for batch invariance.
 //
-// What the header forbids ends the program: a descriptor that is used before it is whole or after
-// its end, operands less aligned than the preference has promised, a workspace smaller than the
-// algorithm's, more columns than a leading dimension has room for, an algorithm that this did not
-// give out, and descriptors that are left when their handle goes.
+// Violations of the header end the program: a descriptor that is used before it is complete or
+// after it is destroyed, operands less aligned than the preference has promised, a workspace
+// smaller than the algorithm's, more columns than a leading dimension has room for, an algorithm
+// that this library did not return, and descriptors that still exist when their handle is
+// destroyed.
 //
 // Faults, read when a handle is made:
-//   STANDIN_CUBLAS_VERSION=110000     what cublasLtGetVersion says (also without a handle)
+//   STANDIN_CUBLAS_VERSION=110000     the version of cublasLtGetVersion (also without a handle)
 //   STANDIN_CUBLAS_CREATE=status      cublasLtCreate fails
 //   STANDIN_CUBLAS_NONE=rows          no algorithm for so many columns of B
 //   STANDIN_CUBLAS_FAIL=call:status   that cublasLtMatmul fails, counted from 1
-//   STANDIN_CUBLAS_OLD=1              knows nothing of batch invariance
+//   STANDIN_CUBLAS_OLD=1              does not support batch invariance
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -139,7 +140,7 @@ EXPORT int cublasLtCreate(context **out) {
 }
 
 EXPORT int cublasLtDestroy(context *c) { return drop(c); }
-// For tests: what was made and not destroyed, of all handles.
+// For tests: the number of objects that were made and not destroyed, over all handles.
 EXPORT int standin_cublas_alive(void) { return atomic_load(&alive); }
 
 EXPORT int cublasLtMatmulDescCreate(desc **out, int compute, int scale) {

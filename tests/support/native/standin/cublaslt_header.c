@@ -1,5 +1,5 @@
-// cublaslt_header.c: kernels/cuda/cublaslt.h against NVIDIA's own cublasLt.h, by a compiler that is
-// given both: values, layouts, and how many arguments of which size each function takes. It is
+// cublaslt_header.c: compares kernels/cuda/cublaslt.h with NVIDIA's own cublasLt.h by compiling
+// with both: values, layouts, and the number and sizes of each function's arguments. It is
 // compiled, never run.
 #include <cublasLt.h>
 

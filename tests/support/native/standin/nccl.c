@@ -1,28 +1,28 @@
-// nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h: the functions that
-// csrc/comm/nccl/nccl.c loads, as NCCL documents them for communicators that do not block, with
-// ranks that are threads or processes. Groups are put into the queue by a thread, some time after
-// ncclGroupEnd; what they do, they do when the queue comes to them, and wait there for their peers
-// as kernels would, until they are through or the communicator is aborted. A size or a kind that a
-// peer does not expect is a hang, as it may be there.
+// nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h. It implements the functions
+// that csrc/comm/nccl/nccl.c loads, as NCCL documents them for nonblocking communicators, with
+// ranks that are threads or processes. A thread enqueues each group some time after ncclGroupEnd. A
+// group runs when the queue reaches it and waits there for its peers, as a kernel would, until it
+// finishes or the communicator is aborted. A size or kind that a peer does not expect is a hang, as
+// in NCCL.
 //
-// What NCCL forbids ends the program: a communicator that is used while it is busy, after its end,
-// or by two threads at once, or destroyed before it was finalized.
+// Violations of NCCL's rules end the program: a communicator that is used while it is busy, after
+// its end, or by two threads at once, or destroyed before it was finalized.
 //
-// Faults are planted by the environment, read when a communicator is made; calls are groups of it,
-// counted from 1:
-//   STANDIN_VERSION=22907                     what ncclGetVersion says
+// The environment injects faults and is read when a communicator is made. Calls are groups of the
+// communicator, counted from 1:
+//   STANDIN_VERSION=22907                     the version of ncclGetVersion
 //   STANDIN_ID=result                         ncclGetUniqueId fails
 //   STANDIN_INIT=rank:result                  that rank's communicator is not made; result 7: it
 //                                             never is
 //   STANDIN_GROUP=rank:call:result            that group fails after ncclGroupEnd, and is never
 //                                             enqueued; result 7: it stays busy
 //   STANDIN_ASYNC=rank:call:result            an error while that group runs, which hangs
-//   STANDIN_HANG=rank:call                    that group hangs, and nobody is told
-//   STANDIN_SKIP=rank:call                    that group is left out
-//   STANDIN_FLIP=rank:call                    a bit of what that group sends
-//   STANDIN_FINALIZE=rank                     the communicator's end does not come
-//   STANDIN_ABORT=seconds                     so long an abort does not return, as one of a
-//                                             communicator that a recording knows
+//   STANDIN_HANG=rank:call                    that group hangs without an error
+//   STANDIN_SKIP=rank:call                    that group is skipped
+//   STANDIN_FLIP=rank:call                    flips a bit of what that group sends
+//   STANDIN_FINALIZE=rank                     the communicator never finishes
+//   STANDIN_ABORT=seconds                     an abort returns only after this time, as for a
+//                                             communicator that a recording uses
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -71,16 +71,16 @@ typedef struct fault {
 
 typedef struct comm {
   unsigned alive; // MAGIC until its end
-  int rank, size, is_final; // is_final: its end was asked for
+  int rank, size, is_final; // is_final: ncclCommFinalize was called
   meeting *shared;
   char name[64];
   atomic_int state, dead, users;
   long calls;
   pthread_t thread; // of what is under way
   int has_thread;
-  atomic_int running; // kernels that have begun and are not through
-  atomic_int inside; // of those, that touch what is shared at this moment
-  struct comm *before; // all there ever were: a use after its end is seen
+  atomic_int running; // kernels that have begun and have not finished
+  atomic_int inside; // of those, the ones that access shared data at this moment
+  struct comm *before; // all communicators ever made: a use after the end is detected
   fault init, group, async, hang, skip, flip, finalize;
 } comm;
 
@@ -156,7 +156,7 @@ static void join(comm *c) {
   c->has_thread = 0;
 }
 
-// An error stays: what is begun after it does not begin.
+// An error stays: later operations do not begin.
 static int begin(comm *c, void *(*body)(void *), void *data) {
   int state = SUCCESS;
   join(c);
@@ -202,11 +202,11 @@ static void begin_kernel(kernel *k) {
   }
 }
 
-// As far as it comes now; whether something is left.
+// Advances as far as possible now. Returns whether something is left.
 static int run_on(kernel *k) {
   comm *c = k->comm;
   if (k->fails && clock_now() - k->since > FAILS_AFTER)
-    atomic_store(&c->state, k->fails); // who began it has gone on
+    atomic_store(&c->state, k->fails); // the caller has continued
   if (k->hangs) return 1;
   int left = 1;
   for (int moved = 1; moved && left;) {
@@ -296,7 +296,7 @@ static void *init_comm(void *data) {
   }
   atomic_fetch_add(&c->shared->joined, 1);
   while (atomic_load(&c->shared->joined) < c->size && !atomic_load(&c->dead)) nap();
-  shm_unlink(c->name); // all have it, or nobody needs it
+  shm_unlink(c->name); // every rank has mapped it, or the communicator is dead
   atomic_store(&c->state, SUCCESS);
   return NULL;
 }
@@ -349,7 +349,7 @@ EXPORT int ncclCommGetAsyncError(comm *c, int *result) {
   return SUCCESS;
 }
 
-// The struct stays: kernels may be in the queue still.
+// The struct stays, because kernels may still be in the queue.
 static void bury(comm *c) {
   join(c);
   atomic_store(&c->dead, 1);
@@ -378,8 +378,8 @@ static void *finalize_comm(void *data) {
   while ((sticks || atomic_load(&c->shared->finalized) < c->size || atomic_load(&c->running)) &&
          !atomic_load(&c->dead))
     nap();
-  // The ranks are not done at once: the last one only when it has looked several times whether the
-  // others are still there.
+  // The ranks do not finish at the same time: the last one finishes only when it has checked
+  // several times whether the others are still there.
   for (const double until = clock_now() + 1e-2; c->rank == c->size - 1 && clock_now() < until;)
     nap();
   atomic_store(&c->state, SUCCESS);
@@ -441,7 +441,7 @@ EXPORT int ncclRecv(void *to, size_t count, int type, int peer, comm *c, standin
 EXPORT int ncclAllGather(const void *from, void *to, size_t count, int type, comm *c,
                          standin_stream *stream) {
   int result = type ? ARGUMENT : SUCCESS;
-  for (int r = 0; r < c->size && !result; r++) { // oneself through the ring too
+  for (int r = 0; r < c->size && !result; r++) { // also to itself through the ring
     result = add(c, stream, 1, KIND_GATHER, r, from, count);
     if (!result) result = add(c, stream, 0, KIND_GATHER, r, (char *)to + (size_t)r * count, count);
   }

@@ -1,5 +1,5 @@
-// nccl_header.c: csrc/comm/nccl/library.h against NCCL's own nccl.h, by a compiler that is given
-// both: values, layouts, and each function's type. It is compiled, never run.
+// nccl_header.c: compares csrc/comm/nccl/library.h with NCCL's own nccl.h by compiling with both:
+// values, layouts, and each function's type. It is compiled, never run.
 #include <nccl.h>
 
 #include "comm/nccl/library.h"

@@ -1,6 +1,6 @@
-// stream.h: what a stream of common/fake_device.h, or of tests/gpu/simt, is to the stand-in for
-// NCCL: something that takes work, and knows where the device's memory lies. It is the first thing
-// that the stream points at.
+// stream.h: the interface of a stream of common/fake_device.h, or of tests/gpu/simt, for the
+// stand-in for NCCL: it accepts work, and knows where the device's memory is. It is the first
+// member of the object that the stream points at.
 #pragma once
 
 #include <stddef.h>
