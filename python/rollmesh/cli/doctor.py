@@ -73,10 +73,8 @@ def _rollmesh() -> list[tuple[str, str]]:
 def _processor() -> list[tuple[str, str]]:
     info = _cpuinfo()
     allowed, present = usable_cores(), os.cpu_count() or 0
-    memory, free = (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        min(available for _, available in _core.memory_pools()),
-    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = min(available for _, available in _core.memory_pools())
     return [
         ("model", info.get("model name", platform.machine())),
         (

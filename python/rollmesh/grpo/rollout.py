@@ -142,12 +142,10 @@ def sample_groups(
     chosen = sorted([*(i for i, yes in enumerate(differ) if yes), *flat[:missing]])
     taken = [c for i in chosen for c in range(i * table.samples, (i + 1) * table.samples)]
     completions = [c for rollout in rollouts for c in rollout.completions]
-    rollout, scored = (
-        Rollout(
+    rollout = Rollout(
             completions, sum(r.seconds for r in rollouts), sum(r.environment_s for r in rollouts)
-        ),
-        Scores.joined(scores),
-    )
+        )
+    scored = Scores.joined(scores)
     metrics = {
         "num_gen_batches": len(rollouts),
         "groups_left_out": len(drawn) - len(chosen),

@@ -117,12 +117,8 @@ class Requests:
         is_invariant: bool = True,
     ):
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
-        self._engine, self._codec, self._eos, self._dtype = (
-            engine,
-            codec,
-            frozenset(eos_token_ids),
-            dtype,
-        )
+        self._engine, self._codec, self._eos = engine, codec, frozenset(eos_token_ids)
+        self._dtype = dtype
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
         # that were accepted: what default seeds are made of, so neither scores nor refusals move
@@ -307,14 +303,12 @@ class Requests:
     def output(self, request: int, has_text: bool = True) -> RequestOutput:
         """Returns what a request has so far, or all once it is done."""
         record, view = self._records[request], self._engine.request(request)
-        top, scored = (
-            _top(
+        top = _top(
                 view["prompt_top_ids"],
                 view["prompt_top_logprobs"],
                 record.params.prompt_logprobs or 0,
-            ),
-            view["num_scored"],
-        )
+            )
+        scored = view["num_scored"]
         if view["prompt_logprobs"] is not None:
             view["prompt_logprobs"][scored:] = np.nan
         if top is not None:

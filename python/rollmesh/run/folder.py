@@ -56,11 +56,8 @@ class RunFolder:
         """Writes the metrics and completions of a step, displays them, and writes a checkpoint if
         one is due. If the checkpoint fails, the next step tries again; the last step raises
         OSError."""
-        table, last, every = (
-            self._config.rollout,
-            self._config.train.steps,
-            self._config.checkpoint.every,
-        )
+        table, last = self._config.rollout, self._config.train.steps
+        every = self._config.checkpoint.every
         self._completions.write(completions[: table.log_completions])
         self._metrics.write(line)
         self._next_step, self._num_updates = min(step + 1, last), self._trainer.num_updates

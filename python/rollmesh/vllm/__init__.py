@@ -25,10 +25,8 @@ from rollmesh.vllm.releases import RELEASES
 
 TRIED = tuple(RELEASES)
 NAME, MODEL_NAME = "rollmesh", "rollmesh_model"
-CPU_PLATFORM, CUDA_PLATFORM = (
-    "rollmesh.vllm.platforms.cpu.RollmeshCpuPlatform",
-    "rollmesh.vllm.platforms.cuda.RollmeshCudaPlatform",
-)
+CPU_PLATFORM = "rollmesh.vllm.platforms.cpu.RollmeshCpuPlatform"
+CUDA_PLATFORM = "rollmesh.vllm.platforms.cuda.RollmeshCudaPlatform"
 DEVICE_SWITCH = "ROLLMESH_VLLM_DEVICE"
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's, of engine cores and workers
 

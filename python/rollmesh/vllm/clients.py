@@ -60,24 +60,18 @@ class _Plain:
     spans = False
 
     def __init__(self, client: Any):
-        self.init_weight_transfer_engine, self.update_weights = (
-            client.init_weight_transfer_engine,
-            client.update_weights,
-        )
-        self.start_weight_update, self.finish_weight_update = (
-            client.start_weight_update,
-            client.finish_weight_update,
-        )
+        self.init_weight_transfer_engine = client.init_weight_transfer_engine
+        self.update_weights = client.update_weights
+        self.start_weight_update = client.start_weight_update
+        self.finish_weight_update = client.finish_weight_update
 
 
 class _Requests:
     """Returns what vLLM returns, which may have to be awaited."""
 
     def __init__(self, engine: Any, config: Any):
-        self.start_weight_update, self.finish_weight_update = (
-            engine.start_weight_update,
-            engine.finish_weight_update,
-        )
+        self.start_weight_update = engine.start_weight_update
+        self.finish_weight_update = engine.finish_weight_update
         self._engine = engine
         self.spans = config.parallel_config.data_parallel_size > 1
 

@@ -115,10 +115,8 @@ class _Sending:
         Other arguments are those of the removed transport="distributed": a ConfigError.
         """
         check_transport("distributed" if removed else transport)
-        self._transport, self._block_bytes = (
-            transport,
-            integer("block_bytes", block_bytes, 1, 1 << 40),
-        )
+        self._transport = transport
+        self._block_bytes = integer("block_bytes", block_bytes, 1, 1 << 40)
         self._cast, self._verify = boolean("cast", cast), boolean("verify", verify)
         self._allow_bias_removal = boolean("allow_bias_removal", allow_bias_removal)
         self._lender = Lender() if boolean("lend", lend) else None

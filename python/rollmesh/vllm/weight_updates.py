@@ -268,10 +268,8 @@ class WeightUpdates:
     def forbid(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """The model's compute_logits is replaced. ConfigError if the new one does more than to
         forbid tokens; the old one stays then."""
-        self.model.never_drawn, self.model._edit = (
-            _forbidden_by(edit, self.vllm_config.model_config.get_vocab_size()),
-            edit,
-        )
+        self.model.never_drawn = _forbidden_by(edit, self.vllm_config.model_config.get_vocab_size())
+        self.model._edit = edit
 
     def shutdown(self) -> None:
         """The worker is being closed."""

@@ -32,10 +32,8 @@ from rollmesh.runtime.devices import CUDA_FAMILIES
 from rollmesh.runtime.messages import listed, shown
 
 WORKER = "rollmesh.vllm.worker.worker.Worker"
-SCHEDULER, ASYNC_SCHEDULER = (
-    "rollmesh.vllm.scheduler.Scheduler",
-    "rollmesh.vllm.scheduler.AsyncScheduler",
-)
+SCHEDULER = "rollmesh.vllm.scheduler.Scheduler"
+ASYNC_SCHEDULER = "rollmesh.vllm.scheduler.AsyncScheduler"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DTYPES = ("bfloat16", "float32")
 EXCHANGES = ("host", "nccl")
@@ -249,10 +247,8 @@ def dtype_name(dtype: Any) -> str:
 def mesh_of(parallel_config: Any, is_moe: bool) -> Mesh:
     """vLLM's degrees as a mesh. vLLM runs replicas of a dense model as separate engines, so each is
     a mesh with dp = 1."""
-    tp, dp = (
-        parallel_config.tensor_parallel_size,
-        parallel_config.data_parallel_size if is_moe else 1,
-    )
+    tp = parallel_config.tensor_parallel_size
+    dp = parallel_config.data_parallel_size if is_moe else 1
     return Mesh(
         tp=tp, dp=dp, ep=dp * tp if is_moe and parallel_config.enable_expert_parallel else 1
     )
@@ -333,10 +329,8 @@ def cuda_ordinal(parallel: Any, local_rank: int, devices: int) -> int:
     number on this machine."""
     assigned = getattr(parallel, "assigned_physical_gpu_ids", None)
     if assigned:
-        physical, visible = (
-            str(assigned[local_rank]),
-            os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","),
-        )
+        physical = str(assigned[local_rank])
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         return visible.index(physical) if physical in visible else int(physical)
     return (
         int((parallel.data_parallel_rank_local or 0) * parallel.local_world_size + local_rank)

@@ -96,10 +96,9 @@ class Runner:
         self._engine, self._updates, self._host = engine, updates, host
         self._spec, self._vocab_size, self._max_model_len = spec, spec.vocab_size, max_model_len
         self._processed, self._routed = processed, routed
-        self.model, self.vllm_config = (
-            updates.model,
-            updates.vllm_config,
-        )  # for TRL and verl, which push weights into the model
+        # for TRL and verl, which push weights into the model
+        self.model = updates.model
+        self.vllm_config = updates.vllm_config
         self._requests: dict[str, _Request] = {}
         self._accepted = 0  # requests so far; the seed of a request without one is made from it
         self._scheduled: Any = None
@@ -335,10 +334,8 @@ class Runner:
         return [parts[name] for name in rows if name in parts]
 
     def _add(self, new: Any) -> _Request:
-        params, prompt = (
-            new.sampling_params,
-            sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size),
-        )
+        params = new.sampling_params
+        prompt = sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size)
         sampling.refuse(params)
         sampling.refuse_mode(params, "processed_logprobs" if self._processed else "raw_logprobs")
         most = min(
@@ -393,10 +390,8 @@ class Runner:
         self._engine.external_tokens(request.number, known)
         request.routed = min(request.routed, len(request.prompt) + len(known) - 1)
         if not len(known):  # vLLM has dropped what was sent with the first token
-            request.routed, request.prompt_given = (
-                min(request.routed, request.params.routed_experts_prompt_start),
-                False,
-            )
+            request.routed = min(request.routed, request.params.routed_experts_prompt_start)
+            request.prompt_given = False
 
     # ------------------------------------------------------------------------------- vLLM's output
     def _generated(self, request: _Request) -> list[int]:
@@ -417,10 +412,8 @@ class Runner:
         if not asking:
             return None
         most = max(part.request.logprobs or 0 for _, part in asking)
-        ids, values = (
-            np.zeros((len(index), most + 1), np.int32),
-            np.zeros((len(index), most + 1), np.float32),
-        )
+        ids = np.zeros((len(index), most + 1), np.int32)
+        values = np.zeros((len(index), most + 1), np.float32)
         ranks = np.zeros(len(index), np.int32)
         here, there = [i for i, _ in asking], [index[part.name] for _, part in asking]
         ids[there, 0], ranks[there] = drawn.tokens[here], drawn.ranks[here]
@@ -449,16 +442,12 @@ class Runner:
         token after the prompt."""
         view, k = self._engine.request(request.number), request.prompt_logprobs or 0
         request.prompt_given = True
-        ids, values = (
-            np.empty((len(request.prompt) - 1, k + 1), np.int32),
-            np.empty((len(request.prompt) - 1, k + 1), np.float32),
-        )
+        ids = np.empty((len(request.prompt) - 1, k + 1), np.int32)
+        values = np.empty((len(request.prompt) - 1, k + 1), np.float32)
         ids[:, 0], values[:, 0] = request.prompt[1:], _present(view["prompt_logprobs"])
         if k:
-            ids[:, 1:], values[:, 1:] = (
-                _present(view["prompt_top_ids"]),
-                _present(view["prompt_top_logprobs"]),
-            )
+            ids[:, 1:] = _present(view["prompt_top_ids"])
+            values[:, 1:] = _present(view["prompt_top_logprobs"])
         return LogprobsTensors(*map(_tensor, (ids, values, _present(view["prompt_ranks"]))))
 
 

@@ -95,19 +95,20 @@ class SharedWriter:
     ) -> int:
         """Copies the tensors into a new version and makes it the current one. Returns its number.
 
-        Takes NumPy arrays and torch tensors on any device. Each tensor of an iterator, or of a
-        mapping that is not a dict, is copied before the next one is asked for, which takes host
-        memory for a second copy of the set. VersionError if the number does not increase or is not
-        an integer below 2^63; DuplicateKeyError for a repeated name; LimitError for a name that is
-        not a str, empty or too long; CapacityError without memory. On any error the current version
-        stays.
+        The tensors are NumPy arrays or torch tensors on any device. Each tensor of an iterator, or
+        of a mapping that is not a dict, is copied before the next one is read; this takes host
+        memory for a second copy of the set.
 
         lend_to: number of readers that will read tensors on GPUs (of any library, by DLPack) in
         place. This call waits for kernels that still write these tensors. They are kept alive and
         must not change until `wait_until_read` or `take_back` returns; publishing before that
-        raises StateError. If all tensors are on the CPU, they are copied as usual. Raises
-        UnsupportedTensorError for GPU memory that other processes cannot open, and ConfigError if
-        this build has no CUDA library.
+        raises StateError. If all tensors are on the CPU, they are copied as usual.
+
+        Raises VersionError if the number does not increase or is not an integer below 2^63;
+        DuplicateKeyError for a repeated name; LimitError for a name that is not a str, empty or too
+        long; CapacityError if memory is short; with lend_to, UnsupportedTensorError for GPU memory
+        that other processes cannot open, and ConfigError if this build has no CUDA library. After
+        any error the current version stays.
         """
         if self._closed:
             raise StateError("the writer is closed")
