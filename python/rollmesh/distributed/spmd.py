@@ -403,9 +403,8 @@ def join(
     if comm is None or ends is None or ends.control is None:
         return RankEngine(_core.Engine(values, options))
     try:
-        sized = {
-            "kv_cache_gib": "None" if options.memory_fraction else "a number"
-        }  # with None ranks exchange messages while they are made
+        # Compared first, since with None the ranks exchange messages while the engines are made.
+        sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}
         everyone = [
             decode(part)
             for part in ends.control.all_gather(encode([comm.handshake_values(), sized]))
@@ -457,9 +456,8 @@ def _make(values: Any, options: Any, rank: int, ends: Ends, control: _core.Comm)
             ),
             None,
         )
-        if (
-            isinstance(error, RankLostError) and first is not None
-        ):  # another rank's failure, noticed while groups were connected
+        # Another rank failed while the groups were connected.
+        if isinstance(error, RankLostError) and first is not None:
             raise RankLostError(f"rank {first[0]} could not be made: {first[1]}") from error
         raise
     for other, failure in enumerate(map(decode, control.all_gather(encode(None)))):

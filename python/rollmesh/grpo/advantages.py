@@ -1,4 +1,4 @@
-"""Advantages: how much better a sample is than the others of its prompt.
+"""Advantages: how much better a sample is than the other samples of its prompt.
 
   baseline  mean           A = r − mean(group)                             GRPO
             leave-one-out  A = r − mean(the others) = (r − mean)·n/(n−1)   RLOO
@@ -6,7 +6,8 @@
             batch          A / (std of all A of the step + ε)              one scale per step
             none           A                                               Dr. GRPO
 
-The reward of an unjudged completion is NaN. Means and spreads leave it out; its advantage is 0.
+The reward of an unjudged completion is NaN. Means and spreads do not include it; its advantage is
+0.
 
 A group whose judged rewards are all equal gets exact zeros. Otherwise rounding could make the mean
 differ from the rewards, and the division by a tiny spread would amplify the difference.
@@ -23,7 +24,8 @@ EPSILON = 1e-4
 def advantages(
     rewards: NDArray[np.float64], baseline: str = "mean", scale: str = "group"
 ) -> NDArray[np.float64]:
-    """float64 [prompts, samples] → the same shape. NaN: not judged."""
+    """Returns the advantages of rewards, both float64 [prompts, samples]. A NaN reward is not
+    judged."""
     judged = ~np.isnan(rewards)
     counts = np.maximum(judged.sum(axis=1, keepdims=True), 1)
     mean = np.where(judged, rewards, 0.0).sum(axis=1, keepdims=True) / counts
@@ -38,7 +40,8 @@ def advantages(
 
 
 def rewards_differ(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether the judged rewards of each group differ, [prompts, samples] → [prompts]."""
+    """Returns whether the judged rewards of each group differ, [prompts]. rewards: [prompts,
+    samples]."""
     # fmax and fmin skip NaN. Both are NaN for a group without a judged reward.
     most, least = np.fmax.reduce(rewards, axis=1), np.fmin.reduce(rewards, axis=1)
     differ: NDArray[np.bool_] = most > least

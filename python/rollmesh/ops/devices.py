@@ -193,12 +193,8 @@ def _place(array: Any) -> int:
     where = getattr(type(array), "__dlpack_device__", None)
     try:
         kind, number = where(array) if where is not None else (1, 0)
-    except (
-        BufferError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # torch's meta device, which DLPack does not know; or a producer that lies
+    # torch's meta device, which DLPack does not have, or a producer with a wrong method.
+    except (BufferError, RuntimeError, TypeError, ValueError):
         return HOST
     return number if kind in CUDA_TYPES and isinstance(number, int) and number >= 0 else HOST
 

@@ -245,9 +245,8 @@ def logit_edit_names(params: SamplingParams) -> list[str]:
 def _is_within(value: Any, low: float, high: float) -> bool:
     if isinstance(value, bool) or not isinstance(value, REAL):
         return False
-    if isinstance(
-        value, np.floating
-    ):  # beside a float16 the bounds would become float16 too, and infinite
+    # In a comparison with a float16 the bounds would become float16 too, and infinite.
+    if isinstance(value, np.floating):
         value = float(value)
     return bool(low <= value <= high)
 

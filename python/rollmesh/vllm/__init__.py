@@ -111,9 +111,8 @@ def register_model() -> None:
         )
     from vllm import ModelRegistry
 
-    for name in (
-        family.architecture for family in FAMILIES.values()
-    ):  # by name, so that nothing is imported before it is used
+    # Registered by name, so that vLLM imports the module only when it uses it.
+    for name in (family.architecture for family in FAMILIES.values()):
         ModelRegistry.register_model(name, f"{__name__}.model.causal_lm:{name}")
 
 

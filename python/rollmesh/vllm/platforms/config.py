@@ -257,9 +257,8 @@ def mesh_of(parallel_config: Any, is_moe: bool) -> Mesh:
 def options(vllm_config: Any) -> Options:
     """Reads additional_config["rollmesh"]. Raises ConfigError for unknown keys and wrong values."""
     extra = vllm_config.additional_config
-    if isinstance(extra, dict) and set(extra) - {
-        "rollmesh"
-    }:  # a SupportsHash object is for the user's own classes
+    # A SupportsHash object instead of a dict is for the user's own classes.
+    if isinstance(extra, dict) and set(extra) - {"rollmesh"}:
         raise ConfigError(
             f'additional_config: expected "rollmesh" alone, got {listed(list(extra.items()))}'
         )
@@ -280,13 +279,11 @@ def options(vllm_config: Any) -> Options:
         raise ConfigError(
             f"sequence_parallel: expected a bool, got {shown(chosen.sequence_parallel)}"
         )
-    if chosen.isa is not None and not isinstance(
-        chosen.isa, str
-    ):  # its name is checked on the worker's machine, if that is another
+    # The name is checked on the worker's machine, which may be another one.
+    if chosen.isa is not None and not isinstance(chosen.isa, str):
         raise ConfigError(f"isa: expected a str or None, got {shown(chosen.isa)}")
-    from vllm.platforms import (
-        current_platform,
-    )  # not at the top: it is being made when this module is imported
+    # Imported here because vLLM is creating the platform when it imports this module.
+    from vllm.platforms import current_platform
 
     if chosen.isa is not None and _workers_are_here(vllm_config):
         choice(

@@ -78,9 +78,8 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
         sampling.refuse_inputs(processed_inputs)
         sampling.refuse(params)
-        for mode in (
-            cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ()
-        ):  # with two modes the worker checks it
+        # With two modes the worker checks the request.
+        for mode in cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ():
             sampling.refuse_mode(params, mode)
 
     @property

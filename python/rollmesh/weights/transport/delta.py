@@ -589,9 +589,8 @@ def _row(
 ) -> _Row:
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r:.80}")
-    if len(shape) > MAX_DIMS or not all(
-        type(n) is int for n in shape
-    ):  # checked before arithmetic on the dims
+    # Checked before any arithmetic on the dims.
+    if len(shape) > MAX_DIMS or not all(type(n) is int for n in shape):
         raise ValueError(f"shape {shape[:4]!r:.80} of {shown(name)}")
     entry = Entry(
         name, dtype, tuple(shape), 0, math.prod(shape) * DTYPES[dtype].itemsize, str(total)

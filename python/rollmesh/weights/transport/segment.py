@@ -451,9 +451,8 @@ class MappedSegment:
         raise LimitError(f"{what} has {MAX_READERS} readers, which is the limit")
 
     def _open_marks(self, what: str) -> None:
-        self._marks.path = Path(
-            f"/proc/self/fd/{self._descriptor}"
-        )  # the file itself may be unlinked
+        # Opened through /proc, since the file may be unlinked.
+        self._marks.path = Path(f"/proc/self/fd/{self._descriptor}")
         try:
             self._marks.open(os.O_RDWR)
         except OSError as error:
