@@ -30,7 +30,7 @@ rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, 
   if (code) return code;
   code = rm_run_workers(engine, begin_worker, (void *)options, err);
   if (code && engine->n_workers > 1) rm_engine_sync_abort(engine);
-  if (!rm_store_weights(engine->workers[0].store)) // in place: cached KV no longer has a version
+  if (!rm_store_weights(engine->workers[0].store)) // in place: cached KV loses its version
     rm_engine_reset_prefix_cache(engine);
   return code;
 }

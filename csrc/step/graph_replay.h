@@ -46,8 +46,8 @@ typedef struct rm_graphs {
   int was_reset; // whether the graphs were cleared since the lockstep group last agreed
 } rm_graphs;
 
-// Selects the sizes, up to 512 rows. There are no sizes if the device cannot capture, with
-// enforce_eager, or if exchanges wait for the host (staged.h).
+// Selects the sizes, up to 512 rows. Selects none if the device cannot capture, with enforce_eager,
+// or if exchanges wait for the host (staged.h).
 void rm_graphs_plan(rm_runner *runner);
 // Whether this rank's plan can run as a graph; a plan without rows can. *with_token_ranks: some
 // draw needs its rank.

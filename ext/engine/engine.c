@@ -102,7 +102,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   return NULL;
 }
 
-// In a forked child the engine's threads do not exist, so nothing is freed.
+// Frees the engine, except in a forked child, which does not have the engine's threads.
 static void destroy(rm_engine_object *self) {
   rm_engine *engine = self->engine;
   rm_spec *spec = self->spec;

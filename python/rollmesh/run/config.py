@@ -202,7 +202,7 @@ class CorrectionTable:
 class TrainTable:
     # The forward pass (docs/trainer.md). None: kernels_of decides.
     kernels: Literal["rollmesh", "torch"] | None = None
-    # What to do if logprobs that must be bit-identical to the generator's are different.
+    # Whether to stop if logprobs that must be bit-identical to the generator's differ.
     mismatch: Literal["raise", "record"] = "raise"
     steps: int = number(100, at_least=1)
     updates: int = number(1, at_least=1, at_most=2**20)  # optimizer steps per step

@@ -5,8 +5,8 @@ VLLM_PLUGINS selects those that take effect:
                                   pass (worker/)
     VLLM_PLUGINS=rollmesh_model   register_model        vLLM's own model runner with rollmesh's
                                   model classes (model/)
-    VLLM_PLUGINS unset            none of them          vLLM then loads all plugins, so these do
-                                  nothing unless they are named
+    VLLM_PLUGINS unset            none of them          vLLM then loads all plugins, so these take
+                                  effect only if they are named
 
 vLLM calls them in every process (front end, engine cores, workers), some more than once; repeated
 calls change nothing. If a platform plugin raises an exception, vLLM only logs it at debug level and

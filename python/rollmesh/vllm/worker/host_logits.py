@@ -188,8 +188,8 @@ class HostLogits:
 
 
 def bitmask_rows(grammar: Any) -> dict[str, Ids]:
-    """Returns the row of each request in vLLM's GrammarOutput. A request has one row, since there
-    is no speculation."""
+    """Returns the row of each request in vLLM's GrammarOutput. Without speculation a request has
+    one row."""
     return (
         {}
         if grammar is None

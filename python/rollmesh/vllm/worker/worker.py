@@ -284,16 +284,16 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self.made.runner.idle_step()
 
     def take_draft_token_ids(self) -> None:
-        """Returns None, since there are no draft tokens."""
+        """Returns None, since draft tokens are not supported."""
 
     def synchronize_device(self) -> None:
         """Does nothing, since a step has finished when its call returns."""
 
     def reset_mm_cache(self) -> None:
-        """Does nothing, since there is no multimodal cache."""
+        """Does nothing, since only text is supported."""
 
     def reset_encoder_cache(self) -> None:
-        """Does nothing, since there is no encoder cache."""
+        """Does nothing, since only decoders are supported."""
 
     def get_model(self) -> torch.nn.Module:
         return self.updates.model
