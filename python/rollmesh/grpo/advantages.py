@@ -6,8 +6,7 @@
             batch          A / (std of all A of the step + ε)              one scale per step
             none           A                                               Dr. GRPO
 
-The reward of an unjudged completion is NaN. Means and spreads do not include it; its advantage is
-0.
+The reward of an unjudged completion is NaN. Means and spreads leave it out; its advantage is 0.
 
 A group whose judged rewards are all equal gets exact zeros. Otherwise rounding could make the mean
 differ from the rewards, and the division by a tiny spread would amplify the difference.
@@ -24,8 +23,7 @@ EPSILON = 1e-4
 def advantages(
     rewards: NDArray[np.float64], baseline: str = "mean", scale: str = "group"
 ) -> NDArray[np.float64]:
-    """Returns the advantages of rewards, both float64 [prompts, samples]. A NaN reward is not
-    judged."""
+    """Returns the advantages of rewards, float64 [prompts, samples]; NaN: not judged."""
     judged = ~np.isnan(rewards)
     counts = np.maximum(judged.sum(axis=1, keepdims=True), 1)
     mean = np.where(judged, rewards, 0.0).sum(axis=1, keepdims=True) / counts
@@ -40,8 +38,7 @@ def advantages(
 
 
 def rewards_differ(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Returns whether the judged rewards of each group differ, [prompts]. rewards: [prompts,
-    samples]."""
+    """Returns whether the judged rewards [prompts, samples] of each group differ, [prompts]."""
     # fmax and fmin skip NaN. Both are NaN for a group without a judged reward.
     most, least = np.fmax.reduce(rewards, axis=1), np.fmin.reduce(rewards, axis=1)
     differ: NDArray[np.bool_] = most > least

@@ -1,5 +1,4 @@
-"""Rollouts of several turns: an environment replies to the text of the policy, within one
-completion.
+"""Rollouts of several turns: in one completion, an environment replies to the policy's text.
 
     turn 1    the policy draws tokens until an end token
     reply     environment(prompt, completion, **columns) → the reply, or None at the end

@@ -121,8 +121,7 @@ def grpo_loss(
 
 
 def mismatch(trainer: NDArray[np.float32], generator: NDArray[np.float32]) -> dict[str, float]:
-    """Returns the metrics of the differences. trainer, generator: float32 [tokens], in the same
-    order."""
+    """Returns the metrics of the differences. Both are float32 [tokens], in the same order."""
     d = trainer.astype(np.float64) - generator.astype(np.float64)
     return {
         "logprob_diff_mean": float(np.abs(d).mean()),
@@ -139,8 +138,7 @@ def corrections(
     lengths: list[int],
     table: CorrectionTable,
 ) -> dict[str, float]:
-    """Returns the metrics of the correction weights. trainer, generator: float32 [tokens]; lengths:
-    number of tokens of each sequence."""
+    """Returns the metrics of the correction weights. lengths: tokens of each sequence."""
     import torch
 
     weights, ratios = correction_weights(
