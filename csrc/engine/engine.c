@@ -23,7 +23,7 @@ static int is_consequence(rm_code code) { // of another rank's error
   return code == RM_E_RANK_LOST || code == RM_E_SYNC_ABORTED;
 }
 
-// If ranks have lost one another, reports the first rank's message and another one that differs.
+// If ranks have lost each other, reports the first rank's message and another one that differs.
 static void report(const rm_engine *engine, const rm_worker *worst, rm_error *err) {
   const char *text = rm_error_message(&worst->err);
   for (int w = 0; w < engine->n_workers && worst->code == RM_E_RANK_LOST; w++) {
@@ -149,8 +149,7 @@ static rm_code create_worker(rm_worker *worker, void *options) {
   return rm_worker_create(worker, options);
 }
 
-// GPUs of different architectures compute different bits. Processes compare families when they
-// connect.
+// GPUs of different architectures round differently. Processes compare families when they connect.
 static rm_code check_families(const rm_engine *engine, rm_error *err) {
   const rm_device *first = engine->workers[0].device;
   for (int w = 1; w < engine->n_workers; w++) {
@@ -219,7 +218,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   const rm_endpoints *ends = options->endpoints;
   engine->spec = spec;
   engine->options = mine;
-  engine->options.endpoints = NULL; // with the strings: views of the caller's
+  engine->options.endpoints = NULL; // like the strings, a view of the caller's
   engine->options.cuda_library = engine->options.cuda_family = NULL;
   engine->options.nccl_library = engine->options.nccl_gpu = engine->options.cublas_library = NULL;
   engine->n_workers = ends ? 1 : rm_mesh_world(&mine.mesh);
@@ -233,7 +232,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
     *out = engine;
     return RM_OK;
   }
-  if (ends && engine->workers) // they are the caller's still
+  if (ends && engine->workers) // the caller still owns them
     memset(engine->workers[0].groups, 0, sizeof engine->workers[0].groups);
   rm_engine_destroy(engine);
   return code;

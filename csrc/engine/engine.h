@@ -5,12 +5,12 @@
 //
 // Either all ranks of the mesh are threads of this process, or this process is one rank of several,
 // which make the same calls in the same order; requests of other replicas are then counted but not
-// kept. A request goes to the replica that has seen its prefix before (for the prefix cache) unless
-// that replica has much more work than another, else to the replica with the least work. Routing
-// depends on the history of requests only.
+// stored. A request goes to the replica that has computed its prefix before (for the prefix cache),
+// unless that replica has much more work than another; otherwise it goes to the replica with the
+// least work. Routing depends only on the history of requests.
 //
-// Thread: one at a time; the extension makes sure of it. Inside a call the engine uses its own
-// threads. Order:
+// Threads: one call at a time, which the extension ensures. Inside a call the engine uses its own
+// threads. Order of calls:
 //
 //   create ─► sync_begin, push, commit ─► add … ─► step … ─► view ─► release ─► destroy
 //
@@ -23,7 +23,7 @@
 // Calls for one request go to its scheduler (scheduler/scheduler.h), which rm_engine_scheduler
 // finds.
 //
-// The logprob of a token depends on the weights and the tokens before it only (docs/numerics.md).
+// The logprob of a token depends only on the weights and the tokens before it (docs/numerics.md).
 #pragma once
 
 #include "model/model.h"
@@ -32,8 +32,8 @@
 
 typedef struct rm_engine rm_engine;
 
-// The comms of a process that is one rank of several. The engine owns them once create has
-// succeeded. NULL where the group has one rank.
+// The comms of a process that is one rank of several; NULL for a group of one rank. The engine owns
+// them after create has succeeded.
 typedef struct rm_endpoints {
   int32_t index; // this rank
   rm_comm *tp, *ep, *world;
@@ -45,29 +45,31 @@ typedef struct rm_engine_options {
   int sequence_parallel;
   const rm_endpoints *endpoints; // view during create; NULL: all ranks are threads here
   rm_dtype dtype;
-  const rm_kernels *kernels; // of the CPU; NULL: rm_kernels_best()
+  const rm_kernels *kernels; // kernels of the CPU; NULL: rm_kernels_best()
   const char *cuda_library; // NULL: the CPU; else the path of the CUDA library. View during create
-  const char *cuda_family; // of the ops; NULL: device/cuda.h's choice
-  int cuda_ordinal; // all ranks on this device; −1: rank r on device r modulo their number
-  int n_threads; // of all ranks here; 0: rm_usable_cores, at most RM_MAX_THREADS
+  const char *cuda_family; // family of the ops; NULL: device/cuda.h selects it
+  int cuda_ordinal; // all ranks on this device; −1: rank r on device r modulo the number of devices
+  int n_threads; // total of all ranks here; 0: rm_usable_cores, at most RM_MAX_THREADS
   int64_t max_model_len, max_num_seqs;
   int64_t max_num_batched_tokens; // rows of one step: the chunk of a prefill
   int64_t page_size; // a multiple of 16
-  uint64_t kv_bytes; // of KV cache per rank, at least one page; 0: what memory_fraction leaves
-  double memory_fraction; // in (0, 1], of the device's free memory: for two copies of the weights
-  // and the KV cache of every rank there (kv_size.c)
-  uint64_t seed; // for requests without one
+  uint64_t kv_bytes; // bytes of KV cache per rank, at least one page; 0: memory_fraction decides
+  // In (0, 1]: share of the device's free memory for two copies of the weights and the KV cache of
+  // every rank on the device (kv_size.c).
+  double memory_fraction;
+  uint64_t seed; // for requests without a seed
   int prefix_caching;
-  int profile; // time every op (rm_engine_profile); on the CPU only
-  int enforce_eager; // capture no graphs (step/graph_replay.h)
-  int64_t external_pages; // > 0: an external scheduler has so many pages, and kv_bytes is ignored
+  int profile; // time every op (rm_engine_profile); only on the CPU
+  int enforce_eager; // do not capture graphs (step/graph_replay.h)
+  int64_t external_pages; // > 0: number of pages of an external scheduler; kv_bytes is ignored
   int64_t n_eos;
   const int32_t *eos_ids; // [n_eos] view during create
   // views during create
   const char *nccl_library; // a libnccl.so.2, for exchanges between GPUs; NULL: through the host
-  const char *cublas_library; // a libcublasLt.so.13, for bf16 matmuls on a GPU, whose sums may
-  // depend on the batch (model/linear.c); NULL: the op table's
-  const char *nccl_gpu; // the name of this rank's GPU, equal on ranks that share it; NULL: ordinal
+  // A libcublasLt.so.13, for bf16 matmuls on a GPU, whose sums may depend on the batch
+  // (model/linear.c); NULL: the matmuls of the op table.
+  const char *cublas_library;
+  const char *nccl_gpu; // name of this rank's GPU, equal on ranks that share it; NULL: the ordinal
 } rm_engine_options;
 
 // Bounds of integer options, by their Python names. rm_engine_create checks them.
@@ -82,81 +84,81 @@ extern const rm_limit rm_engine_limits[RM_ENGINE_LIMITS];
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out,
                          rm_error *err);
 void rm_engine_destroy(rm_engine *engine); // safe on NULL
-// Aborts the groups of this process: other ranks get RM_E_RANK_LOST where they wait for it.
+// Aborts the groups of this process. Ranks that wait for this process get RM_E_RANK_LOST.
 void rm_engine_abort_groups(rm_engine *engine);
 
 // --------------------------------------------------------------------------------------- requests
-// Checks the request, chooses its replica and numbers it. Prompt and lists are views during the
-// call; logits_out until the request has finished.
+// Checks the request, selects its replica and assigns its id. Prompt and lists are views during the
+// call, logits_out until the request has finished.
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
-int rm_engine_has(const rm_engine *engine, uint64_t id); // it was added here and not released
-// Returns the scheduler that has the request, else one that does not know it. A view.
+int rm_engine_has(const rm_engine *engine, uint64_t id); // whether it was added and not released
+// Returns the scheduler with the request, or any scheduler if the request does not exist. A view.
 rm_scheduler *rm_engine_scheduler(const rm_engine *engine, uint64_t id);
 // *n_work: rows computed by all replicas here; 0 without requests, or while paused.
 rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
 // Whether a rank here, or another of its lockstep group, had work in the last step.
 int rm_engine_had_work(const rm_engine *engine);
-int64_t rm_engine_unfinished(const rm_engine *engine); // requests here
-// Removes requests that have finished since the last call from the list, at most `capacity`.
+int64_t rm_engine_unfinished(const rm_engine *engine); // number of requests of this process
+// Removes up to `capacity` requests from the list of finished requests and returns their number.
 int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);
 uint64_t rm_engine_next_finished(
-    const rm_engine *engine); // the first that it would return; 0: none
+    const rm_engine *engine); // the first id that it would return; 0: none
 void rm_engine_pause(rm_engine *engine, int paused); // a paused engine schedules nothing
 void rm_engine_reset_prefix_cache(rm_engine *engine);
 
-// With an external scheduler (external_scheduler.h): its step instead of rm_engine_step, and its
-// draws. One rank per process. All ranks of a tp group get the same steps; all ranks of a lockstep
-// group make the call, also without requests. RM_E_REQUEST: a request breaks a rule; the engine is
-// unchanged. The results tell which requests have failed.
+// Step and draws of an external scheduler (external_scheduler.h), instead of rm_engine_step. There
+// is one rank per process. All ranks of a tp group get the same steps; all ranks of a lockstep
+// group make the call, even without requests. RM_E_REQUEST: a request is not valid, and the engine
+// is unchanged. The results mark failed requests.
 rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, int64_t *n_work,
                                 rm_error *err);
 rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draws, rm_error *err);
 
 // ---------------------------------------------------------------------------------------- weights
-// sync.h on all ranks here, with the engine's rules (rm_inflight says what happens to running
-// requests). Steps may go on while a staged sync is open. An in-place sync begins only when no
-// request is unfinished (RM_E_STATE), and until its commit there are no weights to step with.
+// The calls of sync.h on all ranks here. rm_inflight selects what happens to running requests.
+// Steps may run while a staged sync is open. An in-place sync can begin only when all requests have
+// finished (RM_E_STATE), and steps are not possible until its commit.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
 rm_code rm_engine_sync_check(rm_engine *engine, const rm_entry *entry, const rm_tensor *tensor,
                              rm_error *err);
-// Each rank copies its shard. When one fails, none of the entries counts as pushed on any rank.
+// Each rank copies its shard. If one rank fails, the entries are undone on all ranks.
 rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
                             rm_error *err);
-// report (optional): bytes read by all ranks here, times of the slowest.
+// report (optional): the bytes read by all ranks here, and the times of the slowest rank.
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report,
                               rm_error *err);
 void rm_engine_sync_abort(rm_engine *engine);
 
-// Sleep by part; no effect on a part that sleeps (or is awake) already. Weights: unsynced after
-// wake; not while a sync is open. KV: running requests are preempted and recomputed after wake; a
-// sync may run meanwhile. With RM_SLEEP_OFFLOAD the weights are copied to host memory and serve
-// again after wake; on the CPU they stay in place. Without it, weights that were offloaded before
-// are discarded.
+// Sleep and wake by part; no effect on a part that is already asleep (or awake). Weights cannot
+// sleep while a sync is open, and need a sync after wake. When KV sleeps, running requests are
+// preempted and recomputed after wake; a sync may run meanwhile. With RM_SLEEP_OFFLOAD the weights
+// are copied to host memory and serve again after wake; on the CPU they stay in place. Without it,
+// weights that were offloaded before are discarded.
 //
-// Where several processes sleep or wake together, offload_weights is called on all first, and
-// free_offloaded after the last is awake: in between sleep and wake need no host memory, cannot
-// fail, and so can be undone.
+// If several processes sleep or wake together, offload_weights is called on all of them first, and
+// free_offloaded after all are awake. In between, sleep and wake do not allocate host memory, so
+// they cannot fail and can be undone.
 enum { RM_PART_WEIGHTS = 1, RM_PART_KV = 2, RM_SLEEP_OFFLOAD = 4 };
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err);
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err);
-size_t rm_engine_offload_bytes(const rm_engine *engine); // host memory that offload_weights takes
-// RM_E_CAPACITY, RM_E_MEMORY: the host has no room.
+size_t rm_engine_offload_bytes(const rm_engine *engine); // host memory that offload_weights needs
+// RM_E_CAPACITY, RM_E_MEMORY: the host has too little memory.
 rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err);
 void rm_engine_free_offloaded(rm_engine *engine); // no effect while the weights sleep
 
-// Whether the ranks here run on GPUs, and the device whose stream DLPack producers synchronize with
-// for tensors of an ordinal (device/ready_streams.h); a view.
+// Whether the ranks here are on GPUs. ready_queue: the device whose stream DLPack producers
+// synchronize with for tensors of an ordinal (device/ready_streams.h); a view.
 int rm_engine_reads_gpus(const rm_engine *engine);
 rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **out, rm_error *err);
 
 // ------------------------------------------------------------------------------------- statistics
-// Counts of requests and tokens are summed over the replicas here, sizes over the ranks; exchanges
-// and times inside workers are of the rank that has most.
+// Counts of requests and tokens are summed over the replicas here, sizes over the ranks. Exchanges
+// and times inside workers are those of the rank with the largest value.
 typedef struct rm_engine_stats {
   int64_t version; // −1: not synced
   int64_t waiting, running, steps, rows, generated_tokens, prompt_tokens, cached_tokens;
   int64_t preemptions;
-  int64_t replays; // steps that were captured graphs
+  int64_t replays; // steps that replayed captured graphs
   int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
   int n_threads;
@@ -165,7 +167,7 @@ typedef struct rm_engine_stats {
   double forward_seconds, schedule_seconds, commit_seconds;
   uint64_t comm_bytes; // sent to other ranks
   int64_t comm_calls; // exchanges
-  double comm_seconds; // inside exchanges, without those of captured graphs
+  double comm_seconds; // time inside exchanges, without those of captured graphs
 } rm_engine_stats;
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out);
 

@@ -1,14 +1,14 @@
-// kv_size.c: how many pages the KV cache has.
+// kv_size.c: the number of pages of the KV cache.
 //
 // Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a
-// machine's RAM. So with memory_fraction the ranks, when everything but the caches was allocated,
-// all-gather how much memory is free and how much each is going to take. No rank allocates its
-// cache before all have measured, so the minimum over the ranks of one memory is what is free
-// there. All ranks compute the same number (or error) from the same table: for each memory the
-// pages that fit for all its ranks, for the mesh the minimum of these.
+// machine's RAM. With memory_fraction, after allocating everything but the caches, the ranks
+// all-gather how much memory is free and how much each rank is going to take. All ranks measure
+// before any rank allocates its cache, so the free memory is the minimum over the ranks that share
+// a memory. All ranks compute the same number (or error) from the same table: for each memory the
+// number of pages that fit for all its ranks, and for the mesh the minimum of these numbers.
 //
-// Measuring on each rank alone was rejected: the second rank would count the first rank's cache as
-// used by others, and the first rank the second's future cache as free.
+// Rejected: measuring on each rank alone, because the second rank would count the first rank's
+// cache as used by others, and the first rank would count the second's future cache as free.
 #include <stdio.h>
 
 #include "base/memory.h"
@@ -16,25 +16,25 @@
 
 enum { MOST_PAGES = INT32_MAX / 2 };
 
-typedef struct claim { // what a rank all-gathers; in bytes
+typedef struct claim { // the message of a rank; in bytes
   uint64_t memory; // rm_memory_name
-  uint64_t available; // of it, before any weights and caches of ours; UINT64_MAX: not known
+  uint64_t available; // before weights and caches of this engine; UINT64_MAX: not known
   uint64_t fixed; // what this rank is going to take besides its cache …
-  uint64_t page; // … and for each page of it
+  uint64_t page; // … and for each page of the cache
   double fraction;
   char device[24];
 } claim;
 
-typedef struct pool { // of one memory
-  int tightest, n; // the rank that may use least of it; how many share it
-  double share; // what they may use together
-  double fixed, page; // sums
+typedef struct pool { // the ranks of one memory
+  int tightest, n; // the rank that may use the least; number of ranks
+  double share; // what the ranks may use together
+  double fixed, page; // sums over the ranks
 } pool;
 
 static double share_of(const claim *c) { return c->fraction * (double)c->available; }
 
-// Host memory is taken when it is written to, so there the memory that is mapped already counts
-// too, and the records of pages.
+// Host memory is taken when it is first written, so on the host the memory that is already mapped
+// and the records of pages count too.
 static claim claim_of(const rm_worker *worker) {
   const rm_device *device = worker->device;
   const size_t available = device->available(device->self);
@@ -115,7 +115,8 @@ static rm_code agree(const rm_worker *worker, rm_comm *world, int64_t *n_pages, 
 
 static rm_code left_pages(const rm_worker *worker, int64_t *n_pages, rm_error *err) {
   rm_comm *world = worker->runner.rank.world;
-  const rm_code code = rm_device_wait(worker->device, err); // a dead device has no free memory
+  // A failed device reports no free memory, so its error comes first.
+  const rm_code code = rm_device_wait(worker->device, err);
   if (code) return code;
   if (world) return agree(worker, world, n_pages, err);
   const claim mine = claim_of(worker);

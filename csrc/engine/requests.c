@@ -1,9 +1,9 @@
-// requests.c: routes requests to replicas, and looks for them there. Ids are unique in the process.
+// requests.c: routes requests to replicas and finds them there. Ids are unique in the process.
 #include "base/hash.h"
 #include "engine/state.h"
 
-// For a cached prefix, a replica may be ahead of the least busy one by the work of so many such
-// requests.
+// For a cached prefix, a replica may have more work than the least busy replica by this many
+// requests of the same size.
 enum { AHEAD = 4 };
 
 // ---------------------------------------------------------------------------------------- routing
@@ -18,7 +18,8 @@ static int64_t work_of(const rm_request *request) {
   return request->n_prompt + request->n * rm_min64(request->max_tokens, 1 << 20);
 }
 
-// The request was checked. *entry: of its prefix, NULL if the prompt is shorter than a page.
+// The request was checked. *entry: the entry of its prefix, NULL if the prompt is shorter than a
+// page.
 static int choose_replica(const rm_engine *engine, const rm_request *request, rm_prefix **entry) {
   const int64_t *assigned = engine->assigned, page_size = engine->options.page_size;
   const int dp = engine->options.mesh.dp;

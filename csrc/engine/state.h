@@ -1,5 +1,6 @@
 // state.h: the structs of an engine, for the files of this folder. Calls that take time or exchange
-// data run on all workers in parallel (rm_run_workers); the others run on one after the other.
+// data run on all workers in parallel (rm_run_workers); other calls run on one worker after
+// another.
 #pragma once
 
 #include "base/memory.h"
@@ -14,11 +15,11 @@ enum { PREFIX_SLOTS = 4096 }; // prefixes of prompts, for routing
 
 typedef struct rm_worker { // one rank of this process
   rm_engine *engine; // view
-  rm_scheduler *scheduler; // view: of its replica
-  int32_t index; // of the rank
-  rm_device gpu, cpu; // owned, as all below; gpu: zeros on the CPU
+  rm_scheduler *scheduler; // view: the scheduler of its replica
+  int32_t index; // number of the rank
+  rm_device gpu, cpu; // owned, like all fields below; gpu: zeros on the CPU
   const rm_device *device; // one of the two; NULL until it is open
-  uint64_t memory; // the name of the device's memory, equal on ranks that share it
+  uint64_t memory; // name of the device's memory, equal on ranks that share it
   rm_comm *groups[N_GROUPS];
   rm_profile *profile; // NULL without options.profile
   rm_team *team;
@@ -26,7 +27,7 @@ typedef struct rm_worker { // one rank of this process
   rm_model *model;
   rm_store *store;
   rm_runner runner;
-  size_t kv_bytes; // of runner.kv
+  size_t kv_bytes; // bytes of runner.kv
   double forward_seconds; // since creation
   // of the last job
   rm_code code;
@@ -45,21 +46,21 @@ struct rm_engine {
   const rm_spec *spec; // view
   rm_engine_options options; // eos_ids: owned; views of create: NULL
   int n_workers; // ranks in this process: all, or one
-  int n_replicas, per_replica; // of those: whole replicas, or one rank of one
+  int n_replicas, per_replica; // replicas here, and their ranks here: all ranks, or one of them
   int own; // the replica of workers[0]
   rm_team *team; // owned, a thread for each worker; NULL if there is one worker
   rm_region *region; // owned
   rm_scheduler *schedulers; // owned, [n_replicas]
-  rm_worker *workers; // owned, [n_workers]; those of replica d from d·per_replica on
+  rm_worker *workers; // owned, [n_workers]; the workers of replica d begin at d·per_replica
   rm_ready_streams ready_streams; // owned
   // routing; owned
   int64_t *assigned; // [dp] tokens assigned to each replica so far
   rm_prefix *prefixes; // [PREFIX_SLOTS]
   uint64_t next_id;
   // state
-  int had_work; // in the last step
-  unsigned asleep; // parts
-  rm_error lost; // RM_OK, or why this engine cannot step any more
+  int had_work; // whether the last step had work
+  unsigned asleep; // parts that are asleep
+  rm_error lost; // RM_OK, or why this engine can no longer step
   // counts since creation
   int64_t steps, rows;
   double schedule_seconds, commit_seconds;
@@ -83,16 +84,16 @@ static inline void rm_leave(const rm_worker *worker, rm_entered entered) {
   rm_fp_leave(entered.fp);
 }
 
-// Calls it on all workers in parallel, each on its thread, and returns one worker's error. A call
-// leaves its error in worker->err; workers' codes stay until the next job.
+// Runs `call` on all workers in parallel, each on its thread, and returns one worker's error. A
+// call stores its error in worker->err; the workers' codes stay until the next job.
 typedef rm_code (*rm_worker_call)(rm_worker *worker, void *arg);
 rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err);
 
 // worker.c. create: index, groups, engine and scheduler are set. All workers create and destroy
 // together: they connect and measure memory together, and they leave NCCL's groups together.
 rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options);
-void rm_worker_destroy(rm_worker *worker); // safe on a zeroed one; groups and gpu stay
+void rm_worker_destroy(rm_worker *worker); // safe on a zeroed worker; groups and gpu stay
 
 // kv_size.c: the number of KV pages. With memory_fraction all ranks of the mesh call it together,
-// when everything but the cache was allocated; they get the same number or the same error.
+// after everything but the cache was allocated; all get the same number or the same error.
 rm_code rm_kv_pages(rm_worker *worker, int64_t *n_pages, rm_error *err);

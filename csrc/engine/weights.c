@@ -1,6 +1,6 @@
-// weights.c: sync, sleep and wake on all ranks here: all of them, or none. A worker's store does
-// the work (weights/store.h); this file adds when a sync is allowed and what happens to running
-// requests and to the KV cache.
+// weights.c: sync, sleep and wake, on all ranks here or on none. A worker's store does the work
+// (weights/store.h); this file decides when a sync is allowed and what happens to running requests
+// and the KV cache.
 #include "engine/state.h"
 #include "weights/two_phase_commit.h"
 
@@ -30,7 +30,7 @@ rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, 
   if (code) return code;
   code = rm_run_workers(engine, begin_worker, (void *)options, err);
   if (code && engine->n_workers > 1) rm_engine_sync_abort(engine);
-  if (!rm_store_weights(engine->workers[0].store)) // in place: cached KV has no version any more
+  if (!rm_store_weights(engine->workers[0].store)) // in place: cached KV loses its version
     rm_engine_reset_prefix_cache(engine);
   return code;
 }
@@ -53,9 +53,9 @@ static rm_code push_worker(rm_worker *worker, void *arg) {
   return code;
 }
 
-// Producers of GPU tensors have made a queue of that GPU wait for pending writes. If that is the
-// only worker's own queue, reads are enqueued after it; otherwise this waits until the tensors are
-// complete.
+// Producers of GPU tensors have made a queue of that GPU wait for pending writes. If this is the
+// queue of the only worker, reads are enqueued after the writes; otherwise this function waits
+// until the tensors are complete.
 static rm_code await_tensors(rm_engine *engine, const rm_entry *const *entries, int64_t n,
                              rm_error *err) {
   const rm_device *only = engine->n_workers == 1 ? engine->workers[0].device : NULL;
@@ -178,7 +178,7 @@ void rm_engine_free_offloaded(rm_engine *engine) {
   for (int w = 0; w < engine->n_workers; w++) rm_store_free_offloaded(engine->workers[w].store);
 }
 
-enum { DISCARD = 8 }; // with parts: weights that an earlier sleep offloaded are discarded
+enum { DISCARD = 8 }; // with parts: discard weights that an earlier sleep offloaded
 
 static rm_code sleep_worker(rm_worker *worker, void *arg) {
   const unsigned parts = *(const unsigned *)arg;

@@ -1,8 +1,8 @@
-// commit.c: writes what a step has computed to the records of the requests. Order: records of
+// commit.c: writes the results of a step to the records of the requests, in this order: records of
 // logits; failures, so that a request with a row that was not finite ends before its tokens or
-// pages count; records of computed rows, and full pages into the prefix index; siblings get the
-// leader's pages; tokens are appended. Appending is last, since it may end a sequence, which
-// releases pages that its siblings share.
+// pages count; records of computed rows, and full pages to the prefix index; the leader's pages to
+// its siblings; tokens. Appending tokens is last, since it may end a sequence and so release pages
+// that its siblings share.
 #include "clock.h"
 #include "scheduler/scheduler.h"
 
@@ -15,7 +15,7 @@ static void record_prompts(const rm_plan *plan, const rm_step_output *output) {
   }
 }
 
-// Draws from one row have the same top logprobs; the first has its record.
+// Draws from one row have the same top logprobs; the first draw has the record.
 static void record_draws(const rm_plan *plan, const rm_step_output *output) {
   for (int64_t d = 0; d < plan->n_draws; d++) {
     rm_sequence *seq = plan->draws[d].seq;
@@ -60,7 +60,7 @@ static void record_routed(rm_scheduler *scheduler, rm_sequence *seq, const int16
   }
 }
 
-// Copies logprobs of the page's tokens from the request's records. Returns 0 if they are
+// Copies the logprobs of the page's tokens from the request's records. Returns 0 if the records are
 // incomplete.
 static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index,
                          int32_t page) {

@@ -1,10 +1,10 @@
-// external_scheduler.c: see external_scheduler.h. A step is one plan, or several if it has more
-// rows than a batch: positions whose KV is of another version are recomputed before the requested
-// rows.
+// external_scheduler.c: see external_scheduler.h. A step is one plan, or several plans if it has
+// more rows than a batch, since positions whose KV is of another version are recomputed before the
+// requested rows.
 //
 // A page has the serving version as soon as its rows are in a plan, since within a forward all rows
-// of a layer are written before any is read. So of two requests that share a stale page, the first
-// recomputes it and the second reads it in the same batch or a later one.
+// of a layer are written before any row is read. So if two requests share a stale page, the first
+// recomputes it and the second reads it, in the same batch or a later one.
 #include "scheduler/external_scheduler.h"
 
 #include "clock.h"
@@ -15,7 +15,7 @@ static void invalidate_pages(rm_scheduler *scheduler, const rm_sequence *seq) {
     scheduler->page_versions[rm_block_table(scheduler, seq)[i]] = -1;
 }
 
-// A prompt's records must be of one version: those of requests without a token are recorded again.
+// The records of a prompt must be of one version, so requests without a token record them again.
 static void restart_records(rm_scheduler *scheduler) {
   for (rm_link *at = scheduler->live.next; at != &scheduler->live; at = at->next) {
     rm_sequence_group *group = (rm_sequence_group *)at;
@@ -23,14 +23,14 @@ static void restart_records(rm_scheduler *scheduler) {
   }
 }
 
-// The external scheduler decides about requests; pages of the old version are recognized by its
-// number.
+// Keeps all requests, since the external scheduler decides about them. Pages of the old version are
+// recognized by their version number.
 static void weights_changed(rm_scheduler *scheduler, rm_inflight inflight) {
   (void)inflight;
   restart_records(scheduler);
 }
 
-// Requests keep their pages, whose KV is recomputed.
+// Requests keep their pages, and the KV of these pages is recomputed.
 static void pages_lost(rm_scheduler *scheduler) {
   for (int64_t i = 0; i < scheduler->options.external_pages; i++) scheduler->page_versions[i] = -1;
   restart_records(scheduler);
@@ -42,7 +42,7 @@ static rm_sequence *sequence_of(const rm_scheduler *scheduler, uint64_t id, rm_e
   return group ? group->sequences : NULL;
 }
 
-// Request i of the step, whose pages are `pages`.
+// Checks request i of the step, whose pages are `pages`.
 static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
                           const rm_external_step *step, int64_t i, const int32_t *pages,
                           rm_error *err) {
@@ -82,7 +82,7 @@ static void leave_step(const rm_scheduler *scheduler, const rm_external_step *st
   }
 }
 
-// Checks all requests before anything changes. Those that have ended are accepted and ignored.
+// Checks all requests before anything changes. Requests that have ended are accepted and ignored.
 static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err) {
   const int32_t *pages = step->pages;
   int64_t n_started = 0, n_drawn = 0;
@@ -130,7 +130,7 @@ static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, int replace, c
 }
 
 // ---------------------------------------------------------------------------------------- batches
-// The first position to compute.
+// Returns the first position to compute.
 static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq) {
   const int64_t size = scheduler->options.limits.page_size, version = scheduler->version;
   const int32_t *table = rm_block_table(scheduler, seq);
@@ -141,8 +141,8 @@ static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq) 
   return group->n_scored < group->n_targets ? rm_min64(from, group->n_scored) : from;
 }
 
-// After a batch: copies from the pages the routing of prompt positions that other requests have
-// computed.
+// Runs after a batch. Copies the routing of prompt positions that other requests have computed from
+// the pages.
 static void take_routed(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t size = scheduler->options.limits.page_size,
                 per_token = scheduler->options.limits.routed_per_token;
@@ -249,7 +249,7 @@ static void committed(rm_scheduler *scheduler) {
     if (plan->scheduled[i]->status != RM_DONE) take_routed(scheduler, plan->scheduled[i]);
 }
 
-// No token_added, no release_pages: the external scheduler ends requests, and pages are its own.
+// token_added and release_pages are NULL: the external scheduler ends requests and owns the pages.
 const rm_policy rm_external_policy = {
     .schedule = plan_batch,
     .committed = committed,
@@ -319,8 +319,8 @@ rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *
                      "request %llu: expected generated token %lld to be %d, got %d",
                      (unsigned long long)id, (long long)i, mine[i], tokens[i]);
   if (!n && seq->n_tokens)
-    seq->group->n_scored = seq->group->n_prompt_routed =
-        0; // given out again, of the version that then serves
+    // The records are returned again, of the version that serves then.
+    seq->group->n_scored = seq->group->n_prompt_routed = 0;
   seq->n_tokens = n;
   seq->n_routed = rm_min64(seq->n_routed, n);
   return RM_OK;

@@ -2,7 +2,7 @@
 // committed, or when the weights or the KV cache go to sleep.
 #include "scheduler/scheduler.h"
 
-// Restarts the request from its prompt, with all its samples, also those that had ended.
+// Restarts the request from its prompt, with all its samples, including those that had ended.
 static void restart(rm_scheduler *scheduler, rm_sequence_group *group) {
   for (int32_t i = 0; i < group->n; i++) rm_leave_lists(scheduler, &group->sequences[i]);
   rm_sequence_group_rewind(group);
@@ -10,7 +10,7 @@ static void restart(rm_scheduler *scheduler, rm_sequence_group *group) {
 }
 
 // Keeps tokens and their records. Without keep_kv the KV is recomputed before the next token is
-// drawn. A request without a token restarts, since its prompt's records must be of one version.
+// drawn. A request without a token restarts, since the records of a prompt must be of one version.
 static void keep(rm_scheduler *scheduler, rm_sequence_group *group, int keep_kv) {
   int has_tokens = 0;
   for (int32_t i = 0; i < group->n; i++) has_tokens |= group->sequences[i].n_tokens > 0;
@@ -27,8 +27,8 @@ static void keep(rm_scheduler *scheduler, rm_sequence_group *group, int keep_kv)
   }
 }
 
-// Newest first: each is older than those put back before, so its position in the queue is found at
-// once.
+// Visits the newest request first: each request is older than those put back before it, so its
+// position in the queue is found at once.
 void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight) {
   for (rm_link *at = scheduler->live.prev, *before; at != &scheduler->live; at = before) {
     rm_sequence_group *group = (rm_sequence_group *)at;

@@ -1,10 +1,12 @@
 // kv_cache.c: see kv_cache.h. Indexed content gets a number ("node") that is never reused, and the
-// key of a page is (version, node of its parent, its tokens). Page ids or hashes as parents were
-// rejected: an evicted page's id is reused with other content, and a hash can collide. A page with
-// the same content as an indexed one gets its node, so that pages after it can be indexed.
+// key of a page is (version, node of its parent, its tokens). Rejected: page ids or hashes as
+// parents, because an evicted page's id is reused with other content, and a hash can collide. A
+// page with the same content as an indexed page gets the node of that page, so that pages after it
+// can be indexed.
 //
-// Free pages come from a stack, then from pages never used, then the least recently released cached
-// page is evicted. Sequences release their pages last first, so a prefix outlives what followed it.
+// Pages are allocated from a stack of free pages, then from pages that were never used, then by
+// evicting the least recently released cached page. Sequences release their last page first, so a
+// prefix stays longer than the pages after it.
 #include "scheduler/kv_cache.h"
 
 #include <assert.h>
@@ -15,12 +17,12 @@
 #include "base/memory.h"
 
 typedef struct rm_page {
-  uint64_t node, parent; // name of the content, 0: none; name of what comes before it, 0: the start
+  uint64_t node, parent; // node of the content, 0: none; node of the page before it, 0: the start
   int64_t version;
   uint64_t hash;
   int32_t references;
-  int32_t chain; // next page of its bucket + 1; of the free stack when free
-  int32_t older, newer; // neighbours among the cached + 1
+  int32_t chain; // next page + 1 in its bucket, or in the free stack if the page is free
+  int32_t older, newer; // neighbours among the cached pages, + 1
   uint8_t indexed, has_logprobs;
 } rm_page;
 
@@ -42,11 +44,11 @@ struct rm_kv_cache {
 };
 
 size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
-  const rm_kv_cache *cache = NULL; // for its sizes
+  const rm_kv_cache *cache = NULL; // only for sizeof
   const size_t position = sizeof *cache->tokens + sizeof *cache->logprobs +
                           (size_t)routed_per_token * sizeof *cache->routed;
   return sizeof *cache->pages + (size_t)page_size * position + 2 * sizeof *cache->writes +
-         4 * sizeof *cache->buckets; // less than four buckets a page
+         4 * sizeof *cache->buckets; // less than four buckets per page
 }
 
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
@@ -98,7 +100,7 @@ static uint64_t hash_key(const rm_kv_cache *cache, int64_t version, uint64_t par
   return h;
 }
 
-// The indexed page of exactly this key, or −1.
+// Returns the indexed page with exactly this key, or −1.
 static int32_t look_up(const rm_kv_cache *cache, uint64_t hash, int64_t version, uint64_t parent,
                        const int32_t *tokens) {
   const size_t size = (size_t)cache->options.page_size;

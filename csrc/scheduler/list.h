@@ -1,6 +1,6 @@
-// list.h: intrusive doubly linked lists with a sentinel. An element is in at most one list; its
-// rm_link is its first member, so a link is cast to it. Every operation is a few stores: nothing on
-// the step path searches or allocates.
+// list.h: intrusive doubly linked lists with a sentinel. An element is in at most one list. Its
+// rm_link is its first member, so a link can be cast to the element. Operations take a few stores,
+// without searching or allocating.
 #pragma once
 
 typedef struct rm_link {
@@ -15,7 +15,7 @@ static inline void rm_list_insert_before(rm_link *at, rm_link *link) {
   at->prev->next = link;
   at->prev = link;
 }
-// Afterwards the link is a list of its own, so that removing twice is harmless.
+// Afterwards the link is an empty list, so that removing it twice is harmless.
 static inline void rm_list_remove(rm_link *link) {
   link->prev->next = link->next;
   link->next->prev = link->prev;

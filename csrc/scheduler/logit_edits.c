@@ -93,7 +93,7 @@ static int compare_edits(const void *a, const void *b) {
   return (x->token > y->token) - (x->token < y->token);
 }
 
-// One edit for each token: a bias and a place in the prompt become one.
+// Merges the edits of the same token: a bias and an occurrence in the prompt become one edit.
 static int64_t merge(rm_logit_edit *edits, int64_t n) {
   int64_t kept = 0;
   if (n) qsort(edits, (size_t)n, sizeof *edits, compare_edits);

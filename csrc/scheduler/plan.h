@@ -1,7 +1,7 @@
-// plan.h: what a step computes (vLLM's SchedulerOutput), and what comes back (its
-// ModelRunnerOutput). The scheduler fills the plan; all ranks of the replica read it and compute it
-// (step/runner.h); rm_commit reads the output of one of them. The plan's arrays are in host memory,
-// allocated once for the largest step.
+// plan.h: the plan of a step (vLLM's SchedulerOutput) and its output (vLLM's ModelRunnerOutput).
+// The scheduler fills the plan; all ranks of the replica compute it (step/runner.h); rm_commit
+// reads the output of one rank. The plan's arrays are in host memory, allocated once for the
+// largest step.
 #pragma once
 
 #include "scheduler/kv_cache.h"
@@ -12,8 +12,8 @@
 typedef struct rm_out_row {
   rm_sequence *seq;
   int64_t position;
-  int32_t target; // the token whose logprob is recorded, −1: none
-  int draws; // tokens are drawn from it
+  int32_t target; // the token whose logprob is recorded; −1: no token
+  int draws; // whether tokens are drawn from this row
 } rm_out_row;
 
 // One token to draw. Draws are in the order of their rows; the first tokens of a prompt's samples
@@ -25,15 +25,15 @@ typedef struct rm_draw {
 
 typedef struct rm_plan {
   int64_t n_rows, n_out, n_scheduled, n_draws;
-  const rm_page_write *writes; // [n_writes] views of the cache; made in order before the rows
+  const rm_page_write *writes; // [n_writes] view of the cache's; done in order before the rows
   int64_t n_writes;
   rm_sequence **scheduled; // [max_num_seqs]
   int32_t *ids, *positions, *seq_of_row; // [max_num_batched_tokens], as rm_batch's
   int64_t *slots;
-  rm_out_row *outs; // [max_num_batched_tokens], as are the next two
-  int32_t *out_rows, *targets; // of the outs
+  rm_out_row *outs; // [max_num_batched_tokens], like the next two
+  int32_t *out_rows, *targets; // rows and targets of the outs
   rm_draw *draws; // [max_num_seqs]
-  rm_sample_params *params; // [max_num_seqs] of the draws; with views of their sequences' lists
+  rm_sample_params *params; // [max_num_seqs] for each draw, with views of its sequence's lists
   int32_t *block_tables; // [max_num_seqs][max_pages]
   uint8_t *table_changed; // [max_num_seqs] since the last commit
   // Rows that an external scheduler draws from are copied to the caller's memory.
@@ -46,9 +46,9 @@ typedef struct rm_step_output {
   int16_t *routed; // [n_rows][routed_per_token]
   uint8_t *row_flags; // [n_rows]
   float *target_logprobs; // [n_out]
-  int32_t *tokens; // [n_draws], as are the rest
-  int32_t *ranks; // token ranks, where requested
-  int32_t *kept; // tokens that the filters kept, where a draw of the same call of the op wants it
+  int32_t *tokens; // [n_draws], like the rest
+  int32_t *ranks; // ranks of the tokens, if requested
+  int32_t *kept; // number of tokens kept by the filters, if a draw of the same op call needs it
   float *logprobs, *sampling_logprobs;
 } rm_step_output;
 

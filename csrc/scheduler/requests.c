@@ -4,7 +4,7 @@
 #include "scheduler/scheduler.h"
 
 // ----------------------------------------------------------------------------------- groups by id
-// Ids count up, so the low bits spread them evenly.
+// Ids are consecutive numbers, so the low bits distribute them evenly.
 static rm_sequence_group **bucket(const rm_scheduler *scheduler, uint64_t id) {
   return &scheduler->buckets[id & (scheduler->n_buckets - 1)];
 }

@@ -1,13 +1,13 @@
-// scheduler.c: which rows the next step computes, and on which pages.
+// scheduler.c: selects the rows of the next step and their pages.
 //
 // Priority is the order of arrival. Active sequences are visited oldest first and allocate the
-// pages they need; if there are none, the newest is preempted. Then waiting sequences are admitted,
-// oldest first, while there are table rows, batch rows and pages for all of their known tokens. The
-// oldest can always continue (add has checked that it fits alone). A preempted one is recomputed,
-// with the same bits.
+// pages that they need; if all pages are held, the newest sequence is preempted. Then waiting
+// sequences are admitted, oldest first, while there are table rows, batch rows and pages for all of
+// their known tokens. The oldest sequence can always continue (add has checked that it fits alone).
+// A preempted sequence is recomputed with identical results.
 //
 // The prompt of n samples is computed by the first sample that becomes active, the leader. In the
-// step that computes the prompt's last row, siblings draw from that row too, as far as there are
+// step that computes the prompt's last row, siblings also draw from that row, as far as there are
 // table rows, and share the leader's pages. The last, partly filled page is copied on the first
 // write, except by the last sequence that holds it.
 #include <assert.h>
@@ -94,8 +94,8 @@ static void insert_by_order(rm_link *head, rm_sequence *seq, int from_the_end) {
   rm_list_insert_before(at, &seq->link);
 }
 
-// Searches from the end if it is new, from the front if it was preempted: nearly always its
-// position is found at once.
+// Searches from the end for a new sequence and from the front for a preempted one, so that its
+// position is nearly always found at once.
 void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
   const rm_link *last = scheduler->waiting.prev;
   insert_by_order(&scheduler->waiting, seq,
@@ -154,7 +154,7 @@ static int64_t pages_for(const rm_scheduler *scheduler, int64_t n_positions) {
          scheduler->options.limits.page_size;
 }
 
-// Allocates pages for n_positions. There are enough.
+// Allocates pages for n_positions. The caller has checked that there are enough.
 static void extend(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_positions) {
   const int64_t n = pages_for(scheduler, n_positions);
   if (seq->n_pages >= n) return;
@@ -164,7 +164,8 @@ static void extend(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
   }
 }
 
-// Index of a shared page that is about to be written, −1: none. Only the page at kv_len can be.
+// Returns the index of a shared page that is about to be written, or −1. It can only be the page at
+// kv_len.
 static int64_t shared_page(const rm_scheduler *scheduler, const rm_sequence *seq,
                            int64_t n_positions) {
   const int64_t index = seq->kv_len / scheduler->options.limits.page_size;
@@ -178,8 +179,8 @@ static void copy_page(rm_scheduler *scheduler, rm_sequence *seq, int64_t index) 
   *entry = rm_kv_copy(scheduler->cache, *entry);
 }
 
-// Allocates and copies pages, so that the next positions up to n_positions can be written; preempts
-// newer sequences. 0: seq was preempted.
+// Allocates and copies pages, so that the next positions up to n_positions can be written. Preempts
+// newer sequences if necessary. Returns 0 if seq itself was preempted.
 static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_positions) {
   for (;;) {
     const int64_t shared = shared_page(scheduler, seq, n_positions);
@@ -198,9 +199,9 @@ static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
 }
 
 // -------------------------------------------------------------------------------------- admission
-// Whether the group can use a cached page without losing records: 2 yes, 1 if the page has
-// logprobs, 0 no. Row p gives the logprob of token p + 1, so logprobs of page i come from the rows
-// up to its last but one.
+// Returns whether the group can use a cached page without losing records: 2 yes, 1 if the page has
+// logprobs, 0 no. Row p gives the logprob of token p + 1, so the logprobs of page i come from the
+// rows up to its last but one.
 static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *group,
                        int64_t page) {
   const int64_t rows =
@@ -227,8 +228,8 @@ static void take_records(rm_scheduler *scheduler, rm_sequence *seq, int64_t inde
   }
 }
 
-// Takes the cached pages of the longest cached prefix. Their records are copied later, when it is
-// sure to start.
+// Takes the cached pages of the longest cached prefix. Their records are copied later, when the
+// sequence is certain to start.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   int32_t *table = rm_change_table(scheduler, seq), parent = -1;
   const int64_t size = scheduler->options.limits.page_size, n = rm_sequence_length(seq) / size;
@@ -244,8 +245,8 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-// Activates a waiting sequence, with pages for all of its known tokens. 0: there are too few, and
-// nothing changed.
+// Activates a waiting sequence, with pages for all of its known tokens. Returns 0 if there are too
+// few pages; the sequence is then unchanged.
 static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t length = rm_sequence_length(seq), size = scheduler->options.limits.page_size;
   rm_sequence_group *group = seq->group;
@@ -295,7 +296,7 @@ static void add_draw(rm_plan *plan, rm_sequence *seq) {
   plan->draws[plan->n_draws++] = (rm_draw){seq, (int32_t)plan->n_out - 1};
 }
 
-// Siblings that have not started join, as far as there are table rows.
+// Lets siblings that have not started join, as far as there are table rows.
 static void join_siblings(rm_scheduler *scheduler, rm_sequence_group *group) {
   for (int32_t i = 0;
        i < group->n && scheduler->n_active + scheduler->n_joining < scheduler->options.max_num_seqs;
@@ -350,10 +351,8 @@ static void admit(rm_scheduler *scheduler) {
     if (!start(scheduler, seq)) return;
     rm_plan_rows(scheduler, seq,
                  rm_min64(rm_sequence_length(seq) - seq->next, max_rows - scheduler->plan.n_rows));
-    at = before
-             // siblings that joined have left the list; the one before was skipped and is still
-             // there
-             ->next;
+    // Siblings that joined have left the list; the element before was skipped and is still in it.
+    at = before->next;
   }
 }
 
@@ -400,8 +399,8 @@ static void release_pages(rm_scheduler *scheduler, rm_sequence *seq) {
   while (seq->n_pages > 0) rm_kv_release(scheduler->cache, table[--seq->n_pages]);
 }
 
-// No invalidate_pages: the pages of a failed sequence are not in the prefix index, and a page is
-// zeroed when it is allocated again.
+// invalidate_pages is NULL: the pages of a failed sequence are not in the prefix index, and a page
+// is zeroed when it is allocated again.
 const rm_policy rm_own_policy = {
     .schedule = schedule,
     .token_added = token_added,

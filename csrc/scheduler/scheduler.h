@@ -1,13 +1,13 @@
-// scheduler.h: the requests of a replica, their records, the pages of its KV cache, and what the
-// next step computes. Pure bookkeeping in host memory: no device, no other rank, no thread.
+// scheduler.h: the requests of a replica, their records, the pages of its KV cache, and the plan of
+// the next step. It only uses host memory: no device, no other ranks, no threads.
 //
-//   add … ─► schedule (fills `plan`) ─► whoever computes the plan ─► commit (its output) ─► view
-//               ▲                                                      │
-//               └──────────────────────────────────────────────────────┘
+//   add … ─► schedule (fills `plan`) ─► the workers compute it ─► commit (their output) ─► view
+//               ▲                                                   │
+//               └───────────────────────────────────────────────────┘
 //
 // The owner (the engine) makes one call at a time. A policy decides what a step computes: the own
-// one (scheduler.c: in order of arrival, preempting the newest) or that for an external scheduler
-// (external_scheduler.h: vLLM decides).
+// policy (scheduler.c: in order of arrival, preempting the newest) or the policy for an external
+// scheduler (external_scheduler.h: vLLM decides).
 #pragma once
 
 #include <string.h>
@@ -20,39 +20,39 @@
 typedef struct rm_scheduler rm_scheduler;
 typedef struct rm_external_step rm_external_step;
 
-// What a rank has for the next forward; a lockstep group takes the maximum.
+// The work of a rank for the next forward. A lockstep group takes the maximum.
 typedef enum rm_progress { RM_NO_WORK, RM_LAST_BATCH, RM_MORE_BATCHES } rm_progress;
 
 // Functions marked optional may be NULL.
 typedef struct rm_policy {
   rm_progress (*schedule)(rm_scheduler *scheduler); // fills the plan
-  void (*committed)(rm_scheduler *scheduler); // optional: the plan's results are in the records
+  void (*committed)(rm_scheduler *scheduler); // optional: after the records have the plan's results
   // Optional: ends a sequence that has all its tokens.
   void (*token_added)(rm_scheduler *scheduler, rm_sequence *seq);
-  // Optional: an active sequence becomes inactive.
+  // Optional: called when an active sequence becomes inactive.
   void (*release_pages)(rm_scheduler *scheduler, rm_sequence *seq);
-  // Optional: one of the sequence's rows was not finite.
+  // Optional: called if one of the sequence's rows was not finite.
   void (*invalidate_pages)(rm_scheduler *scheduler, const rm_sequence *seq);
-  void (*weights_changed)(rm_scheduler *scheduler, rm_inflight inflight); // a version was committed
-  void (*pages_lost)(rm_scheduler *scheduler); // the weights or the KV cache go to sleep
+  void (*weights_changed)(rm_scheduler *scheduler, rm_inflight inflight); // after a commit
+  void (*pages_lost)(rm_scheduler *scheduler); // when the weights or the KV cache go to sleep
 } rm_policy;
 
 extern const rm_policy rm_own_policy, rm_external_policy;
 
 typedef struct rm_scheduler_options {
   const rm_policy *policy;
-  // of requests; eos_ids is a view, n_pages comes with rm_scheduler_open_pages
+  // Limits of requests; eos_ids is a view, and rm_scheduler_open_pages sets n_pages.
   rm_request_limits limits;
   int64_t max_num_seqs, max_num_batched_tokens;
   int prefix_caching;
-  int64_t external_pages; // an external scheduler's; 0: there is none
+  int64_t external_pages; // pages of an external scheduler; 0: no external scheduler
 } rm_scheduler_options;
 
 struct rm_scheduler {
   rm_scheduler_options options;
-  int64_t max_pages; // of one sequence
-  int64_t version; // of the weights that serve; set by the engine before each call that reads it
-  int paused; // schedules nothing
+  int64_t max_pages; // largest number of pages of one sequence
+  int64_t version; // version of the serving weights; the engine sets it before calls that read it
+  int paused; // whether schedule plans no rows
   rm_plan plan;
   rm_kv_cache *cache; // owned
   void *memory; // owned: the arrays below and the plan's
@@ -62,11 +62,11 @@ struct rm_scheduler {
   // scheduler.c
   rm_link waiting, active; // sequences
   int64_t n_waiting, n_active, n_joining;
-  const rm_sequence *blocked; // the head of the queue when it last found too few free pages …
-  int64_t blocked_free; // … and how many were free
+  const rm_sequence *blocked; // head of the queue when it last found too few free pages …
+  int64_t blocked_free; // … and the number of free pages then
   // external_scheduler.c
-  int64_t *page_versions; // [external_pages] of the weights that computed a page's KV, −1: none
-  const rm_external_step *step; // the one that runs, a view
+  int64_t *page_versions; // [external_pages] version of the weights of a page's KV; −1: none
+  const rm_external_step *step; // the current step, a view
   // requests.c
   rm_link live, finished; // unfinished requests by arrival; finished and not yet reported
   int64_t n_live;
@@ -78,18 +78,18 @@ struct rm_scheduler {
   int64_t generated_tokens, prompt_tokens, cached_tokens, preemptions;
 };
 
-// Zeroed memory becomes a scheduler without pages; `options` is copied.
+// Makes a scheduler without pages in zeroed memory; `options` is copied.
 rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options *options,
                             rm_error *err);
-rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages,
-                                rm_error *err); // makes the KV cache's bookkeeping
-void rm_scheduler_destroy(rm_scheduler *scheduler); // frees all requests; safe on a zeroed one
+// Makes the bookkeeping of the KV cache.
+rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages, rm_error *err);
+void rm_scheduler_destroy(rm_scheduler *scheduler); // frees all requests; safe on zeroed memory
 
-// Fills the plan with the next batch. `version` is set.
+// Fills the plan with the next batch. `version` must be set.
 rm_progress rm_schedule(rm_scheduler *scheduler);
-// commit.c: writes the output of the plan to the records of its requests, which ends some.
+// commit.c: writes the output of the plan to the records of its requests, and ends finished ones.
 void rm_commit(rm_scheduler *scheduler, const rm_step_output *output);
-// A token of an active sequence, drawn outside of a plan.
+// Appends a token of an active sequence that was drawn outside of a plan.
 void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn);
 
 // ------------------------------------------------------------------------------------- requests.c
@@ -103,32 +103,32 @@ rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request
                           rm_error *err);
 rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
                                  rm_sample_view *out, rm_error *err);
-rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id,
-                             rm_error *err); // of a finished one
-rm_code rm_scheduler_abort(rm_scheduler *scheduler, uint64_t id,
-                           rm_error *err); // what was generated stays readable
-// Ends one sample at n_tokens, where a stop string matched; finish = stop. The sample may have ended
-// already. RM_E_STATE: it was aborted or failed.
+// Releases a finished request.
+rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err);
+// Aborts a request. Its generated tokens stay readable.
+rm_code rm_scheduler_abort(rm_scheduler *scheduler, uint64_t id, rm_error *err);
+// Ends one sample at n_tokens, where a stop string matched; finish = stop. The sample may have
+// ended already. RM_E_STATE: it was aborted or failed.
 rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t sample,
                                  int64_t n_tokens, rm_error *err);
-void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq,
-                        rm_finish finish); // → DONE; the group too when it was the last
-void rm_finish_sequence_group(rm_scheduler *scheduler, rm_sequence_group *group,
-                              rm_finish finish); // all that are not DONE
+// Makes a sequence DONE, and finishes its group if it was the last one.
+void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish);
+// Finishes all sequences of a group that are not DONE.
+void rm_finish_sequence_group(rm_scheduler *scheduler, rm_sequence_group *group, rm_finish finish);
 void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position,
                             const char *what); // with RM_E_NUMERICS
 
 // ------------------------------------------------------ scheduler.c, for the files of this folder
 void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq); // into `waiting`, by order
-void rm_activate(rm_scheduler *scheduler,
-                 rm_sequence *seq); // → ACTIVE, with a place; it is in no list
-void rm_leave_lists(rm_scheduler *scheduler,
-                    rm_sequence *seq); // leaves its list; pages and place are free again
-void rm_preempt(rm_scheduler *scheduler,
-                rm_sequence *seq); // ACTIVE → WAITING, its pages given back
-void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq,
-                  int64_t n_rows); // from seq->next on, and the draw from the last
-// For commit: JOINING → ACTIVE, on the pages of the leader's prompt.
+// Makes a sequence that is not in a list ACTIVE, with a table row.
+void rm_activate(rm_scheduler *scheduler, rm_sequence *seq);
+// Removes a sequence from its list and releases its pages and table row.
+void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq);
+// Makes an ACTIVE sequence WAITING and releases its pages.
+void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq);
+// Plans n_rows rows from seq->next on, and the draw from the last one.
+void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows);
+// For commit: makes a JOINING sequence ACTIVE, with the pages of the leader's prompt.
 void rm_share_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_sequence *leader);
 // inflight.c: the own policy's weights_changed and pages_lost
 void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight);
@@ -137,7 +137,7 @@ void rm_preempt_all(rm_scheduler *scheduler);
 static inline int32_t *rm_block_table(const rm_scheduler *scheduler, const rm_sequence *seq) {
   return scheduler->plan.block_tables + seq->table_row * scheduler->max_pages;
 }
-// The same, to be written: devices get it before the next batch.
+// Returns the block table for writing; it is copied to devices before the next batch.
 static inline int32_t *rm_change_table(const rm_scheduler *scheduler, const rm_sequence *seq) {
   scheduler->plan.table_changed[seq->table_row] = 1;
   return rm_block_table(scheduler, seq);

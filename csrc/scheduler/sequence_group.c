@@ -1,5 +1,5 @@
-// sequence_group.c: checks a request, and makes the one allocation that holds it and its records.
-// It is sized for the longest completion; untouched pages of it cost address space only.
+// sequence_group.c: checks a request, and makes one allocation for the request and its records. It
+// is sized for the longest completion; pages that are never written take only address space.
 #include <math.h>
 #include <stdlib.h>
 
@@ -46,8 +46,8 @@ static rm_code check_logprobs(const rm_request *request, int64_t vocab, rm_error
   return RM_OK;
 }
 
-// The tokens kept are the first of a row's top logprobs: none of them may be banned, and top_k
-// bounds their number.
+// The kept tokens are the first of a row's top logprobs. So banned tokens are not allowed, and
+// top_k bounds the number of kept tokens.
 static rm_code check_kept(const rm_request *request, int64_t vocab, rm_error *err) {
   if (!request->kept_tokens) return RM_OK;
   REFUSE_UNLESS(request->kind == RM_GENERATE,
@@ -90,7 +90,8 @@ static rm_code check_lengths(const rm_request *request, const rm_request_limits 
   return RM_OK;
 }
 
-// Tokens that each sample may generate. An external scheduler may end a request one step late.
+// Returns the number of tokens that each sample may generate. An external scheduler may end a
+// request one step late.
 static int64_t capacity_of(const rm_request *request, const rm_request_limits *limits) {
   const int64_t left = limits->max_model_len - request->n_prompt;
   return request->kind == RM_SCORE    ? 0
@@ -98,7 +99,7 @@ static int64_t capacity_of(const rm_request *request, const rm_request_limits *l
                                       : left;
 }
 
-// Positions with KV: the last generated token is never an input.
+// Checks the number of positions with KV. The last generated token is never an input.
 static rm_code check_capacity(const rm_request *request, const rm_request_limits *limits,
                               rm_error *err) {
   const int64_t n_positions = request->n_prompt + rm_max64(capacity_of(request, limits) - 1, 0);
@@ -171,8 +172,8 @@ enum { GROUP_FIELDS = 12, SEQUENCE_FIELDS = 12 };
 
 static void group_fields(rm_sequence_group *group, const rm_request *request,
                          const rm_request_limits *limits, rm_field fields[GROUP_FIELDS]) {
-  const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt
-                                                     : 0; // one too many, so that none is not NULL
+  // One more than needed, so that a prompt of one token has arrays that are not NULL.
+  const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt : 0;
   const int64_t n_bad = request->n_bad_words;
   const size_t top = group->prompt_top ? targets : 0,
                set = (size_t)request->n_stop_ids + (size_t)limits->n_eos;
@@ -222,7 +223,7 @@ static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group,
   memcpy(fields, all, sizeof all);
 }
 
-// The group, its records, then n equal parts for the sequences.
+// Allocates the group, its records, then n equal parts for the sequences.
 static rm_sequence_group *allocate(const rm_sequence_group *values, const rm_request *request,
                                    const rm_request_limits *limits) {
   rm_sequence_group model = *values;

@@ -2,7 +2,7 @@
 //
 // Each host comm has a counterpart for device memory with the same ranks: staged through the host
 // comm, or NCCL. Batches, draws, flags and votes use the host comms, whose headers detect ranks
-// that disagree; NCCL's calls have no headers and are compared once a step.
+// that differ; NCCL's calls are sent without headers and are compared once per step.
 #define _GNU_SOURCE
 #include <time.h>
 

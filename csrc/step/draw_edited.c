@@ -38,8 +38,9 @@ static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
   return rank;
 }
 
-// With temperature 1 and no filter the op returns the model's logprob as the sampling logprob, but
-// here the two come from different logits. A banned token that does not exist prevents that.
+// With temperature 1 and without filters, the op returns the model's logprob as the sampling
+// logprob. Here the two come from different logits, so a banned token that does not exist disables
+// this shortcut.
 rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const float *raw, const float *stats,
                        const float *edited, rm_drawn *out, rm_error *err) {
   static const int32_t nobody = -1;

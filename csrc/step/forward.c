@@ -1,12 +1,12 @@
-// forward.c: one rank's part of a step. One function enqueues all of it, captured or not: copy
-// inputs to the device, model, sampler.c on the out rows, copy results to the host. Then the step
-// waits for the device, once unless a caller gets rows of logits.
+// forward.c: one rank's part of a step. One function enqueues all work, captured or not: copying
+// inputs to the device, the model, sampler.c on the out rows, and copying results to the host. Then
+// the step waits for the device, only once unless a caller gets rows of logits.
 #include "base/fields.h"
 #include "base/hash.h"
 #include "step/runner.h"
 
 // ---------------------------------------------------------------- the other ranks of the tp group
-// Compares a digest of the batch where each process of the tp group has scheduled it for itself.
+// Compares a digest of the batch if each process of the tp group has scheduled the batch itself.
 static rm_code compare_batches(rm_runner *runner, rm_error *err) {
   const rm_plan *plan = runner->plan;
   rm_comm *tp = runner->rank.tp;
@@ -29,8 +29,7 @@ static rm_code compare_batches(rm_runner *runner, rm_error *err) {
   return code;
 }
 
-// Or-reduces row flags: a K or V row that is not finite is seen only by the ranks that hold its
-// head.
+// Or-reduces row flags: only the ranks with its head detect a K or V row that is not finite.
 static rm_code share_flags(rm_runner *runner, rm_error *err) {
   rm_comm *tp = runner->rank.tp;
   uint8_t *flags = runner->step.output.row_flags;
@@ -93,8 +92,8 @@ static void fill(rm_runner *runner) {
   const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out;
   list_fields(runner, b, (size_t)shape->n_rows, (size_t)shape->n_out, (size_t)shape->n_draws,
               fields);
-  rm_fields_place(fields, STEP_FIELDS, runner->buffer,
-                  runner->buffer_bytes); // sized for the largest step
+  // The buffer is sized for the largest step.
+  rm_fields_place(fields, STEP_FIELDS, runner->buffer, runner->buffer_bytes);
   memcpy(b->slots, plan->slots, rows * sizeof *b->slots);
   memcpy(b->ids, plan->ids, rows * sizeof *b->ids);
   memcpy(b->positions, plan->positions, rows * sizeof *b->positions);
@@ -114,8 +113,8 @@ static void fill(rm_runner *runner) {
   memset(b->out_flags, 0, (size_t)shape->n_out);
 }
 
-// Copies changed block tables to the device, adjacent ones together. On the CPU the ops read the
-// plan's.
+// Copies changed block tables to the device, adjacent tables together. On the CPU the ops read the
+// plan's tables.
 static void put_tables(const rm_runner *runner) {
   const rm_plan *plan = runner->plan;
   const int64_t n = runner->options.max_num_seqs, width = runner->options.max_pages;

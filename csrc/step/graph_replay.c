@@ -18,8 +18,8 @@ static int64_t next_size(int64_t rows) {
 
 void rm_graphs_plan(rm_runner *runner) {
   rm_graphs *graphs = &runner->graphs;
-  const int64_t most =
-      runner->options.model.static_rows;   // with more rows the launches overlap with the work
+  // With more rows the launches overlap with the work.
+  const int64_t most = runner->options.model.static_rows;
   if (runner->options.enforce_eager || !runner->device->begin_capture ||
       !rm_model_is_static(runner->model, most))
     return;
@@ -81,8 +81,8 @@ void rm_graphs_clear(rm_runner *runner) {
   runner->graphs.was_reset = 1;
 }
 
-// The graph for the serving weights. Weights at a new address replace the set that was not used
-// last.
+// Returns the graph for the serving weights. Weights at a new address replace the set that was not
+// used last.
 static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_token_ranks) {
   rm_graphs *graphs = &runner->graphs;
   const uint64_t weights = rm_store_block(runner->store);
@@ -97,8 +97,8 @@ static rm_graph *graph_of(rm_runner *runner, int64_t index, int with_token_ranks
   return &graphs->sets[set].graphs[index][with_token_ranks];
 }
 
-// Result of a capture, from best to worst. INVALIDATED is repeated at the next step; for REFUSED
-// there was no memory.
+// Result of a capture, from best to worst. INVALIDATED: it is repeated at the next step. REFUSED:
+// the device had too little memory.
 typedef enum outcome { KEPT, INVALIDATED, REFUSED } outcome;
 
 static outcome outcome_of(rm_device_status status) {
@@ -107,8 +107,8 @@ static outcome outcome_of(rm_device_status status) {
                                                  : KEPT;
 }
 
-// Max-reduces the outcome over the ranks that replay together: if one rank has no graph, none
-// replays.
+// Max-reduces the outcome over the ranks that replay together: they replay only if all have a
+// graph.
 static rm_code agree_on(rm_runner *runner, outcome *came, rm_error *err) {
   const rm_rank *rank = &runner->rank;
   rm_comm *together = rm_rank_spans_dp(rank) ? rank->ep : rank->tp;
@@ -123,8 +123,8 @@ static rm_code agree_on(rm_runner *runner, outcome *came, rm_error *err) {
   return code;
 }
 
-// The comms count an exchange when it is enqueued. A capture sends nothing, and each replay sends
-// it.
+// Corrects the counts of the comms, which count an exchange when it is enqueued: a capture does not
+// send data, and each replay does.
 static void count_captured(rm_runner *runner, const rm_traffic *before, rm_graph *graph) {
   const rm_traffic after = rm_comms_traffic(runner);
   graph->comm_bytes = after.bytes - before->bytes;
@@ -140,7 +140,7 @@ static void replay(rm_runner *runner, const rm_graph *graph) {
   runner->replays++;
 }
 
-// If there is no graph afterwards, the caller enqueues the step.
+// Captures the step. If this does not give a graph, the caller enqueues the step.
 static rm_code capture(rm_runner *runner, rm_graph *graph, rm_enqueue_step enqueue, rm_error *err) {
   const rm_device *device = runner->device;
   rm_code code = rm_device_check(device, device->begin_capture(device->self), err);

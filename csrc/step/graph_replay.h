@@ -1,16 +1,16 @@
 // graph_replay.h: decode steps as CUDA graphs. Steps in which each row draws one token run the same
-// ops at the same addresses for the same number of rows, so a step is captured once and replayed:
-// one launch instead of hundreds. forward.c enqueues the work; this file decides what is captured
-// and when.
+// ops at the same addresses for the same number of rows, so a step is captured once and then
+// replayed with one launch instead of hundreds. forward.c enqueues the work; this file decides what
+// is captured and when.
 //
-// The batch is padded to a captured size. Padding rows write no KV and their results are ignored;
-// rows do not depend on each other, so padding changes no bit.
+// The batch is padded to a captured size. Padding rows do not write KV, and their results are
+// ignored. Rows do not depend on each other, so padding does not change results.
 //
-// A graph contains addresses: of the KV cache, which moves only by sleeping, and of the weights,
-// whose two allocations serve alternately. So there are two sets of graphs, and a sync keeps both.
-// A size is captured at its second use with those weights: the first run lets libraries load
-// lazily. A capture that another thread invalidates by synchronizing the device is repeated at the
-// next step.
+// A graph contains the addresses of the KV cache, which change only by sleeping, and of the
+// weights, whose two allocations serve alternately. So there are two sets of graphs, and a sync
+// keeps both. A size is captured at its second use with the same weights, since libraries load
+// lazily in the first run. A capture that another thread invalidates by synchronizing the device is
+// repeated at the next step.
 //
 // Ranks capture and replay together, since graphs contain exchanges. Ranks of a tp group have the
 // same batches. Across replicas the lockstep group agrees before each step (lockstep.c) whether to
@@ -26,11 +26,11 @@ typedef struct rm_runner rm_runner;
 enum { RM_GRAPH_SETS = 2, RM_GRAPH_SIZES = 32 };
 
 typedef struct rm_graph {
-  void *captured; // the device's; NULL: none yet
+  void *captured; // the graph of the device; NULL: not captured yet
   uint64_t comm_bytes; // bytes and number of its exchanges, counted at capture
   int64_t comm_calls;
-  int was_run; // it may be captured at the next step
-  int is_refused; // the device had no memory for it
+  int was_run; // whether it may be captured at the next step
+  int is_refused; // whether the device had too little memory for it
 } rm_graph;
 
 typedef struct rm_graph_set {
@@ -40,20 +40,20 @@ typedef struct rm_graph_set {
 
 typedef struct rm_graphs {
   int64_t sizes[RM_GRAPH_SIZES]; // ascending
-  int64_t n_sizes; // 0: nothing is captured
+  int64_t n_sizes; // 0: steps are not captured
   rm_graph_set sets[RM_GRAPH_SETS];
   int last; // the set used last
-  int was_reset; // and the lockstep group has not been told
+  int was_reset; // whether the graphs were cleared since the lockstep group last agreed
 } rm_graphs;
 
-// Chooses the sizes, up to 512 rows. None if the device cannot capture, with enforce_eager, or if
-// exchanges wait for the host (staged.h).
+// Selects the sizes, up to 512 rows. Selects none if the device cannot capture, with enforce_eager,
+// or if exchanges wait for the host (staged.h).
 void rm_graphs_plan(rm_runner *runner);
 // Whether this rank's plan can run as a graph; a plan without rows can. *with_token_ranks: some
 // draw needs its rank.
 int rm_graphs_serve(const rm_runner *runner, int *with_token_ranks);
-int64_t rm_graphs_size(const rm_runner *runner,
-                       int64_t rows); // the captured size that `rows` are padded to
+// Returns the captured size to which `rows` are padded.
+int64_t rm_graphs_size(const rm_runner *runner, int64_t rows);
 // Runs the padded step: calls `enqueue`, captures it, or replays its graph.
 typedef rm_code (*rm_enqueue_step)(rm_runner *runner, rm_error *err);
 rm_code rm_graphs_run(rm_runner *runner, rm_enqueue_step enqueue, rm_error *err);

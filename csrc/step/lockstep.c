@@ -1,6 +1,6 @@
-// lockstep.c: the agreement of a lockstep group before a forward: max-reduces the ranks' status.
-// Replicas that share experts step together: a replica without requests steps with an empty batch,
-// and the step runs as a captured graph only if it can on all ranks. Without a lockstep group a
+// lockstep.c: max-reduces the status of the ranks of a lockstep group before a forward. Replicas
+// that share experts step together: a replica without requests steps with an empty batch, and the
+// step runs as a captured graph only if this is possible on all ranks. Without a lockstep group a
 // rank decides alone.
 #include "step/runner.h"
 
@@ -17,7 +17,7 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
   rm_step_shape *shape = &runner->shape;
   rank_status all[RM_MAX_WORLD];
   size_t bytes[RM_MAX_WORLD];
-  int flags = 0; // of all ranks, or-ed
+  int flags = 0; // or of the flags of all ranks
   shape->is_captured = rm_graphs_serve(runner, &shape->with_token_ranks);
   shape->most_rows = plan->n_rows;
   if (!rm_rank_spans_dp(rank)) return RM_OK;
@@ -38,8 +38,8 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
     flags |= all[r].flags;
   }
   shape->with_token_ranks = (flags & WITH_TOKEN_RANKS) != 0;
-  if (flags & RESET)
-    rm_graphs_clear(runner); // a rank that slept has no graphs: all ranks capture again
+  // A rank that slept has no graphs, so all ranks capture again.
+  if (flags & RESET) rm_graphs_clear(runner);
   runner->graphs.was_reset = 0;
   return RM_OK;
 }

@@ -1,6 +1,6 @@
-// results.h: results of ops for the records of requests, and their inputs from the host. On the CPU
-// an op uses the records directly, and these functions do nothing. On a GPU the bytes go through
-// one mirrored buffer, and results are copied to the records after the wait.
+// results.h: buffers for results of ops that go to the records of requests, and for inputs from the
+// host. On the CPU an op uses the records directly, and these functions do nothing. On a GPU the
+// bytes go through one mirrored buffer, and results are copied to the records after the wait.
 #pragma once
 
 #include "device/devices.h"
@@ -25,15 +25,16 @@ typedef struct rm_results {
 rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t bytes,
                           rm_results *out, rm_error *err);
 void rm_results_destroy(rm_results *results); // safe on a zeroed one
-size_t rm_results_room(
-    const rm_results *results); // the most bytes of one reserve, SIZE_MAX on the CPU
-// Reserves room for n outputs and inputs of `bytes` together, which then cannot fail. If there is
-// none left, it first calls copy_out. Each output or input uses up to RM_RESULT_ALIGN bytes more.
+// Returns the largest number of bytes of one reserve; SIZE_MAX on the CPU.
+size_t rm_results_room(const rm_results *results);
+// Reserves room for n outputs and inputs of `bytes` in total, which then cannot fail. If the buffer
+// is full, it first calls copy_out. Each output or input uses up to RM_RESULT_ALIGN bytes more.
 enum { RM_RESULT_ALIGN = 64 };
 rm_code rm_results_reserve(rm_results *results, int n, size_t bytes, rm_error *err);
-// An address where an op writes a result; the next copy_out copies it to `to`.
+// Returns an address for the result of an op; the next copy_out copies it to `to`.
 void *rm_results_output(rm_results *results, void *to, size_t bytes);
-// An address where an op reads a copy of `from`, which must not change until the op was called.
+// Returns an address where an op can read a copy of `from`, which must not change until the op was
+// called.
 const void *rm_results_input(rm_results *results, const void *from, size_t bytes);
 void rm_results_drop(rm_results *results); // discards outputs that were not copied out
 // Waits for the device (rm_rank_wait), then copies results.

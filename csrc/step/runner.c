@@ -1,4 +1,4 @@
-// runner.c: see runner.h; its sizes and its memory.
+// runner.c: the sizes and the memory of a runner. See runner.h.
 #include "step/runner.h"
 
 #include <stdio.h>
@@ -6,14 +6,13 @@
 #include "base/fields.h"
 
 enum {
-  STATIC_ROWS =
-      512, // max rows of a step with exchanges of fixed sizes; with more rows counting costs less
-  LOGITS_BYTES = 64 << 20, // of logits at a time, but …
-  MIN_OUT_ROWS = 32, // … at least that many rows, so that lm_head reads its weights seldom
-  RESULTS_BYTES = 1
-      // of results before a step has to wait, besides room for one row's top logprobs or lists of
-      // tokens
-      << 20,
+  // Largest number of rows of a step with exchanges of fixed sizes; with more rows counting is
+  // cheaper.
+  STATIC_ROWS = 512,
+  LOGITS_BYTES = 64 << 20, // logits at a time, but …
+  MIN_OUT_ROWS = 32, // … at least this many rows, so that lm_head seldom reads its weights
+  // Results before a step has to wait, in addition to one row's top logprobs or lists of tokens.
+  RESULTS_BYTES = 1 << 20,
 };
 
 void rm_runner_init(rm_runner *runner, const rm_runner_options *options) {
@@ -44,8 +43,8 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
   const size_t rows = (size_t)options->model.max_rows, seqs = (size_t)options->max_num_seqs;
   const size_t outs = (size_t)runner->max_out_rows, draws = (size_t)runner->max_draws,
                tp = (size_t)runner->rank.mesh.tp;
-  const size_t lists =
-      2 * sizeof(int32_t) + sizeof(rm_logit_edit); // for each token: early, never, an edit
+  // For each token: an early ban, a permanent ban and an edit.
+  const size_t lists = 2 * sizeof(int32_t) + sizeof(rm_logit_edit);
   const size_t results = RESULTS_BYTES + lists * (size_t)options->spec->vocab_size;
   char what[96];
   runner->model = model;

@@ -3,9 +3,9 @@
 // prompts (sampler.c) or replays a captured graph of them (graph_replay.c), exchanges with other
 // ranks, and waits for the results.
 //
-// Ranks of one process share a plan and its requests, which are constant during a forward. Only the
-// rank that keeps records writes to the requests' records. All memory is allocated at creation. A
-// runner is used by one thread at a time.
+// Ranks of one process share a plan and its requests, which do not change during a forward. Only
+// the rank with keeps_records writes to the requests' records. All memory is allocated at creation.
+// A runner is used by one thread at a time.
 #pragma once
 
 #include "model/model.h"
@@ -15,13 +15,13 @@
 #include "weights/sync.h"
 
 // The arrays of one step in the mirrored buffer, ordered by use: read by the device, read and
-// written, written. So a step needs one copy to the device and one back.
+// written, written. A step then needs only one copy to the device and one back.
 typedef struct rm_step_buffer {
   int64_t *slots; // [n_rows]
   rm_sample_params *params; // [n_draws]
   int32_t *ids, *positions, *seq_of_row; // [n_rows]
   int32_t *out_rows, *targets; // [n_out]
-  uint8_t *out_flags; // [n_out] zeros at first, as are the output's row flags
+  uint8_t *out_flags; // [n_out] initially zeros, like the output's row flags
   rm_step_output output;
   char *end;
 } rm_step_buffer;
@@ -30,53 +30,53 @@ typedef struct rm_step_buffer {
 typedef struct rm_step_shape {
   int64_t n_rows, n_out, n_draws;
   int64_t most_rows; // the largest n_rows of the lockstep group's ranks
-  int is_captured, with_token_ranks; // it runs as a captured graph, with ranks of its tokens
+  int is_captured, with_token_ranks; // whether it runs as a captured graph, and with token ranks
 } rm_step_shape;
 
 typedef struct rm_runner_options { // all pointers are views; the strings during creation
   const rm_spec *spec;
   const rm_device *device;
-  // rm_runner_init sets max_out_rows and static_rows; `rank` is copied into the runner
+  // rm_runner_init sets max_out_rows and static_rows; `rank` is copied into the runner.
   rm_model_options model;
-  int64_t max_num_seqs, max_pages; // max_pages: of one sequence
-  int keeps_records; // this rank writes to the records of requests
-  int compares_batches; // the tp group spans processes, which schedule for themselves
-  int enforce_eager; // no graphs
+  int64_t max_num_seqs, max_pages; // max_pages: largest number of pages of one sequence
+  int keeps_records; // whether this rank writes to the records of requests
+  int compares_batches; // whether the tp group spans processes, which schedule separately
+  int enforce_eager; // do not use graphs
   const char *nccl_library, *nccl_gpu; // as rm_engine_options
 } rm_runner_options;
 
 typedef struct rm_runner {
   rm_runner_options options;
-  const rm_device *device; // views, as the next four
-  const rm_kernels *kernels; // of the device
+  const rm_device *device; // views, like the next four
+  const rm_kernels *kernels; // kernels of the device
   const rm_plan *plan; // the scheduler's
   rm_store *store;
   rm_model *model;
   void *kv; // view: [n_pages] in the device's memory; NULL while asleep
   int64_t n_pages;
   rm_rank rank; // device_tp and device_ep are owned (device_comms.c), the rest views
-  int64_t routed_per_token, max_out_rows,
-      ld_logits; // ld_logits: elements from one row of logits to the next
-  int64_t max_draws; // tokens of one call of the sample op
+  // ld_logits: number of elements from one row of logits to the next
+  int64_t routed_per_token, max_out_rows, ld_logits;
+  int64_t max_draws; // largest number of tokens of one call of the sample op
   // owned
   rm_mirrored_buffer mirrored; // the block tables and the step buffer
   rm_results results; // results that are copied to records directly
-  void *host, *scratch; // hold the arrays of the host only, and of the device only
+  void *host, *scratch; // memory of the arrays only on the host, and of those only on the device
   size_t host_bytes, scratch_bytes;
   char *buffer; // in `mirrored`; holds the arrays of `step`, laid out for each step
   size_t buffer_bytes;
   rm_step_buffer step;
   rm_step_shape shape;
-  int32_t *block_tables; // in `mirrored`: a copy of the plan's; on the CPU NULL
+  int32_t *block_tables; // in `mirrored`: a copy of the plan's; NULL on the CPU
   rm_graphs graphs;
-  // the host's
-  uint8_t *all_flags; // [tp][max_rows] scratch; where tp > 1, as is the next
+  // on the host
+  uint8_t *all_flags; // [tp][max_rows] scratch; only if tp > 1, like the next
   rm_drawn *drawn; // [max_num_seqs] scratch
   rm_sample_params *params; // [max_draws] scratch
-  // the device's
+  // on the device
   float *logits; // [max_out_rows][ld_logits]
   float *stats; // [max_out_rows][2]
-  float *unused_logprobs; // [max_draws], as is the next
+  float *unused_logprobs; // [max_draws], like the next
   int32_t *unused_tokens;
   // counts since creation: replays, and their exchanges, which the comms do not count
   int64_t replays, comm_calls;
@@ -89,9 +89,9 @@ typedef struct rm_runner {
 void rm_runner_init(rm_runner *runner, const rm_runner_options *options); // the sizes
 rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, const rm_plan *plan,
                          rm_error *err); // the memory
-void rm_runner_destroy(rm_runner *runner); // before its model; safe on a zeroed one
-uint64_t rm_runner_workspace(
-    const rm_runner *runner); // bytes mapped, the model's included, without weights and KV cache
+void rm_runner_destroy(rm_runner *runner); // before its model; safe on a zeroed runner
+// Returns the mapped bytes, including the model's, without weights and KV cache.
+uint64_t rm_runner_workspace(const rm_runner *runner);
 static inline void *rm_on_device(const rm_runner *runner, const void *here) {
   return rm_mirrored_on_device(&runner->mirrored, here);
 }
@@ -107,10 +107,10 @@ size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs, s
 // -------------------------------------------------------------------------------------- sampler.c
 // Enqueues logits, draws and logprobs of the plan's outs.
 rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err);
-// Exchanges the tokens drawn within the tp group; after the wait.
+// Exchanges the drawn tokens within the tp group, after the wait.
 rm_code rm_share_draws(rm_runner *runner, rm_error *err);
-// The draw from one row of logits that an external scheduler has edited. token < 0: the row leaves
-// nothing to draw.
+// Draws from one row of logits that an external scheduler has edited. token < 0: all tokens of the
+// row are excluded.
 rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const float *raw, const float *stats,
                        const float *edited, rm_drawn *out, rm_error *err);
 
@@ -122,9 +122,9 @@ void rm_comms_leave(rm_runner *runner);
 void rm_comms_set_epoch(const rm_runner *runner, int64_t version);
 // Waits for all enqueued work, with the groups' timeout.
 rm_code rm_runner_wait(rm_runner *runner, rm_error *err);
-// NCCL's calls carry no headers, so each group compares its ranks' calls before a rank waits for
-// the queue: the ep group after a forward (where it is not the tp group), the tp group after each
-// lm_head, or after the forward of a step without any.
+// NCCL's calls are sent without headers, so each group compares its ranks' calls before a rank
+// waits for the queue: the ep group after a forward (if it is not the tp group), the tp group after
+// each lm_head, or after the forward of a step without lm_head.
 rm_code rm_compare_forward(rm_runner *runner, rm_error *err);
 rm_code rm_compare_outs(rm_runner *runner, rm_error *err);
 // Aborts all groups of this rank: ranks that wait for it get an error.

@@ -1,6 +1,6 @@
-// sampler.c: from hidden states of the out rows to tokens and logprobs. Rows go through lm_head
-// max_out_rows at a time, which bounds the memory of logits for a long prompt with logprobs. Logits
-// are stored only where more is requested than a target's logprob.
+// sampler.c: computes tokens and logprobs from the hidden states of the out rows. lm_head processes
+// max_out_rows rows at a time, which bounds the memory of logits for a long prompt with logprobs.
+// Logits are stored only if more than the logprob of a target is requested.
 //
 // One call of the sample op takes a run of draws: from consecutive rows (decoding), or from one row
 // (the first tokens of a prompt's samples), which is the same call with a row stride of 0.
@@ -11,11 +11,11 @@
 // first.
 typedef struct rm_logits_pass {
   int64_t first, n;
-  int has_logits, has_targets; // logits are needed; the logprob of some target is needed
-  int own_rows; // this rank gets the logits of its share of the rows only
+  int has_logits, has_targets; // whether logits are needed; whether a target's logprob is needed
+  int own_rows; // whether this rank gets only the logits of its share of the rows
 } rm_logits_pass;
 
-// The out row and the draw at an index, which may be in the padding of a captured step.
+// Return the out row and the draw at an index, which may be in the padding of a captured step.
 static const rm_out_row *out_at(const rm_plan *plan, int64_t out) {
   static rm_sequence_group nobody_group = {.n = 1};
   static rm_sequence nobody = {.group = &nobody_group};
@@ -37,8 +37,8 @@ static int needs_logits(const rm_out_row *out) {
          group->want_token_ranks;
 }
 
-// Whether one rank of a tp group can do the row's work for all: it is only drawn from. Other
-// records of logits are made on every rank.
+// Returns whether one rank of a tp group can do the row's work for all ranks: if tokens are drawn
+// from the row and it has no other records of logits, which every rank makes.
 static int one_rank_does(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
   if (group->top_logprobs || group->logits_out || group->score_sampling || group->external_draws)
@@ -113,8 +113,8 @@ static void run_ranks(rm_runner *runner, int64_t row, int64_t n, int64_t ld_logi
   runner->kernels->ranks(rm_model_ctx(runner->model), &args);
 }
 
-// Writes the records at `ids` and `logprobs`, [n][k], as many rows at a time as the results have
-// room for.
+// Writes the records at `ids` and `logprobs`, [n][k], as many rows at a time as fit into the
+// results.
 static rm_code top_logprobs(rm_runner *runner, int64_t row, int64_t n, int64_t k, int32_t *ids,
                             float *logprobs, rm_error *err) {
   rm_results *results = &runner->results;
@@ -141,7 +141,7 @@ static rm_code top_logprobs(rm_runner *runner, int64_t row, int64_t n, int64_t k
 }
 
 // ---------------------------------------------------------------------------- parameters of draws
-// Bytes that a draw's lists take in the results' buffer: banned tokens and edits.
+// Returns the bytes of a draw's lists (banned tokens and edits) in the results' buffer.
 static size_t list_bytes(const rm_sample_params *params) {
   const size_t banned = (size_t)params->n_banned * sizeof *params->banned,
                edits = (size_t)params->n_edits * sizeof *params->edits;
@@ -157,7 +157,7 @@ static void put_lists(rm_results *results, rm_sample_params *params) {
 }
 
 // ----------------------------------------------------------------------------- records of prompts
-// Rows [i, end) that belong to one prompt, positions ascending by one.
+// Returns the end of the rows from i on that belong to one prompt, with consecutive positions.
 static int64_t prompt_run(const rm_plan *plan, int64_t i, int64_t end) {
   const rm_out_row *first = &plan->outs[i];
   int64_t at = i + 1;
@@ -232,8 +232,8 @@ static rm_code run_prompts(rm_runner *runner, const rm_logits_pass *pass, rm_err
 }
 
 // ------------------------------------------------------------------------------------------ draws
-// The end of the longest run of draws from d on: from consecutive rows (*step 1) or from one row
-// (*step 0), whose parameters fit.
+// Returns the end of the longest run of draws from d on whose parameters fit: from consecutive rows
+// (*step 1) or from one row (*step 0).
 static int64_t draw_run(const rm_runner *runner, int64_t d, int64_t end, int *step, size_t *given) {
   const rm_plan *plan = runner->plan;
   const rm_sample_params *params = runner->step.params;
@@ -293,8 +293,8 @@ static rm_code run_draws(rm_runner *runner, const rm_logits_pass *pass, int64_t 
   return RM_OK;
 }
 
-// Top-k of a draw's row, into the record of the token that will be appended. Draws from one row
-// have the same; commit copies them.
+// Writes the top-k of a draw's row to the record of the token that will be appended. Draws from one
+// row have the same top-k, which commit copies.
 static rm_code top_of_draw(rm_runner *runner, const rm_logits_pass *pass, int64_t d,
                            rm_error *err) {
   const rm_draw draw = draw_at(runner->plan, d);
@@ -310,14 +310,14 @@ static int64_t draws_before(const rm_runner *runner, int64_t d, int64_t out) {
   return d;
 }
 
-// The end of the draws from rank r's share of a pass's rows; d is the first.
+// Returns the end of the draws from rank r's share of a pass's rows; d is the first one.
 static int64_t share_end(const rm_runner *runner, const rm_logits_pass *pass, int64_t d, int r) {
   const rm_range rows = rm_model_own_rows(runner->model, pass->n, r);
   return draws_before(runner, d, pass->first + rows.first + rows.n);
 }
 
-// Makes the pass's draws, from *d on; with own_rows those of this rank's share. Without, all ranks
-// have the same logits, and only those that keep records draw.
+// Makes the draws of the pass, from *d on; with own_rows only those of this rank's share. Without
+// own_rows all ranks have the same logits, and only ranks that keep records draw.
 static rm_code draw_tokens(rm_runner *runner, const rm_logits_pass *pass, int64_t *d,
                            rm_error *err) {
   int64_t first = *d, end = draws_before(runner, first, pass->first + pass->n);

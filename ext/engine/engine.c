@@ -46,7 +46,8 @@ PyObject *rm_engine_call(rm_engine_object *self, void (*call)(rm_engine *)) {
 }
 
 // -------------------------------------------------------------------------------- create, destroy
-// (rank, tp, ep, world): the engine takes the Comms; they get their ends back when it is not made.
+// given: (rank, tp, ep, world). The engine takes the Comms; if it cannot be made, they get their
+// ends back.
 static int take_ends(PyObject *module, PyObject *given, PyObject *comms[3], rm_endpoints *ends) {
   rm_comm **const places[3] = {&ends->tp, &ends->ep, &ends->world};
   if (!PyArg_ParseTuple(given, "iOOO:ends", &ends->index, &comms[0], &comms[1], &comms[2]))
@@ -101,7 +102,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   return NULL;
 }
 
-// In a forked child the engine's threads do not exist, so nothing is freed.
+// Frees the engine, except in a forked child, which does not have the engine's threads.
 static void destroy(rm_engine_object *self) {
   rm_engine *engine = self->engine;
   rm_spec *spec = self->spec;
@@ -117,8 +118,8 @@ static void destroy(rm_engine_object *self) {
 
 RM_TRAVERSE(engine_traverse, rm_engine_object, self->requests, self->done, self->ends)
 
-static int engine_clear(
-    PyObject *object) { // not the Comms, which the engine needs: a cycle through one ends in comm.c
+// Does not clear the Comms, which the engine needs; a cycle through a Comm is broken in comm.c.
+static int engine_clear(PyObject *object) {
   Py_CLEAR(((rm_engine_object *)object)->requests);
   Py_CLEAR(((rm_engine_object *)object)->done);
   return 0;
@@ -183,7 +184,8 @@ static PyObject *remember(rm_engine_object *self, uint64_t id, const rm_request 
   return NULL;
 }
 
-// (bias_ids, biases, banned, bad_words, bad_word_ends), or None: no edits. Views of the arrays.
+// edits: (bias_ids, biases, banned, bad_words, bad_word_ends), or None. The request gets views of
+// the arrays.
 static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
   PyObject *bias_ids, *biases, *banned, *words, *ends;
   int64_t n_words;
@@ -234,7 +236,7 @@ static PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
   }
   result = rm_engine_has(self->engine, id) ? remember(self, id, &request, logits)
                                            : PyLong_FromUnsignedLongLong(id);
-  // no memory for the record: the request must not write to an array that nobody holds
+  // Without a record the logits array has no owner, so the request must not write to it.
   if (!result) {
     rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
     if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
@@ -311,9 +313,9 @@ static PyObject *rm_engine_py_unfinished(rm_engine_object *self, PyObject *ignor
   return PyLong_FromLongLong(n);
 }
 
-// Moves finished ids from the engine into the set without a byte code in between, so that a Ctrl-C
-// cannot lose one. Each leaves the engine after it is in the set, so that a failed allocation
-// cannot lose one either.
+// Moves finished ids from the engine into the set without running Python code, so that a Ctrl-C
+// cannot lose an id. An id leaves the engine after it was added to the set, so that a failed
+// allocation cannot lose it either.
 static int take_finished(rm_engine_object *self) {
   uint64_t next;
   while ((next = rm_engine_next_finished(self->engine))) {

@@ -1,6 +1,6 @@
-// engine_object.h: _core.Engine, the Python object over the ranks of this process. engine.c has its
-// life, requests and steps, options.c its options, views.c its results, external_scheduler.c the
-// steps that an external scheduler decides, sync.c and weights.c the weights.
+// engine_object.h: _core.Engine, the Python object over the ranks of this process. engine.c has
+// creation, requests and steps, options.c the options, views.c the results, external_scheduler.c
+// the steps of an external scheduler, sync.c and weights.c the weights.
 //
 // One thread at a time: each method works between rm_engine_enter and rm_engine_leave, which refuse
 // a second thread, a closed engine and an engine of the parent process with StateError. One thread
@@ -20,12 +20,11 @@ typedef struct rm_engine_object {
   rm_spec *spec; // owned; the engine's view
   PyObject *requests; // owned dict: id → (prompt_logprobs, logits array or None) until release
   PyObject *done; // owned set: ids of finished requests until release
-  PyObject *
-      // owned: (rank, tp, ep, world), the Comms that the engine has taken; None or NULL without
-      ends;
-  int reads_gpus; // its ranks run on GPUs
+  // Owned: (rank, tp, ep, world), the Comms that the engine has taken; None or NULL without Comms.
+  PyObject *ends;
+  int reads_gpus; // whether its ranks are on GPUs
   atomic_int busy;
-  long pid; // of the process that made it
+  long pid; // process that made it
 } rm_engine_object;
 
 PyObject *rm_engine_module(rm_engine_object *self); // view
@@ -39,11 +38,11 @@ typedef rm_code (*rm_id_call)(rm_scheduler *, uint64_t, rm_error *);
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id,
                                  rm_id_call call); // None, or NULL with its error set
 
-// options.c: fills `out`, whose pointers are views of what is returned: a new reference, or NULL
-// with the exception set.
+// options.c: fills `out`, whose pointers are views of the returned object. Returns a new reference,
+// or NULL with an exception set.
 PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_options *out);
 
-// Methods that stand outside engine.c; their signatures and docs are in its table and in _core.pyi.
+// Methods outside engine.c; their signatures and docs are in its table and in _core.pyi.
 // views.c
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *id);
 PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args);

@@ -1,5 +1,5 @@
-// external_scheduler.c: csrc/scheduler/external_scheduler.h over arrays: a step of n requests has
-// arrays of n numbers as arguments and results, so that Python has no work for each request.
+// external_scheduler.c: csrc/scheduler/external_scheduler.h over arrays. Arguments and results of a
+// step of n requests are arrays of n numbers, so that Python does not loop over requests.
 #include "engine_object.h"
 
 static int read_columns(PyObject *module, PyObject *const objects[6], rm_external_step *step) {
@@ -28,7 +28,8 @@ static int read_columns(PyObject *module, PyObject *const objects[6], rm_externa
   return -1;
 }
 
-// (tokens, logprobs, sampling_logprobs, ranks) of n requests, which the engine fills.
+// Returns new arrays (tokens, logprobs, sampling_logprobs, ranks) of n requests, for the engine to
+// fill.
 static PyObject *results_new(int64_t n, rm_external_results *out) {
   static const int types[] = {NPY_INT32, NPY_FLOAT32, NPY_FLOAT32, NPY_INT32};
   void *data[4];
@@ -102,8 +103,8 @@ PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args) {
 
 static void *array_of(PyObject *array) { return PyArray_DATA((PyArrayObject *)array); }
 
-// (ids, logprobs) of the last token of each request, [n][k]; all were added with logprobs of k or
-// more.
+// Returns (ids, logprobs), [n][k], of the likeliest tokens at the last token of each request. All
+// requests were added with at least k logprobs.
 PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
   PyObject *object, *module = rm_engine_module(self);
   long long k;
@@ -126,8 +127,8 @@ PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
   return rm_raise(module, &err);
 }
 
-// int16 [n][moe layers][k]: the routing of positions from `start` on, prompt and generated, up to
-// the last that was fed.
+// Returns int16 [n][moe layers][k]: the routing of positions from `start` to the last input token,
+// of prompt and generated tokens.
 PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
   unsigned long long id;
   long long start;
@@ -138,8 +139,8 @@ PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
   PyObject *result = NULL;
   if (rm_external_routed(rm_engine_scheduler(self->engine, 0), id, start, NULL, &shape[0], &err))
     rm_raise(rm_engine_module(self), &err);
-  else if ((result =
-                rm_array_new(NPY_INT16, 3, shape, NULL))) // no error is left: the request is there
+  else if ((result = rm_array_new(NPY_INT16, 3, shape, NULL)))
+    // This call cannot fail, since the call above has found the request.
     rm_external_routed(rm_engine_scheduler(self->engine, 0), id, start, array_of(result), &shape[0],
                        &err);
   rm_engine_leave(self);

@@ -1,4 +1,4 @@
-// options.c: an engine's options, from the attributes of a
+// options.c: reads an engine's options from the attributes of a
 // rollmesh.runtime.engine_options.EngineOptions.
 #include "engine_object.h"
 
@@ -6,7 +6,7 @@
 
 #include "attributes.h"
 
-typedef struct names { // attributes that stand for something else
+typedef struct names { // attributes that are converted to other values
   const char *dtype, *isa, *ep_backend;
   int64_t tp, dp, ep;
 } names;
@@ -51,7 +51,7 @@ static rm_code choose_dtype(const char *name, rm_dtype *dtype, rm_error *err) {
                  name ? name : "None");
 }
 
-// Without a name the engine chooses.
+// Without a name the engine selects the kernels.
 static rm_code choose_kernels(const char *name, const rm_kernels **kernels, rm_error *err) {
   if (!name || (*kernels = rm_kernels_named(name))) return RM_OK;
   return rm_fail(

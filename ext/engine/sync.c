@@ -1,5 +1,6 @@
-// sync.c: weight syncs. A push is a list of SyncEntry: a name that was resolved once, with a tensor
-// (DLPack's capsule or the array) that was taken once and is held until the engine has read it.
+// sync.c: weight syncs. A push is a list of SyncEntry objects: a name that was resolved once, and a
+// tensor (a DLPack capsule or an array) that was taken once and is held until the engine has read
+// it.
 #include "engine_object.h"
 
 #include "attributes.h"
@@ -8,8 +9,8 @@
 #include "weights/check.h"
 #include "weights/resharding.h"
 
-// A key as UTF-8; *held owns the bytes. Lone surrogates pass, so that the engine can refuse the
-// name.
+// Converts a key to UTF-8; *held owns the bytes. Accepts lone surrogates, so that the engine can
+// refuse the name.
 static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text,
                      Py_ssize_t *length) {
   if (!PyUnicode_Check(name)) {
@@ -41,12 +42,12 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
                           &err);
 }
 
-// ------------------------------------------------------------------------------------------ entries
+// ----------------------------------------------------------------------------------------- entries
 // _core.SyncEntry: a name of a source, resolved once, and its tensor between sync_take and
-// sync_push. The tensor changes only while no other thread is in the engine.
+// sync_push. The tensor is set and cleared only by the thread that uses the engine.
 typedef struct entry_object {
   PyObject_HEAD
-  rm_engine_object *engine; // owned; the target's indices are of its parameters
+  rm_engine_object *engine; // owned; the target's indices refer to its parameters
   PyObject *name, *key; // owned: a str, and its bytes, which entry.name views
   PyObject *owner; // owned; keeps the tensor alive; NULL: no tensor
   rm_entry entry;
@@ -190,7 +191,7 @@ static PyType_Slot entry_slots[] = {
 PyType_Spec rm_sync_entry_spec =
     RM_TYPE("SyncEntry", entry_object, RM_GC | RM_MADE_HERE, entry_slots);
 
-// An entry of this engine; NULL with an exception.
+// Returns the object as an entry of this engine, or NULL with an exception set.
 static entry_object *entry_of(rm_engine_object *self, PyObject *object) {
   PyObject *module = rm_engine_module(self);
   if (rm_is(module, object, RM_TYPE_SYNC_ENTRY) && ((entry_object *)object)->engine == self)
@@ -208,7 +209,7 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_enter(self)) return NULL;
   const rm_code code = rm_engine_ready_queue(self->engine, ordinal, &device, &err);
-  if (!code) return device; // the engine is left by give_reader
+  if (!code) return device; // give_reader leaves the engine
   rm_engine_leave(self);
   if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;
   rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
@@ -248,7 +249,7 @@ PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
   return rm_none(module, code, &err);
 }
 
-// Views of the entries of a tuple; −1 with an exception.
+// Fills `out` with views of the entries of a tuple. Returns −1 with an exception set.
 static int entries_of(rm_engine_object *self, PyObject *list, Py_ssize_t n, const rm_entry **out) {
   for (Py_ssize_t i = 0; i < n; i++) {
     const entry_object *entry = entry_of(self, PyTuple_GetItem(list, i));

@@ -1,4 +1,4 @@
-// views.c: results, copied into new arrays: the engine's own views are valid only until the next
+// views.c: copies results into new arrays, since the engine's views are valid only until the next
 // step.
 #include "engine_object.h"
 
@@ -20,14 +20,14 @@ static PyObject *finish_object(rm_finish finish) {
   return name ? PyUnicode_FromString(name) : Py_NewRef(Py_None);
 }
 
-// Puts a new reference into the dict and drops it; −1 when it is NULL or cannot be put.
+// Adds a value to the dict and releases the reference. Returns −1 if it is NULL or cannot be added.
 static int put(PyObject *dict, const char *key, PyObject *value) {
   const int failed = !value || PyDict_SetItemString(dict, key, value);
   Py_XDECREF(value);
   return failed ? -1 : 0;
 }
 
-// prompt_logprobs as they were asked for at add: the width of the view's arrays.
+// Reads the prompt_logprobs with which the request was added: the width of the view's arrays.
 static int asked_for(rm_engine_object *self, PyObject *id, int *prompt_logprobs) {
   PyObject *record = PyDict_GetItemWithError(self->requests, id);
   if (!record) {
@@ -66,7 +66,7 @@ static int put_records(PyObject *dict, const record *records, size_t n_records, 
   return 0;
 }
 
-// n rows of the routing, or None.
+// Adds n rows of the routing, or None.
 static int put_routed(rm_engine_object *self, PyObject *dict, const char *key, int has_routing,
                       const void *ids, int64_t n) {
   const int64_t shape[3] = {n, self->spec->n_moe_layers, self->spec->top_k};
@@ -84,7 +84,7 @@ static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_v
       {"prompt_top_logprobs", view->prompt_top_logprobs, NPY_FLOAT32, 1, 1},
   };
   if (put_records(dict, records, RM_LENGTH(records), view->n_prompt - 1, top)) return -1;
-  // Routing is the largest record, which a stream would copy after each step.
+  // Only for finished requests: a stream would otherwise copy this largest record after each step.
   return put_routed(self, dict, "prompt_routed", view->finished && view->prompt_routed,
                     view->prompt_routed, view->n_prompt);
 }
@@ -240,7 +240,7 @@ static const rm_attribute profile_fields[] = {
     {"weight_bytes", RM_ATTR_F64, offsetof(rm_profile_entry, weight_bytes)},
 };
 
-// What rank 0 of this process has timed since the last call.
+// Returns the times of rank 0 of this process since the last call.
 PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (rm_engine_enter(self)) return NULL;

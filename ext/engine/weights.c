@@ -7,11 +7,11 @@ typedef struct serving {
   rm_engine_object *self;
   const rm_params *params;
   const char *block;
-  int type; // of the weights
+  int type; // NumPy type of the weights
 } serving;
 
-// Puts a view of n elements (or [rows][cols]) at an offset into the dict; does nothing if the model
-// has no such matrix.
+// Adds a view of n elements (or [rows][cols]) at an offset to the dict. Does nothing if the model
+// does not have this matrix.
 static int put_view(const serving *s, PyObject *dict, const char *name, size_t offset, int type,
                     int n_dims, int64_t rows, int64_t cols) {
   if (offset == SIZE_MAX) return 0;

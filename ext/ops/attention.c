@@ -59,8 +59,8 @@ static int is_whole(const rm_op_call *c) { // a norm over all heads of the model
   return rm_op_given(c, "q_squares") || rm_op_given(c, "k_squares");
 }
 
-// head_dim is that of a norm per head; without one, or with a norm over all heads, it follows from
-// the columns of qkv. All sizes have been taken from the arrays before.
+// With a norm per head, head_dim is the size of its weight; otherwise it follows from the columns
+// of qkv. All sizes were already taken from the arrays.
 static void rope_sizes(rm_op_call *c) {
   rm_op_values *v = &c->v;
   const int whole = is_whole(c);
@@ -92,7 +92,7 @@ static void rope_check(rm_op_call *c) {
   if (v->k_squares) rm_op_at_least(c, "k_squares.shape[1]", v->all_kv_heads, v->num_kv_heads);
 }
 
-// A norm takes both weights; one over all heads both sums of squares, too.
+// A norm needs both weights; a norm over all heads also needs both sums of squares.
 static void weight_needed(rm_op_call *c, rm_op_argument *weight) {
   if (is_whole(c) || rm_op_given(c, "q_weight") || rm_op_given(c, "k_weight"))
     weight->flags = RM_ARRAY_IN;
@@ -149,7 +149,7 @@ static void check_group(rm_op_call *c) {
                  read);
 }
 
-// Every page that a row may look at exists.
+// Checks that every page that a row may read exists.
 static void check_tables(rm_op_call *c) {
   const rm_op_values *v = &c->v;
   const int32_t *positions = rm_op_seen(c, v->positions), *seqs = rm_op_seen(c, v->seq_of_row);

@@ -24,8 +24,8 @@ void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
   if (seen > RM_OP_MAX_SIZE) rm_op_refuse(c, RM_E_SHAPE, name, seen, "at most", RM_OP_MAX_SIZE);
 }
 
-// Clears the error of a number that is none. Any other (a Ctrl-C, no memory) stays, and is the
-// caller's.
+// Clears the exception of an object that is not a number. Returns 0 for any other exception
+// (Ctrl-C, out of memory), which stays set.
 static int is_refusal(void) {
   if (!PyErr_Occurred()) return 1;
   if (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
@@ -53,7 +53,7 @@ int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t
 float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
   if (c->failed) return 0;
   const int is_number = PyType_GetSlot(Py_TYPE(object), Py_nb_float) ||
-                        PyType_GetSlot(Py_TYPE(object), Py_nb_index);   // text is none
+                        PyType_GetSlot(Py_TYPE(object), Py_nb_index);   // excludes text
   const int is_bool = PyBool_Check(object) || PyArray_IsScalar(object, Bool);
   PyObject *number =
       is_number && !is_bool && !PyArray_Check(object) ? PyNumber_Float(object) : NULL;
@@ -69,7 +69,7 @@ float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
   return c->failed ? 0 : (float)value;
 }
 
-// a · b; 0 after an error.
+// Returns a · b, or 0 after an error.
 int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b) {
   int64_t out = 0;
   if (c->failed) return 0;
@@ -165,7 +165,7 @@ const void *rm_op_seen(rm_op_call *c, const void *view) {
   }
   const rm_mirrored_buffer *mirrored = mirrored_around(c, view, 1);
   return mirrored ? mirrored->host + ((const char *)view - mirrored->on_device)
-                  : view;   // else it is of the host
+                  : view;   // otherwise the view is of host memory
 }
 
 // Indices are copied into a mirrored buffer, where the host checks them; the view is of its device
@@ -195,7 +195,7 @@ static void *device_view(rm_op_call *c, PyObject *object, rm_array_want *want) {
 }
 
 // ----------------------------------------------------------------------------------------- arrays
-// An argument of the host, of indices a copy.
+// Returns a view of a host array; for indices a copy.
 static void *host_view(rm_op_call *c, PyObject *object, rm_array_want *want) {
   void *data = NULL;
   c->failed = rm_array_data(c->module, object, want, &data) != 0;
@@ -214,8 +214,7 @@ void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, in
   const int on_host = !c->self || !c->self->op_device || (flags & RM_ARRAY_OF_HOST);
   void *data = on_host ? host_view(c, object, &want) : device_view(c, object, &want);
   for (int i = 0; i < n_dims && !c->failed; i++) {
-    if (n_dims > 1)
-      rm_op_size(c, name, want.shape[i], 0); // where another size is 0, this one takes no memory
+    if (n_dims > 1) rm_op_size(c, name, want.shape[i], 0); // any size is possible beside a 0
     *sizes[i] = want.shape[i];
   }
   return c->failed ? NULL : data;
@@ -280,7 +279,7 @@ void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t un
 }
 
 // ---------------------------------------------------------------------------------------- running
-// A copy of indices to the host may still be running: the next call's mirrored buffers wait for it.
+// A copy of indices to the host may still be running; the next call's mirrored buffers wait for it.
 static int end(rm_op_call *c) {
   if (c->is_fetching) c->self->op_device->device.record_event(c->self->op_device->device.self, 0);
   close_call(c);
@@ -288,7 +287,7 @@ static int end(rm_op_call *c) {
   return -1;
 }
 
-// On a device: reports a failure of an earlier op.
+// Begins a call on a device. Reports the failure of an earlier op.
 static int begin_on_device(rm_op_call *c, const rm_limits *limits) {
   rm_op_device *op_device = c->self->op_device;
   const rm_device *device = &op_device->device;

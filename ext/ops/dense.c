@@ -87,7 +87,7 @@ static void swiglu_weights(rm_op_call *c) {
   weights_of(c, rm_gate_up_rows(c->v.n));
 }
 
-// A new output has the dtype that is asked for; a given one decides it.
+// A new output has the requested dtype; an existing output determines it.
 static void gemm_out(rm_op_call *c, rm_op_argument *out) {
   PyObject *given = PyDict_GetItemString(c->arguments, out->name);
   const int is_new = !given || given == Py_None || given == Py_Ellipsis;
@@ -99,7 +99,7 @@ static void gemm_out(rm_op_call *c, rm_op_argument *out) {
   c->failed = 1;
 }
 
-// Every row belongs to a group: one of no group would not be written.
+// Checks that every row belongs to a group; other rows would not be written.
 static void check_groups(rm_op_call *c) {
   const int32_t *bounds = rm_op_seen(c, c->v.group_rows);
   const int64_t n = c->v.n_groups, rows = c->v.n_rows;

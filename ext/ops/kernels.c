@@ -1,4 +1,4 @@
-// kernels.c: _core.Kernels, and the function over arrays that needs none. See ops.h.
+// kernels.c: _core.Kernels, and the function over arrays that does not need it. See ops.h.
 #include "ops.h"
 
 #include "base/memory.h"

@@ -1,9 +1,9 @@
 // ops.h: _core.Kernels and the table of ops that it runs over arrays.
 //
 // `Kernels(isa, threads)` has the kernels of one instruction set, a thread team and a workspace
-// that grows. `Kernels(family, 1, op_device, stream)` has those of a CUDA device, over
+// that grows. `Kernels(family, 1, op_device, stream)` has the kernels of a CUDA device, over
 // DeviceArrays, on the OpDevice's stream. Its method run(op, {argument: value}) returns the tuple
-// of the op's outputs. rollmesh.ops is its public face.
+// of the op's outputs. rollmesh.ops is the public interface.
 //
 // The table (dense.c, attention.c, moe.c, logits.c) has an entry for each op. The entry lists the
 // arguments in the order in which they are taken: name, type, flags and shape, which names sizes of
@@ -12,13 +12,13 @@
 //
 // A call (call.c) takes the arguments, begins, runs the op and finishes. The first error sets the
 // exception; later checks do nothing, and begin ends the call. Everything that kernels rely on is
-// checked here: dtypes, sizes, ranges of indices. Checks hold the GIL; the op runs without it, under
-// the object's mutex. Indices are copied before they are checked, since another thread may write to
-// the array, or an output may overlap it.
+// checked here: dtypes, sizes, ranges of indices. Checks hold the GIL; the op runs without it,
+// under the object's mutex. Indices are copied before they are checked, since another thread may
+// write to the array, or an output may overlap it.
 //
 // With a caller's stream the op waits for that stream, and later work of that stream waits for the
-// op. Without one (0) the call returns when the op is done. Indices are copied to pinned memory and
-// checked there; the op reads a device copy of that.
+// op. Without a stream (0) the call returns when the op is done. Indices are copied to pinned
+// memory and checked there; the op reads a device copy of the checked indices.
 #pragma once
 
 #include "arrays.h"
@@ -35,12 +35,12 @@ typedef struct rm_kernels_object {
   PyObject_HEAD
   const rm_kernels *table; // view
   rm_op_device *op_device; // owned; NULL: the CPU
-  void *stream; // the caller's, which ops are ordered with; NULL: none
-  rm_team *team; // owned, as is the workspace; on a device both are the OpDevice's
+  void *stream; // the caller's stream, with which ops are ordered; NULL: none
+  rm_team *team; // owned, like the workspace; on a device both belong to the OpDevice
   void *workspace;
   size_t workspace_bytes;
-  pthread_mutex_t mutex; // of team and workspace
-  // a forked child may have inherited the mutex locked, by a thread that it does not have
+  pthread_mutex_t mutex; // guards team and workspace
+  // In a forked child the mutex may be locked by a thread that exists only in the parent.
   pid_t owner;
 } rm_kernels_object;
 
@@ -49,7 +49,7 @@ enum { RM_OP_MAX_SIZE = INT32_MAX };
 enum { RM_OP_MAX_INDICES = 4, RM_OP_MAX_DIMS = 3 }; // index arrays of one op; dims of an array
 
 // -------------------------------------------------------------------------------------- the table
-// The arguments of a call by their names, and sizes that follow from them.
+// The arguments of a call by name, and the sizes that follow from them.
 typedef struct rm_op_values {
   void *out, *x, *x_gate, *w, *weight, *bias, *ids, *table, *rows, *residual, *group_rows, *gate_up;
   void *qkv, *q_weight, *k_weight, *q_squares, *k_squares, *cos, *sin, *positions, *slots;
@@ -80,13 +80,13 @@ typedef enum rm_op_type {
   RM_OP_U64,
   RM_OP_SIZE, // an integer in [low, high], an int64_t
   RM_OP_CHOICE, // the same, an int
-  RM_OP_REAL, // a finite float32, at least 0 where low is 0
+  RM_OP_REAL, // a finite float32, at least 0 if low is 0
   RM_OP_FLAG, // a truth value, an int
 } rm_op_type;
 
-// Flags beside those of arrays.h. NEW: an output. The call makes it if it is absent, None or `...`;
-// if it is OPTIONAL too, only for `...`. ZERO: a new one is filled with zeros. An OPTIONAL number
-// that is absent is 0, or what the arrays have.
+// Flags in addition to those of arrays.h. NEW: an output. The call makes it if it is absent, None
+// or `...`; an output that is also OPTIONAL is made only for `...`. ZERO: a new output is filled
+// with zeros. An absent OPTIONAL number is 0, or the value from the arrays.
 enum { RM_OP_NEW = 16, RM_OP_ZERO = 32, RM_OP_OUT = RM_OP_NEW | RM_ARRAY_WRITE };
 
 typedef struct rm_op_call rm_op_call;
@@ -154,15 +154,15 @@ struct rm_op_call {
   PyObject *outputs; // owned tuple
   rm_op_values v;
   int is_decided; // whether an array has decided v.dtype
-  int n_taken, n_outputs; // so far
+  int n_taken, n_outputs; // numbers so far
   int failed;
   void *copies[RM_OP_MAX_INDICES]; // owned, of index arrays of the host, until the call ends
-  void *block; // owned: another block, until the call ends
+  void *block; // owned: one more block of memory, until the call ends
   int is_open, saved; // on a device: the OpDevice is entered
   int n_mirrored; // mirrored buffers of index arrays
-  int is_fetching; // whether one of them is on its way to the host
+  int is_fetching; // whether one of them is being copied to the host
   size_t mirrored_bytes[RM_OP_DEVICE_MIRRORED]; // bytes that go to the device before the op
-  rm_ctx ctx; // from begin on, as all below
+  rm_ctx ctx; // valid from begin on, like all fields below
   uint32_t fp;
   PyThreadState *thread;
 };
@@ -173,8 +173,8 @@ PyObject *rm_op_arguments(PyObject *module, PyObject *ignored); // _core.op_argu
 
 // Whether an argument was given and is not None.
 int rm_op_given(const rm_op_call *c, const char *name);
-// The data of an array of n_dims sizes, of indices a copy; a size of exactly −1 is set to the
-// array's.
+// Returns the data of an array with n_dims sizes; for indices a copy. A size of exactly −1 is set
+// to the array's size.
 void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags,
                  int64_t *const sizes[], int n_dims);
 #define VIEW(c, object, name, type, flags, ...) \
@@ -184,24 +184,24 @@ rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
 // DTypeError, or UnsupportedTensorError for an object of another kind.
 void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected);
 int rm_op_numpy_type(rm_dtype dtype);
-// Host memory with the contents of a view of indices; NULL for NULL, or after an error.
+// Returns host memory with the contents of a view of indices; NULL for NULL or after an error.
 const void *rm_op_seen(rm_op_call *c, const void *view);
-// On a device: the host half of a mirrored buffer of so many bytes, to be filled before begin.
-// NULL: an error.
+// On a device: returns the host half of a mirrored buffer of `bytes` bytes, to be filled before
+// begin. NULL: an error.
 void *rm_op_mirrored(rm_op_call *c, size_t bytes);
-const void *rm_op_there(const rm_op_call *c, const void *here); // the device's half
+const void *rm_op_there(const rm_op_call *c, const void *here); // the device half
 
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen,
                   const char *expected, long long limit);
-// A number that is an argument: an integer in [low, high] (ShapeError; −1 after an error), a finite
-// float32 of at least `low` (ConfigError).
+// Converts a number argument: an integer in [low, high] (ShapeError; −1 after an error), or a
+// finite float32 of at least `low` (ConfigError).
 int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t low, int64_t high);
 float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low);
-// A number that was computed from arguments.
+// Check a number that was computed from arguments.
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit);
-// a[i] in [low, high).
+// Check that all a[i] are in [low, high).
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low,
                     int64_t high);
 void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t from, int64_t n,
@@ -209,13 +209,14 @@ void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int6
 int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b); // 0 after an error
 int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n,
                            int64_t k); // rm_packed_elems, checked
-// `out` does not overlap x, which the op reads while it writes.
+// Checks that `out` does not overlap x, which the op reads while it writes.
 void rm_op_apart(rm_op_call *c, const char *name, const void *out, size_t out_bytes, const void *x,
                  size_t x_bytes);
 
-// 0: ctx is valid, and finish has to follow. −1: an exception is set, and the call has ended.
+// Returns 0 if ctx is valid; rm_op_finish must follow. Returns −1 if the call has ended with an
+// exception.
 int rm_op_begin(rm_op_call *c, rm_limits limits);
-PyObject *rm_op_finish(rm_op_call *c); // None; on a device NULL where it has failed
+PyObject *rm_op_finish(rm_op_call *c); // None; on a device NULL if the op has failed
 void rm_op_fail(rm_op_call *c, rm_error *err);
 
 PyObject *rm_op_pack(rm_kernels_object *self, PyObject *args); // pack.c: Kernels.pack

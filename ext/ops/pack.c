@@ -2,7 +2,7 @@
 #include "dlpack.h"
 #include "ops.h"
 
-// Bytes of an element's index in a parameter, and sums of two of them, stay below 2^63.
+// With this limit the byte offset of an element, and the sum of two offsets, stay below 2^63.
 static const int64_t MAX_INDEX = INT64_MAX / 16;
 
 // Waits until the host has the digest and the index.

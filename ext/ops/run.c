@@ -54,7 +54,7 @@ static int numpy_type(rm_op_call *c, const rm_op_argument *a, PyObject *object) 
   return rm_op_numpy_type(c->v.dtype);
 }
 
-// A new reference.
+// Returns a new reference.
 static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
                             int64_t *const sizes[]) {
   static const char *const names[] = {[NPY_UINT8] = "uint8",
@@ -97,7 +97,7 @@ static void take_array(rm_op_call *c, const rm_op_argument *a, PyObject *object)
     object = is_absent || object == Py_Ellipsis ? new_output(c, a, type, sizes) : Py_NewRef(object);
     c->failed = c->failed || !object;
     if (c->failed) return;
-    PyTuple_SetItem(c->outputs, c->n_outputs++, object); // which owns it
+    PyTuple_SetItem(c->outputs, c->n_outputs++, object); // takes the reference
   }
   void *data = rm_op_view(c, object, a->name, type, a->flags, sizes, n_dims_of(a));
   memcpy(value_at(c, a->value), &data, sizeof data);
@@ -123,7 +123,7 @@ static const rm_op *op_named(const char *name) {
   return NULL;
 }
 
-// Sizes are unknown before the first argument that has them.
+// All sizes are unknown until an argument sets them.
 static int start(rm_op_call *c, const rm_op *op) {
   int n_outputs = 0;
   for (const rm_op_argument *a = op->arguments; !is_last(a); a++) {
@@ -171,8 +171,8 @@ PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
   return c.outputs;
 }
 
-// {op: {argument: role}}. A role is "number", or of an array: "in", "index" (an input that the host
-// checks, so that it may be on the host in any case), "host", "inout", "out".
+// Returns {op: {argument: role}}. A role is "number" or, for an array, "in", "index" (an input that
+// the host checks, so it may always be on the host), "host", "inout" or "out".
 static const char *role_of(const rm_op_argument *a) {
   return !is_array(a)                                   ? "number"
          : a->flags & RM_ARRAY_OF_HOST                  ? "host"

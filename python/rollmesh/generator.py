@@ -1,12 +1,12 @@
-"""The generator: rollouts with the weights that a trainer pushes into it.
+"""The generator: makes rollouts with the weights that a trainer pushes into it.
 
-A token: generate → Requests.add → engine steps → RequestOutput. A weight: sync_weights → check →
-push → commit.
+Path of a token: generate → Requests.add → engine steps → RequestOutput.
+Path of a weight: sync_weights → check → push → commit.
 
 Threads: any thread may call any method. A thread of the generator runs the engine, and calls begin
-in the order in which they arrive (request/loop.py). generate takes many steps, and calls of other
-threads run between two of them; a sync has the engine to itself. StateError: a call from inside
-another call (a weights iterator that generates), and every call in a forked child.
+in the order in which they arrive (request/loop.py). Calls of other threads run between the steps of
+generate; a sync has exclusive use of the engine. A call from inside another call (such as a weights
+iterator that generates) and every call in a forked child raise StateError.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ from rollmesh.weights.sync import SyncOptions, source_of_follower
 from rollmesh.weights.transport.tensors import check_source
 from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
 
-PEFT = (".lora_", ".base_layer.", "base_model.model.")  # in names of a model with adapters
+PEFT = (".lora_", ".base_layer.", "base_model.model.")  # parts of names in a model with adapters
 _log = logging.getLogger("rollmesh")
-_log.addHandler(logging.NullHandler())  # silent until the program asks for it
+_log.addHandler(logging.NullHandler())  # prints nothing unless the program adds a handler
 
 
 class ParameterInfo(NamedTuple):
@@ -79,71 +79,74 @@ class ParameterInfo(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The box of a tensor that a process needs: Generator.shard(). In elements; sizes has a 0 if it
-    needs nothing of the tensor."""
+    """The box of a tensor that this process needs, in elements; returned by Generator.shard().
+    `sizes` contains a 0 if the process needs no part of the tensor."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 class Generator:
-    """Generates with a model whose weights come from its trainer. Creation loads none.
+    """Generates tokens with a model whose weights come from a trainer. Creating a generator loads
+    no weights.
 
     spec                    the model
-    mesh                    degrees of parallelism (rm.Mesh). Without comm the ranks are threads of
+    mesh                    degrees of parallelism (rm.Mesh). Without comm, the ranks are threads of
                             this process and share `threads`
     comm                    None: all ranks are threads of this process. rm.comm.shm or
                             rm.comm.torch: this process is one rank. rm.comm.nccl over one of these:
-                            NCCL moves activations between GPUs; without it they go through the host
+                            NCCL moves activations between GPUs; otherwise the host moves them
     device                  "cpu"; "cuda": rank r on GPU r modulo the number of GPUs; "cuda:N": all
                             ranks of this process on GPU N
-    dtype                   of weights, activations and KV: "bfloat16", or "float32" to debug
+    dtype                   dtype of weights, activations and KV: "bfloat16", or "float32" for
+                            debugging
     ep_backend              how tokens reach their experts if mesh.ep > 1: "alltoall",
                             "allgather_reducescatter", "local_allreduce" (ep = tp). On GPUs the
                             first two are the same in short steps, and in all steps with NCCL
-    sequence_parallel       norms and residuals on token shards; no effect if mesh.tp = 1
-    tokenizer               of transformers, or a tokenizers.Tokenizer: for text prompts, output
-                            texts and stop strings
+    sequence_parallel       compute norms and residuals on token shards; no effect if mesh.tp = 1
+    tokenizer               a transformers tokenizer or a tokenizers.Tokenizer, for text prompts,
+                            output texts and stop strings
     eos_token_ids           ids that end a sample; None: the tokenizer's and the model config's
-    max_model_len           most positions of a sequence, prompt and completion together; the rope
-                            table has this length. None: 4096, or the config's
+    max_model_len           largest number of positions of a sequence, prompt and completion
+                            together; the rope table has this length. None: 4096, or the config's
                             max_position_embeddings for the rope types dynamic and longrope, whose
-                            frequencies depend on it. Beyond the positions that the config is made
-                            for, a warning is logged
-    max_num_seqs            most samples that run at the same time
-    max_num_batched_tokens  most rows of an engine step; longer prompts are prefilled in chunks
-    block_size              positions of a KV page, a multiple of 16
+                            frequencies depend on it. A warning is logged if it exceeds the number
+                            of positions in the config
+    max_num_seqs            largest number of samples that run at the same time
+    max_num_batched_tokens  largest number of rows of an engine step; longer prompts are prefilled
+                            in chunks
+    block_size              number of positions of a KV page, a multiple of 16
     kv_cache_gib            size of each rank's KV cache in units of 2^30 bytes; None:
                             memory_fraction decides
-    memory_fraction         if kv_cache_gib=None: the share of the device's free memory for two
+    memory_fraction         with kv_cache_gib=None: the share of the device's free memory for two
                             copies of the weights and the KV cache. The rest is left for CUDA
                             graphs, NCCL and the trainer's tensors. Ranks on one GPU (on the CPU: on
                             one machine) share it. All ranks of a mesh get the same number of pages,
-                            the smallest that fits anywhere
+                            the largest number that fits on every rank
     enable_prefix_caching   reuse the KV of equal prompt prefixes
-    threads                 None: one for each core that this process may use, by its affinity and
-                            its control groups' quota
+    threads                 number of threads; None: one for each core that this process may use, by
+                            its affinity and the quota of its control groups
     enforce_eager           on a GPU: launch each op of each step, instead of replaying decode steps
-                            as CUDA graphs. For debugging
-    seed                    0 <= seed < 2^64. A request without a seed gets one made of this and the
-                            number of requests before it
-    fast                    with device="cuda" and bfloat16: dense matmuls by NVIDIA's cuBLASLt.
-                            Their sums may depend on the batch, so samples have no contract,
-                            metrics()["invariant"] is False, and score() equals generate() only up
-                            to rounding. Experts, router and lm_head stay rollmesh's kernels
-                            (cuda_mma if isa=None)
+                            as CUDA graphs; for debugging
+    seed                    0 <= seed < 2^64. The seed of a request without one is made from this
+                            seed and the number of earlier requests
+    fast                    with device="cuda" and bfloat16: use NVIDIA's cuBLASLt for dense
+                            matmuls. Their sums may depend on the batch, so samples have no
+                            contract, metrics()["invariant"] is False, and score() equals generate()
+                            only up to rounding. Experts, router and lm_head still use rollmesh's
+                            kernels (cuda_mma if isa=None)
     profile                 on the CPU: time every op, for profile()
-    isa                     CPU: an instruction set ("ref", "avx2", …), None: the fastest. GPU:
-                            "cuda_fma" (default) has the bits of the CPU; "cuda_mma" uses tensor
-                            cores for bfloat16, with bits of its own
+    isa                     CPU: an instruction set ("ref", "avx2", …); None: the fastest. GPU:
+                            "cuda_fma" (default) is bit-identical to the CPU; "cuda_mma" uses tensor
+                            cores for bfloat16 and rounds differently
 
     Results do not depend, bit for bit, on mesh, comm, ep_backend, sequence_parallel, block_size,
     enable_prefix_caching, threads, enforce_eager or the CPU's isa.
 
-    Raises ConfigError (a setting that is not allowed, a device that is missing), MemoryError,
-    CapacityError (too little memory on a GPU, or no page left by memory_fraction), DeviceError
-    (CUDA failed).
+    Raises ConfigError (a setting that is not allowed, a missing device), MemoryError, CapacityError
+    (too little memory on a GPU, or memory_fraction leaves no room for a page), DeviceError (CUDA
+    failed).
     """
 
     def __init__(
@@ -266,19 +269,20 @@ class Generator:
     def from_hf(
         cls, folder_or_config: Any, *, ignore: tuple[str, ...] = (), **options: Any
     ) -> Generator:
-        """A generator for the model of a Hugging Face folder or config. Reads no weights;
-        sync_weights brings them.
+        """Makes a generator for the model of a Hugging Face folder or config. Reads no weights; use
+        sync_weights to load them.
 
-        folder_or_config  a local folder with config.json (its tokenizer and its
-                          generation_config.json's eos_token_id are used too), the path of a
-                          config.json, a transformers config object, or its dict
-        ignore            keys of the config that do not matter, as in ModelSpec.from_hf:
+        folder_or_config  a local folder with config.json (its tokenizer and the eos_token_id of its
+                          generation_config.json are used too), the path of a config.json, a
+                          transformers config object, or its dict
+        ignore            keys of the config to ignore, as in ModelSpec.from_hf, such as
                           ("rope_scaling.attn_factor",)
-        options           of Generator; `tokenizer` replaces the folder's, None: no tokenizer
+        options           options of Generator; `tokenizer` replaces the folder's tokenizer, and
+                          tokenizer=None means no tokenizer
 
-        Raises ConfigError (names the path, or the key and value, that cannot be read or is not
-        supported), FormatError (a config.json that is not a JSON object), and what Generator
-        raises.
+        Raises ConfigError (names the path that cannot be read, or the key and value that are not
+        supported), FormatError (a config.json that is not a JSON object), and the errors of
+        Generator.
         """
         spec = ModelSpec.from_hf(folder_or_config, ignore=ignore)
         if (
@@ -292,13 +296,13 @@ class Generator:
     # --------------------------------------------------------------------------------------- state
     @property
     def version(self) -> int | None:
-        """Version of the serving weights; None before the first sync and while the weights are
-        asleep."""
+        """Version number of the serving weights; None before the first sync and while the weights
+        are asleep."""
         return self._weights.version
 
     def manifest(self) -> dict[str, ParameterInfo]:
-        """Hugging Face name → shape and dtype of each parameter that a sync has to bring. Packed
-        and torchtitan names are accepted too."""
+        """Returns the shape and dtype of each parameter that a sync has to provide, by its Hugging
+        Face name. A sync also accepts packed and torchtitan names."""
         self._loop.check_alive()
         return {
             name: ParameterInfo(shape, dtype, required)
@@ -306,10 +310,10 @@ class Generator:
         }
 
     def shard(self, name: str) -> Shard:
-        """The smallest box of a tensor with all that this process's ranks need of it, for sources
-        that can read a part. `name`: one of any that a sync takes. In one process it is the whole
-        tensor. A source may call this while it is read. UnexpectedKeyError if the model has none of
-        that name."""
+        """Returns the smallest box of a tensor that contains every part that the ranks of this
+        process need, for sources that can read a part of a tensor. If all ranks are in one process,
+        it is the whole tensor. name: any name that a sync accepts. A source may call this while a
+        sync reads it. Raises UnexpectedKeyError if the model has no tensor of that name."""
         self._loop.check_alive()
 
         def wanted() -> tuple[tuple[int, ...], NDArray[np.int64]]:
@@ -329,13 +333,13 @@ class Generator:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """Counters since creation, sizes in bytes, times in seconds, and:
+        """Returns counters since creation, sizes in bytes, times in seconds, and:
 
-        device, isa, family  where and with which kernels it runs
-        kv_usage             pages in use, in [0, 1]
+        device, isa, family  the device and the kernels in use
+        kv_usage             share of KV pages in use, in [0, 1]
         nccl, cublas         version and path of the library in use, or None
         invariant            False with fast=True: logprobs may depend on the batch
-        asleep, paused       parts that are asleep; whether pause() was called
+        asleep, paused       parts that are asleep; whether the generator is paused
         """
         stats = self._loop.call(self._engine.stats)
         pages = stats["kv_pages"]
@@ -356,9 +360,10 @@ class Generator:
         }
 
     def profile(self) -> list[OpTime]:
-        """With profile=True what each op took since the last call, by op and shape of weights:
-        seconds, calls, rows, and of products and attention FLOPs and the bytes of weights that had
-        to be read. Of rank 0 of this process. Times of a whole step: metrics()."""
+        """With profile=True, returns the time of each op since the last call, by op and shape of
+        the weights, on rank 0 of this process. Each entry has seconds, calls and rows; matrix
+        products and attention also have FLOPs and the bytes of weights to read. metrics() has the
+        times of whole steps."""
         times: list[OpTime] = self._loop.call(self._engine.profile)
         return times
 
@@ -371,18 +376,18 @@ class Generator:
         on_error: Literal["raise", "return"] = "raise",
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts. Returns one RequestOutput for each, in the same order.
+        """Completes prompts. Returns one RequestOutput for each prompt, in the same order.
 
-        prompts   text or token ids; one, or a list
-        params    one for all, or one for each prompt; None: SamplingParams()
+        prompts   a prompt or a list of prompts, each a text or token ids
+        params    one SamplingParams for all prompts, or one for each; None: SamplingParams()
         on_error  "raise": finishes the other requests, then raises the first error, with all
                   outputs in its attribute `outputs`; "return": each error is in its output's
                   `error`
-        timeout   seconds; what still runs then is aborted, with a DeadlineError
+        timeout   seconds; requests that still run then are aborted with a DeadlineError
 
-        Errors of a request: RequestError, CapacityError, NumericsError, DeadlineError. Errors of
-        the call: NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and any other
-        exception abort all requests of the call.
+        Errors of a single request: RequestError, CapacityError, NumericsError, DeadlineError.
+        Errors of the whole call: NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and
+        any other exception abort all requests of the call.
         """
         return self._calls.generate(prompts, params, use_tqdm, on_error, timeout)
 
@@ -400,12 +405,12 @@ class Generator:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """generate for chats: one list of {role, content}, or several. What follows `timeout` is of
-        the tokenizer's apply_chat_template; chat_template_kwargs: variables of the template, such
-        as enable_thinking.
+        """Completes chats, as generate does. messages: one list of {role, content}, or several. The
+        arguments after `timeout` are those of the tokenizer's apply_chat_template;
+        chat_template_kwargs has variables of the template, such as enable_thinking.
 
-        A chat is a RequestError of its request if the tokenizer has no template, if a message has
-        other content than text, or if the template refuses it."""
+        A request fails with RequestError if the tokenizer has no template, if a message has content
+        other than text, or if the template refuses the chat."""
         if self._codec is None:
             raise RequestError(
                 "chat: expected a generator with a tokenizer of transformers, got one without a "
@@ -431,64 +436,66 @@ class Generator:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[int]:
-        """Queues prompts and returns their request ids; poll() runs them. On an error none is
-        queued.
+        """Queues prompts and returns their request ids; poll() runs them. After an error the queue
+        is unchanged.
 
-        If ranks are processes, all of them make the same calls of submit and poll in the same
+        If ranks are processes, all ranks must make the same calls of submit and poll in the same
         order."""
         return self._calls.submit(prompts, params)
 
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
         """Runs engine steps, at least one, until min_outputs submitted requests are finished. Stops
-        earlier when none is left, when `timeout` seconds have passed, and when the generator is
+        earlier if all requests are finished, after `timeout` seconds, or if the generator is
         paused.
 
-        Returns the finished ones, oldest first, with their errors inside (a tokenizer's too). If
-        poll raises (asleep, Ctrl-C), the next poll returns what was finished.
+        Returns the finished requests, oldest first. The errors of requests, including exceptions of
+        a tokenizer, are in their outputs. If poll raises (asleep, Ctrl-C), the next poll returns
+        the requests that had finished.
 
-        If ranks are processes, they synchronize after each step, so that all return the same; the
-        first rank whose timeout passes decides for all. Each step takes as long as the slowest
-        replica's: to run everything to its end, generate is faster."""
+        If ranks are processes, they synchronize after each step, so that all ranks return the same
+        requests; the first timeout that passes on any rank ends the call on all. Each step takes as
+        long as that of the slowest replica, so generate is faster if all requests must finish."""
         return self._calls.poll(min_outputs, timeout)
 
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
-        """Ends requests; None: all. poll (or generate) returns them with the tokens so far and
-        finish_reason "abort"; a running score or logits raises StateError."""
+        """Aborts these requests, or all with None. poll (or generate) returns them with their
+        tokens so far and finish_reason "abort"; a running score or logits raises StateError."""
         self._calls.abort(ids)
 
     async def agenerate(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> RequestOutput:
-        """Completes one prompt, text or token ids:
-        `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of coroutines, of
-        any event loops, may wait at once; a thread runs the engine steps of all. While the
-        generator is paused or its KV asleep they wait.
+        """Completes one prompt, a text or token ids:
+        `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of coroutines, in
+        any event loops, may wait at the same time; one thread runs the engine steps for all of
+        them. They wait while the generator is paused or its KV is asleep.
 
-        Cancelling the coroutine aborts its request. Without a seed the order in which requests come
-        decides their seeds.
+        Cancelling the coroutine aborts its request. The seed of a request without one depends on
+        the order in which requests arrive.
 
-        Raises what ended the request (RequestError, CapacityError, NumericsError, a tokenizer's
-        exception), NotSyncedError, StateError (closed, weights asleep, inside another call of this
-        thread, one rank of several processes)."""
+        Raises the error that ended the request (RequestError, CapacityError, NumericsError, an
+        exception of the tokenizer), NotSyncedError, or StateError (closed, weights asleep, inside
+        another call of this thread, one rank of several processes)."""
         return await self._streams.generate(prompt, params)
 
     def astream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same, with outputs while it runs: `async for output in gen.astream(prompt)`. Each has
-        all tokens and the text so far, more than the one before; the last has finished=True. A slow
-        reader gets fewer of them. Each text begins with the one before, as it leaves out incomplete
-        characters and the beginning of a stop string. A sync with inflight="restart" starts tokens
-        and text again. The arrays of each output are copies; routed_experts comes with the last.
+        """Completes one prompt like agenerate, and yields outputs while the request runs:
+        `async for output in gen.astream(prompt)`. Each output has all tokens and the text so far;
+        the last has finished=True. A slow reader gets fewer outputs. Each text begins with the
+        previous text, since incomplete characters and the beginning of a stop string are left out.
+        A sync with inflight="restart" starts tokens and text again. The arrays of each output are
+        copies; only the last output has routed_experts.
 
-        Leaving the loop early aborts the request when the iterator is closed: by
-        contextlib.aclosing, or by the event loop later."""
+        After leaving the loop early, closing the iterator aborts the request: use
+        contextlib.aclosing, or the event loop closes it later."""
         return self._streams.stream(prompt, params)
 
     # ------------------------------------------------------------------------------------- scoring
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
-        """float32 [len, vocab] for each sequence: row i has the logits of token i+1, given tokens
-        0..i."""
+        """Returns float32 [len, vocab] for each sequence: row i has the logits of token i+1, given
+        tokens 0..i."""
         sequences = sequences_of(ids_list)
         return self._calls.score(sequences, [None] * len(sequences), self.spec.vocab_size)
 
@@ -497,13 +504,13 @@ class Generator:
         ids_list: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[NDArray[np.float32]]:
-        """float32 [len − 1] for each sequence: the logprob of token i+1, given tokens 0..i. Bit for
-        bit what generate gives as `.logprobs`.
+        """Returns float32 [len − 1] for each sequence: the logprob of token i+1, given tokens 0..i,
+        bit-identical to `.logprobs` of generate.
 
-        params  one, or one for each sequence: then it is `.sampling_logprobs`, under temperature
-                and filters, -inf for a token that they exclude. min_tokens has to be 0, and there
-                are no penalties and bad_words, since the length of the prompt is not known here;
-                logit_bias and allowed_token_ids apply
+        params  one SamplingParams for all sequences, or one for each. The result is then identical
+                to `.sampling_logprobs`: under temperature and filters, -inf for a token that they
+                exclude. logit_bias and allowed_token_ids apply. min_tokens must be 0, and penalties
+                and bad_words are not supported, since the length of the prompt is not known here
         """
         sequences = sequences_of(ids_list)
         chosen: list[SamplingParams | None] = [None] * len(sequences)
@@ -533,25 +540,25 @@ class Generator:
         allow_bias_removal: bool = False,
         timeout: float | None = None,
     ) -> SyncReport:
-        """Replaces all weights by a new version, atomically: on any error the old version keeps
+        """Replaces all weights by a new version, atomically: after any error the old version keeps
         serving (but see mode).
 
         source              a state dict, an iterator of (name, tensor), or one of rollmesh.sources.
-                            Tensors of torch, NumPy or DLPack; on any GPU of this process if the
-                            generator runs on GPUs. If ranks are processes: None on ranks that have
-                            nothing to send, and equal weights on all others; DTensors (FSDP2, any
-                            mesh) and rm.Piece are sent to the ranks that need them, without
-                            gathering. In one process a DTensor is gathered
-        version             has to exceed the one committed last; None: the next number
-        cast                convert other float dtypes as torch's .to() does; else they are a
-                            DTypeError
+                            Tensors may be torch's, NumPy's or of any DLPack producer, and on any
+                            GPU of this process if the generator uses GPUs. If ranks are processes,
+                            pass None on ranks without weights, and equal weights on all others;
+                            DTensors (FSDP2, any mesh) and rm.Piece are sent to the ranks that need
+                            them, without gathering. In one process a DTensor is gathered
+        version             must exceed the last committed version; None: the next number
+        cast                convert other float dtypes as torch's .to() does; False: raise
+                            DTypeError for them
         strict              False: skip unknown names, keep the values of missing parameters
-        mode                "staged": copy, then swap; "inplace": no second copy, but a failure half
-                            way leaves the generator unsynced
+        mode                "staged": copy, then swap; "inplace": without a second copy, but a
+                            failure during the copy leaves the generator without weights
         inflight            running requests: "wait" finishes them first, "restart" runs them again
                             from the prompt, "abort" ends them, "keep" keeps their tokens and
-                            recomputes their KV. mode="inplace" takes "wait" only
-        keep_kv             with "keep": do not recompute KV; tokens computed from it have no
+                            recomputes their KV. mode="inplace" requires "wait"
+        keep_kv             with "keep": do not recompute KV; tokens computed from old KV have no
                             contract
         allow_nonfinite     accept NaN and infinities
         allow_bias_removal  accept that a router bias of the serving version is missing (it becomes
@@ -559,21 +566,23 @@ class Generator:
         timeout             seconds until DeadlineError, including the wait for other calls; None:
                             no limit
 
-        Returns a SyncReport; its `bytes` are those that this process has read.
+        Returns a SyncReport; its `bytes` counts the bytes that this process has read.
 
         Raises MissingKeyError, UnexpectedKeyError, DuplicateKeyError, TiedWeightError, ShapeError,
         DTypeError, LayoutError, UnsupportedTensorError, NonFiniteError, LimitError, VersionError,
         CapacityError, IncompleteSyncError, StateError, DeadlineError. For a mapping the message
-        lists the offenders of one class and counts those of the others. Exceptions of the source
-        pass through. If ranks are processes and one fails, the others raise SyncAbortedError with
-        its reason; MeshMismatchError if they were given different weights. RankLostError,
-        CollectiveMismatchError and CollectiveTimeoutError end the mesh.
+        lists all errors of one class and counts those of the other classes. Exceptions of the
+        source pass through. If ranks are processes and one rank fails, the others raise
+        SyncAbortedError with its reason; if they were given different weights, all raise
+        MeshMismatchError. RankLostError, CollectiveMismatchError and CollectiveTimeoutError end the
+        mesh.
         """
         with self._refusing(BEGINNING):
             options = SyncOptions(
                 version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
             )
-            if source is not None or not self._engine.has_peers:  # another process may have it
+            # If ranks are processes, another process may have the source.
+            if source is not None or not self._engine.has_peers:
                 check_source(source)
             deadline = deadline_of(timeout)
         try:
@@ -599,7 +608,7 @@ class Generator:
 
     @contextmanager
     def _refusing(self, where: str) -> Iterator[None]:
-        """Tells the other processes that this one has refused its arguments."""
+        """Sends the error to the other processes if this process refuses its arguments."""
         try:
             yield
         except Error as error:
@@ -608,11 +617,11 @@ class Generator:
             raise
 
     def begin_sync(self, version: int | None = None, **options: Any) -> Sync:
-        """Opens a sync that is pushed tensor by tensor, in any order; see Sync. Options as in
-        sync_weights, except timeout. A sync that is open is dropped.
+        """Opens a sync whose tensors are pushed one by one, in any order; see Sync. The options are
+        those of sync_weights, except timeout. Drops a sync that is already open.
 
-        If ranks are processes, each pushes the whole set; they synchronize at every push.
-        StateError after follow()."""
+        If ranks are processes, each rank pushes the whole set, and the ranks synchronize at every
+        push. Raises StateError after follow()."""
         if self._engine.role is not None:
             raise StateError(
                 "begin_sync: expected ranks that make their own calls, got ranks that follow rank "
@@ -641,31 +650,34 @@ class Generator:
 
         scorer     a function from a list of int32 arrays to a list of logprobs [len − 1], or a
                    transformers model
-        prompts    token ids or text; None: eight random ones
-        threshold  largest |Δ logprob| allowed; None: 1e-3 in float32, 0.1 in bfloat16
+        prompts    token ids or texts; None: eight random prompts
+        threshold  largest allowed |Δ logprob|; None: 1e-3 in float32, 0.1 in bfloat16
 
-        Raises NumericsError (threshold, largest difference and where it is) above the threshold.
+        Raises NumericsError, with the largest difference and its place, if the difference exceeds
+        the threshold.
         """
         return run_self_test(self, scorer, prompts, threshold, max_tokens, seed)
 
     # --------------------------------------------------------------------------- several processes
     def follow(self, source: Callable[[int | None], Any] | None = None) -> None:
-        """Where ranks are processes: from now on rank 0 alone makes calls, and the other ranks make
-        the same ones in here. All ranks call this once. It returns at once on rank 0. On the others
-        it returns when rank 0 has closed its generator; theirs is closed too. In one process it
-        does nothing.
+        """Lets rank 0 control all ranks, if ranks are processes: only rank 0 makes calls from now
+        on, and the other ranks repeat them inside this method. All ranks call it once. On rank 0 it
+        returns at once. On the other ranks it returns when rank 0 has closed its generator, and
+        closes their generators too. In one process it does nothing.
 
-        source  what this rank gives to a sync of rank 0: a function of its `version` argument that
-                returns what sync_weights takes. None: nothing. Rank 0 gives its own to sync_weights
+        source  this rank's source in a sync of rank 0: a function of sync_weights' `version` that
+                returns the `source`. None: this rank has no weights. Rank 0 passes its own source
+                to sync_weights
 
-        Rank 0 may then use agenerate and astream, and call from several threads, but not
-        begin_sync. All replicas step together. astream has partial outputs of replica 0 only; those
-        of the other replicas come when they are finished.
+        Rank 0 may then use agenerate and astream, and make calls from several threads, but not
+        begin_sync. All replicas step together. astream yields partial outputs of replica 0 only;
+        requests of other replicas yield only their final output.
 
-        Raises CollectiveMismatchError (a rank is in another call, or paused alone), StateError
-        (called twice, or a begin_sync is open), SyncAbortedError (another rank's arguments were
-        refused), RankLostError (a rank has ended, rank 0 without close), and what else ends the
-        mesh. Other errors of a call are rank 0's, and this goes on.
+        Raises CollectiveMismatchError (a rank is in another call, or only this rank is paused),
+        StateError (called twice, or a begin_sync is open), SyncAbortedError (another rank refused
+        its arguments), RankLostError (a rank has ended, or rank 0 has ended without close), and
+        other errors that end the mesh. Any other error of a call is raised on rank 0 only, and this
+        method continues.
         """
         with self._refusing("follow"):
             if source is not None and not callable(source):
@@ -726,10 +738,10 @@ class Generator:
 
     # ------------------------------------------------------------------------- pause, sleep, close
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Stops scheduling. Running requests: "abort" ends them, "wait" finishes them first, "keep"
-        freezes them until resume().
+        """Stops scheduling. mode: "abort" ends running requests, "wait" finishes them first, "keep"
+        stops them until resume().
 
-        submit() still queues; generate, score and logits raise StateError."""
+        While paused, submit() still queues; generate, score and logits raise StateError."""
         choice("pause mode", mode, ("abort", "wait", "keep"))
 
         def pause() -> None:
@@ -756,15 +768,15 @@ class Generator:
         *,
         level: int | None = None,
     ) -> None:
-        """Frees the memory of "weights", "kv" or both. After wake() weights need a sync, unless
-        they are kept, and running requests recompute their KV.
+        """Frees the memory of "weights", "kv" or both. After wake(), weights that were not kept
+        need a sync, and running requests recompute their KV.
 
         keep_weights: copies the weights to host memory, so that the same version serves after
-        wake() without a sync. On the CPU they stay where they are, and nothing is freed. A later
-        sleep("weights") without it frees them. CapacityError or MemoryError if the host has too
-        little memory: then no rank sleeps.
+        wake() without a sync. On the CPU the weights stay in place and their memory is not freed. A
+        later sleep("weights") without keep_weights frees them. Raises CapacityError or MemoryError
+        if the host has too little memory; all ranks then stay awake.
 
-        level: vLLM's way to say it: 1 is sleep(keep_weights=True), 2 is sleep().
+        level: vLLM's argument. 1 is sleep(keep_weights=True), 2 is sleep().
         """
         with self._refusing(SLEEP):
             mask = part_mask(parts)
@@ -796,9 +808,9 @@ class Generator:
         _log.info("sleep: %s%s", part_names(mask), ", weights kept" if keep else "")
 
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
-        """Allocates the memory again. Weights that were not kept need a sync. CapacityError if a
-        GPU has too little memory: then all parts stay asleep, kept weights stay kept, and a later
-        call may succeed."""
+        """Allocates the memory again. Weights that were not kept need a sync. Raises CapacityError
+        if a GPU has too little memory; all parts then stay asleep, kept weights stay kept, and a
+        later call may succeed."""
         with self._refusing(WAKE):
             mask = part_mask(parts)
 
@@ -822,16 +834,16 @@ class Generator:
         self._loop.call(run)
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
-        """wake() by vLLM's name: tags are "weights", "kv_cache" or both; None: both."""
+        """Calls wake(), under vLLM's name. tags: "weights", "kv_cache" or both; None: both."""
         self.wake(tuple(PARTS) if tags is None else tags)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
+        """Removes all prefixes from the prefix cache."""
         self._loop.call(self._engine.reset_prefix_cache)
 
     def close(self) -> None:
-        """Frees memory and threads. Every later call but close() is a StateError. Unfinished
-        requests are lost."""
+        """Frees memory and threads, and drops unfinished requests. Every later call except close()
+        raises StateError."""
 
         def release() -> None:
             if self._engine.role is not None:

@@ -1,8 +1,8 @@
 """The command line: `rollmesh grpo | generate | bench | plan | doctor`.
 
-One module a command, each with `add_arguments(parser)` and `run(args) -> exit status`, imported
-when the command is given. What only some of a command's uses need is imported inside `run`: only
-`grpo` needs torch, and `rollmesh doctor` must work where everything else is missing.
+Each command has a module with `add_arguments(parser)` and `run(args) -> exit status`, imported when
+the command is used. Optional packages are imported inside `run`: only `grpo` needs torch, and
+`rollmesh doctor` must work if all other packages are missing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 2 for an error that the message explains, 130 after Ctrl-C (of
-    another signal 128 + its number), 141 when the reader of the output has gone. Each note
-    of an error follows its message on a new line. Without argv this is the program itself, and a
-    Ctrl-C during the interpreter's exit prints no traceback."""
+    """Runs a command and returns the exit status: 0; 2 for an error that the message explains; 130
+    after Ctrl-C (128 + the number of another signal); 141 if the reader of the output has closed
+    it. Prints each note of an error on a new line after its message. Without argv this is the
+    program itself, and a Ctrl-C during the interpreter's exit does not print a traceback."""
     try:
         return _main(argv)
     finally:
@@ -67,9 +67,8 @@ def _main(argv: Sequence[str] | None) -> int:
     if rest and (args.command != "generate" or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {plain(' '.join(rest))}")
     if rest:
-        args.prompts += (
-            rest  # what stands behind an option: argparse takes MODEL's prompts before it only
-        )
+        # Prompts after an option: argparse takes only the prompts before it.
+        args.prompts += rest
     try:
         status: int = _module_of(args.command).run(args)
         sys.stdout.flush()
@@ -80,7 +79,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except (rm.Error, MemoryError) as error:
         _tell(f"rollmesh {args.command}: {type(error).__name__}: {error}", error)
         return 2
-    except OSError as error:  # of a path that was given, or of a disk that is full
+    except OSError as error:  # a wrong path in the arguments, or a full disk
         said = (
             plain(error) if error.filename is None else f"{plain(error.filename)}: {error.strerror}"
         )
@@ -88,9 +87,8 @@ def _main(argv: Sequence[str] | None) -> int:
         drop_output()
         return 2
     except KeyboardInterrupt as error:
-        number = next(
-            (n for n in signal.valid_signals() if error.args == (n,)), signal.SIGINT
-        )  # a reward may raise one with a text
+        # The exception of a reward may have a text instead of a number.
+        number = next((n for n in signal.valid_signals() if error.args == (n,)), signal.SIGINT)
         _tell(
             f"rollmesh {args.command}: "
             f"{'interrupted' if number == signal.SIGINT else signal.strsignal(number)}",
@@ -122,7 +120,7 @@ def warnings_shown(command: str) -> Iterator[None]:
 
 
 def _tell(text: str, error: BaseException) -> None:
-    with suppress(OSError, ValueError):  # a reader that has gone: the exit status stays
+    with suppress(OSError, ValueError):  # the reader may be gone; the exit status stays the same
         print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
@@ -134,7 +132,7 @@ def drop_output() -> None:
     """Redirects a closed standard output to os.devnull, since flushing it at exit would print an
     error. A reward function may have closed it."""
     if sys.stdout is None or sys.stdout.closed:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the program)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the program ends)
     try:
         sys.stdout.flush()
     except OSError:

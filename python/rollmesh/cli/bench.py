@@ -1,12 +1,12 @@
-"""`rollmesh bench MODEL`: decode and prefill of a model's shape with random weights, in minutes for
-0.6 B on two cores. `rollmesh bench --suite cpu`: the table of benchmarks/cpu.py, beside the
-machine's limits and peers, in the root of a clone.
+"""`rollmesh bench MODEL` measures decode and prefill of a model's shape with random weights, in
+minutes for 0.6 B on two cores. `rollmesh bench --suite cpu`, in the root of a clone, prints the
+table of benchmarks/cpu.py with the machine's limits and peers.
 
-The first is a look, not a measurement to quote: benchmarks/ compares with the machine's measured
-limits and with peers. Decode is timed over whole `generate` calls, so scheduling and sampling
-count; a step reads the weights that its tokens use once, and that is the GB/s shown. Prefill counts
-2 flops a weight and token, attention left out. --profile says where the time of each point goes,
-and how much of it threads waited for one another.
+The first command gives an estimate. For measurements to quote use benchmarks/, which compares with
+the machine's measured limits and with peers. Decode times include scheduling and sampling, since
+whole `generate` calls are timed; the GB/s count the weights that the tokens of a step use, once per
+step. Prefill counts 2 flops per weight and token, without attention. --profile prints the time of
+each op, and how long threads waited for each other.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _suite(args: argparse.Namespace, given: list[str]) -> int:
-    """The module of the clone that this is run in: it compiles its own sources, and names the
-    commit."""
+    """Runs the module of the clone in the working folder, which compiles its own sources and prints
+    the commit."""
     file = SUITES[args.suite]
     if not Path(file).is_file():
         raise rm.ConfigError(
@@ -182,8 +182,8 @@ def _prefill(generator: rm.Generator, length: int, parameters: Parameters, profi
 def _decode(
     generator: rm.Generator, batch: int, parameters: Parameters, bytes_each: int, profile: bool
 ) -> None:
-    """Time of DECODE_TOKENS more tokens: a long generate minus a short one, so that the prefill
-    cancels."""
+    """Measures the time of DECODE_TOKENS tokens: a long generate minus a short one, so that the
+    prefill cancels."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, generator.spec.vocab_size, 16).tolist() for _ in range(batch)]
 
@@ -206,11 +206,11 @@ def _decode(
     )
 
 
-Times = defaultdict[tuple[str, str], float]  # of (what, seconds | waited | flops | bytes)
+Times = defaultdict[tuple[str, str], float]  # (op, "seconds" | "waited" | "flops" | "bytes") → sum
 
 
 def _times(generator: rm.Generator, call: Callable[[], object]) -> Times:
-    """Where the time of one call goes, of a generator with a profile."""
+    """Returns the times of one call by op, for a generator with a profile."""
     before = generator.metrics()
     generator.profile()
     start = time.perf_counter()

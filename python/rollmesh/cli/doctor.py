@@ -1,5 +1,5 @@
-"""`rollmesh doctor`: what this machine has, what was chosen and why, what is missing and how to get
-it. It never fails: a missing optional part is reported.
+"""`rollmesh doctor`: prints the machine's hardware and libraries, the selected kernels with the
+reason, and how to get missing parts. A missing optional part is reported and is not an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TINY = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    del parser  # no options
+    del parser  # the command has no options
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,10 +73,8 @@ def _rollmesh() -> list[tuple[str, str]]:
 def _processor() -> list[tuple[str, str]]:
     info = _cpuinfo()
     allowed, present = usable_cores(), os.cpu_count() or 0
-    memory, free = (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        min(available for _, available in _core.memory_pools()),
-    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = min(available for _, available in _core.memory_pools())
     return [
         ("model", info.get("model name", platform.machine())),
         (
@@ -116,7 +114,7 @@ def _kernels() -> list[tuple[str, str]]:
 
 
 def _isa_of(isa: str | None) -> str:
-    """Name of the instruction set that a generator gets, or why it gets none."""
+    """Returns the name of the instruction set that a generator uses, or the error."""
     try:
         with rm.Generator(
             rm.ModelSpec.from_hf(TINY),
@@ -132,7 +130,7 @@ def _isa_of(isa: str | None) -> str:
 
 
 def _mesh() -> list[tuple[str, str]]:
-    """How ranks can communicate here; see rollmesh.distributed.comm."""
+    """Lists the comms that ranks can use here; see rollmesh.distributed.comm."""
     return [
         ("threads", "works: all ranks in this process, the default"),
         ("shm", _shared_memory(Path("/dev/shm"))),
@@ -161,7 +159,7 @@ def _shared_memory(folder: Path) -> str:
 
 
 def _process_ends() -> str:
-    """How the end of another process is noticed."""
+    """Describes how the end of another process is detected."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
@@ -217,8 +215,8 @@ def _gpu() -> list[tuple[str, str]]:
 
 
 def _devices_seen() -> str:
-    """Without nvidia-smi: a container may have only the driver, and the simulated device needs
-    neither."""
+    """Lists the devices without nvidia-smi, since a container may have only the driver, and the
+    simulated device needs neither."""
     library = _cuda_library()
     count = -1 if isinstance(library, str) else int(library.rm_cuda_devices())
     if count < 1:
@@ -231,7 +229,7 @@ def _devices(count: int) -> str:
 
 
 def _nccl() -> str:
-    """The NCCL that would be loaded, not counting what importing torch loads."""
+    """Returns the NCCL that would be loaded if torch has not loaded one."""
     try:
         library = nccl.find()
     except rm.ConfigError as error:
@@ -252,7 +250,8 @@ def _cublas() -> str:
 
 
 def _cuda_library() -> ctypes.CDLL | str:
-    """The CUDA library that generators use, or why there is none. It contains the CUDA runtime."""
+    """Returns the CUDA library that generators use, or why it is missing. The library contains the
+    CUDA runtime."""
     path = library_path()
     if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
         return f"{LIBRARY_SWITCH}={plain(path)}: there is no such file"
@@ -267,7 +266,7 @@ def _cuda_library() -> ctypes.CDLL | str:
 
 
 def _cuda_kernels() -> str:
-    """The architectures they were compiled for, and the devices they see."""
+    """Returns the architectures for which the kernels were compiled, and the devices in use."""
     library = _cuda_library()
     if isinstance(library, str):
         return library
@@ -283,7 +282,7 @@ def _cuda_kernels() -> str:
 
 
 def _device_answer(device: str) -> str:
-    """Whether a generator can use this device."""
+    """Returns whether a generator can use this device."""
     try:
         rm.Generator(
             rm.ModelSpec.from_hf(TINY),
@@ -298,7 +297,7 @@ def _device_answer(device: str) -> str:
 
 
 def _vllm() -> list[tuple[str, str]]:
-    """From packages and the environment, since importing vLLM takes seconds."""
+    """Reads packages and the environment, since importing vLLM takes seconds."""
     version, asked = vllm.installed_version(), os.environ.get("VLLM_PLUGINS")
     if version is None:
         return [
@@ -346,7 +345,7 @@ def _version(package: str) -> str | None:
 
 
 def _first_line(command: list[str], last: bool = False) -> str | None:
-    """Returns the first line that a program prints, or None if it is missing or fails."""
+    """Returns the first line that a program prints, or None for a missing or failing program."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -358,7 +357,7 @@ def _first_line(command: list[str], last: bool = False) -> str | None:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's entries of /proc/cpuinfo."""
+    """Returns the entries of the first processor in /proc/cpuinfo."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

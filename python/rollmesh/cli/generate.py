@@ -1,8 +1,8 @@
-"""`rollmesh generate MODEL PROMPT …`: complete prompts with the weights of a checkpoint folder.
+"""`rollmesh generate MODEL PROMPT …`: completes prompts with the weights of a checkpoint folder.
 
-The generator itself reads no checkpoint. This command plays the trainer: it reads the folder's
-safetensors and pushes them. `--random` fills the shape with random weights instead, which shows
-that everything runs and nothing else.
+The generator itself does not read checkpoints. This command takes the role of the trainer: it reads
+the folder's safetensors and pushes them. `--random` uses random weights of the same shapes instead,
+to check that everything runs.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """The prompts of the command line, then those of --file, each after its place in the file."""
+    """Returns the prompts of the command line, then those of --file, as pairs of a place for error
+    messages and a prompt."""
     rows: list[tuple[str, Any]] = [
         ("", {"prompt_token_ids": _ids(text)} if args.ids else {"prompt": text})
         for text in args.prompts
@@ -194,7 +195,8 @@ def _rows(args: argparse.Namespace) -> list[tuple[str, Any]]:
 
 
 def _prompt(where: str, row: Any, chat: bool, tokenizer: Any) -> str | Chat | list[int]:
-    """A prompt for Generator.generate, which encodes it. It depends on its own row only."""
+    """Returns a prompt for Generator.generate, which encodes it. Rows do not depend on each
+    other."""
     if not isinstance(row, dict) or len(row.keys() & set(KEYS)) != 1:
         raise rm.ConfigError(
             f"{where}expected an object with one of {', '.join(KEYS)}, got {shown(row)}"

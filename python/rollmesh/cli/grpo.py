@@ -55,8 +55,8 @@ def _named(text: str) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. SIGINT, SIGTERM and SIGHUP raise a KeyboardInterrupt with a note that says
-    how to continue."""
+    """Runs the command. SIGINT, SIGTERM and SIGHUP raise a KeyboardInterrupt with a note on how to
+    continue the run."""
     with Interrupts() as interrupts:
         return _run(args, interrupts)
 
@@ -170,7 +170,7 @@ def _train(args: argparse.Namespace, this: Run, out: Path) -> list[Metrics]:
 
 
 def _how_to_continue(out: Path, words: list[str]) -> str:
-    """words: the command that resumes the run."""
+    """Returns the note on how to continue a run. words: the command that resumes it."""
     from rollmesh.run import checkpoint
 
     if found := checkpoint.newest(out):

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they stand for."""
+"""Options that several commands share, and the objects made from them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rollmesh.model.adapters import refuse_adapter
 from rollmesh.request.text import load_tokenizer, tokenizer_of_folder
 from rollmesh.runtime.messages import MOST_SUGGESTED, plain
 
+# Packages of the extra `train`.
 TRAIN = (
     "torch",
     "transformers",
@@ -23,7 +24,7 @@ TRAIN = (
     "rich",
     "matplotlib",
     "tensorboard",
-)  # of the extra `train`
+)
 INSTALL_TRAIN = "pip install '.[train]' in rollmesh's checkout"
 GENERATOR_KEYS = ("device", "tp", "dp", "ep", "ep_backend", "dtype", "threads")
 
@@ -57,7 +58,7 @@ def add_ignore(parser: argparse.ArgumentParser, *, tensors: bool = False) -> Non
 
 
 def read_spec(args: argparse.Namespace, config: Path | Mapping[str, Any]) -> rm.ModelSpec:
-    """The model of a config or folder, without the keys of --ignore."""
+    """Returns the spec of the model of a config or folder, without the keys of --ignore."""
     try:
         return rm.ModelSpec.from_hf(config, ignore=tuple(args.ignore or ()))
     except rm.ConfigError as error:
@@ -97,8 +98,8 @@ def add_engine(parser: argparse.ArgumentParser, max_model_len: str) -> None:
 def make_generator(
     args: argparse.Namespace, spec: rm.ModelSpec, dtype: str, max_model_len: int, **more: Any
 ) -> rm.Generator:
-    """A generator as the engine and mesh options say. Raises rm.ConfigError for what is not
-    built."""
+    """Makes a generator from the engine and mesh options. Raises rm.ConfigError for a part that
+    this build does not have."""
     given = {
         k: v
         for k in ("device", "ep_backend", "isa", "sequence_parallel")
@@ -120,8 +121,8 @@ def make_generator(
 
 
 def take_run_settings(args: argparse.Namespace) -> None:
-    """Where MODEL is a run's TOML and an option was left out, what its [generator] table says; then
-    the options' defaults."""
+    """Fills options that were not given: from the [generator] table if MODEL is a run's TOML, then
+    with their defaults."""
     if args.model.suffix == ".toml" and args.model.is_file():
         from rollmesh.run import config as run_config
 
@@ -142,7 +143,7 @@ def take_run_settings(args: argparse.Namespace) -> None:
 
 
 def checkpoint_of(where: Path) -> Path:
-    """The newest checkpoint of a run folder; anything else is itself."""
+    """Returns the newest checkpoint of a run folder, and any other path unchanged."""
     if not where.is_dir() or (where / "config.json").is_file():
         return where
     found = [file.parent for file in where.glob("checkpoints/step_*/config.json")]
@@ -150,8 +151,8 @@ def checkpoint_of(where: Path) -> Path:
 
 
 def read_model_config(where: Path) -> dict[str, Any]:
-    """A Hugging Face config as a dict, from a folder with config.json, a JSON file, or the [model]
-    table of a run's TOML."""
+    """Returns a Hugging Face config as a dict, from a folder with config.json, a JSON file, or the
+    [model] table of a run's TOML."""
     try:
         if where.is_dir():
             refuse_adapter(where)
@@ -189,8 +190,8 @@ def _from_toml(file: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(where: Path) -> Any:
-    """The tokenizer of a folder, as Generator.from_hf reads it, of a tokenizer.json, or of the
-    [tokenizer] path of a run's TOML. None: there is none."""
+    """Returns the tokenizer of a folder (as Generator.from_hf reads it), of a tokenizer.json, or of
+    the [tokenizer] path of a run's TOML. Returns None if there is no tokenizer."""
     if where.suffix == ".toml":
         from rollmesh.run import config as run_config
 
@@ -209,9 +210,9 @@ def tokenizer_size(where: Path) -> int:
         raise rm.ConfigError(
             f"[model] vocab_size: expected a size or a tokenizer at {plain(where)}, got neither"
         )
-    content = read_json(file)  # not through the package tokenizers: a shape needs no tokenizer
+    content = read_json(file)  # the package tokenizers is not needed for a shape
     try:
-        entries = content["model"]["vocab"]  # an object by token, or a list of [token, score]
+        entries = content["model"]["vocab"]  # {token: id}, or a list of [token, score]
         tokens = set(entries) if isinstance(entries, dict) else {entry[0] for entry in entries}
         return len(tokens | {added["content"] for added in content.get("added_tokens") or ()})
     except (KeyError, TypeError, IndexError) as e:

@@ -5,9 +5,9 @@ number of ranks on any machine. MODEL is a checkpoint folder, a config.json or a
 
 Dense parameters are sharded over tp (whole heads, vocabulary in blocks of 128) and replicated over
 dp; experts are spread over ep ranks, or sharded over tp if ep = 1. Matrices count as stored: packed
-in tiles of 16 rows and 32 columns, on every device. A column "a rank" shows the rank with the most
-memory; --ranks lists them all. The device need not exist here: with cuda:N its memory must hold
-all ranks, and the sum is shown.
+in tiles of 16 rows and 32 columns, on every device. The column "a rank" shows the rank with the
+most memory; --ranks lists all ranks. The device need not exist on this machine. With cuda:N all
+ranks share one device, and the sum is shown.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         f"{parameters.active:,} used by a token"
     )
     print(f"\n{'parameter':<34}{'count':>8}{'shape':>18}{'parameters':>18}{'a rank':>12}")
-    kinds = set(ranks)  # replicas are alike
+    kinds = set(ranks)  # the ranks of all replicas are equal
     for m in matrices(spec):
         shape = str(m.cols) if m.is_vector else f"{m.rows} x {m.cols}"
         most = max(rank_bytes(spec, m, rank, bytes_each) for rank in kinds)
@@ -140,7 +140,7 @@ def print_traffic(spec: rm.ModelSpec, mesh: rm.Mesh, args: argparse.Namespace, d
 
 
 def print_ranks(spec: rm.ModelSpec, ranks: list[Placement], tp: int, weights: list[int]) -> None:
-    """A line for each rank: its coordinates and what it holds, as first-last."""
+    """Prints a line for each rank: its coordinates and the parts that it holds, as first-last."""
     names = [
         "heads",
         "kv_heads",

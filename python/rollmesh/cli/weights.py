@@ -1,5 +1,5 @@
-"""Random weights of a model's shape, for figures and smoke tests without a checkpoint and without
-torch."""
+"""Random weights of a model's shape, for benchmarks and smoke tests without a checkpoint and
+without torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import rollmesh as rm
 def random_weights(
     generator: rm.Generator, seed: int, spread: float = 0.02
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """(name, float32 array) of everything the generator's manifest requires: norms 1, the rest
-    normal. Push with cast=True."""
+    """Yields (name, float32 array) for each parameter that the generator's manifest requires: norms
+    are 1, the rest is normally distributed. Push them with cast=True."""
     rng = np.random.default_rng(seed)
     for name, info in generator.manifest().items():
         if not info.required:

@@ -1,9 +1,9 @@
 """The ranks of a mesh.
 
 mesh           Mesh: the degrees of parallelism
-comm           how ranks reach each other: shared memory, torch.distributed, NCCL
+comm           connections between ranks: shared memory, torch.distributed, NCCL
 rank_engine    the engine and the other ranks of its mesh, behind one interface
-spmd           that interface where this process is one rank of several
+spmd           the same interface if this process is one rank of several
 wire           values as bytes, for messages between ranks
 traffic        the bytes that a decode step sends, from the configuration alone
 """

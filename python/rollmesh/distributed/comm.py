@@ -5,7 +5,7 @@ the same order.
                                                                   process: the default
     Generator(spec, mesh=…, comm=rm.comm.shm())                   under torchrun: one process per
                                                                   rank, shared memory (one machine)
-    Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same for processes that
+    Generator(spec, mesh=…, comm=rm.comm.shm("name", rank, world))    the same, for processes that
                                                                       you start yourself
     Generator(spec, mesh=…, comm=rm.comm.torch(group))            one process per rank, a
                                                                   torch.distributed group (Gloo)
@@ -14,8 +14,8 @@ the same order.
                                                                                  rm.comm.nccl()
                                                                   ranks are threads
 
-A comm belongs to one generator. It moves bytes and adds none, so no result depends on which comm is
-used.
+A comm belongs to one generator. It moves bytes and computes nothing, so results do not depend on
+the comm.
 """
 
 from __future__ import annotations
@@ -48,20 +48,12 @@ from rollmesh.runtime import nccl as _nccl
 from rollmesh.runtime.devices import Device
 from rollmesh.runtime.messages import shown
 
-OPS = (
-    "barrier",
-    "broadcast",
-    "all_gather",
-    "all_to_all",
-    "dispatch",
-    "combine",
-    "step",
-    "vote",
-)  # of csrc/comm/comm.h
+# Operations, in the order of csrc/comm/comm.h.
+OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")
 MAX_TIMEOUT_S = 10**6
 SEEN_ENDING_S = 0.2  # a connection breaks a moment before the pidfd of its process signals
 BOARD_S = 2.0  # timeout of reads and writes of torch's store
-ASK_S = 1.0  # between two looks into the store for a rank that has given up
+ASK_S = 1.0  # between two reads of the store that look for a rank that has given up
 GAVE_UP = "rollmesh: the rank that gave up"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
@@ -75,7 +67,8 @@ def _is_real(value: object) -> bool:
 
 
 def _machine() -> str:
-    """A name of the machine and pid namespace: where it is equal, pids name the same processes."""
+    """Returns a name of the machine and pid namespace. On ranks with equal names, a pid stands for
+    the same process."""
     return (
         f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}"
         if os.path.exists("/proc/self/ns/pid")
@@ -90,8 +83,8 @@ def _number(variable: str, text: str | None) -> int:
 
 
 def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """MeshMismatchError unless all ranks have equal values; it lists which ranks differ from rank
-    0, and in what."""
+    """Raises MeshMismatchError unless all ranks have equal values. The error lists the ranks that
+    differ from rank 0, and the differences."""
     wrong = [
         f"rank {rank} has {name} = {its.get(name)}, rank 0 {everyone[0].get(name)}"
         for rank, its in enumerate(everyone)
@@ -105,15 +98,15 @@ def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_group(group: Any) -> None:
-    """Refuses what is not a group of torch.distributed that this process is in, or None; torch
-    itself fails with an assertion."""
+    """Raises ConfigError unless `group` is None or a group of torch.distributed with this process
+    in it. torch itself would fail with an assertion."""
     try:
         from torch import distributed
     except ImportError as error:
         raise ConfigError(
             f"group: expected rm.comm.nccl(…) or rm.comm.shm(…) without torch, got {shown(group)}"
         ) from error
-    outside = distributed.GroupMember.NON_GROUP_MEMBER  # an integer, that of no rank
+    outside = distributed.GroupMember.NON_GROUP_MEMBER  # an integer that is not a rank
     if type(group) is type(outside) and group == outside:
         raise ConfigError(
             "group: expected a group that this process is in, got torch's NON_GROUP_MEMBER; leave "
@@ -143,7 +136,7 @@ class Ends(NamedTuple):
     tp: _core.Comm | None
     ep: _core.Comm | None
     world: _core.Comm | None
-    control: _core.Comm | None  # the world again, for messages of the Python layer
+    control: _core.Comm | None  # a second group of all ranks, for messages of the Python layer
 
 
 class Comm:
@@ -168,7 +161,7 @@ class Comm:
         self._used = self._closed = False
 
     def connect(self, mesh: Mesh) -> Ends:
-        """The ends for a mesh, once."""
+        """Connects the groups of a mesh and returns this rank's ends. May be called once."""
         if mesh.world != self.world:
             raise ConfigError(
                 f"mesh: expected {self.world} ranks, as many as the comm has, got {mesh.world} "
@@ -189,19 +182,20 @@ class Comm:
         raise NotImplementedError
 
     def handshake_values(self) -> dict[str, str]:
-        """What the other ranks check before they make their engines."""
+        """Values that all ranks compare before they make their engines."""
         return {"NCCL": "none"}
 
     def accept_handshake(self, everyone: Sequence[Mapping[str, str]]) -> None:
-        """Takes what all ranks told. MeshMismatchError lists the ranks whose NCCL differs."""
+        """Checks the handshake values of all ranks. Raises MeshMismatchError, which lists the ranks
+        whose NCCL differs."""
         check_alike([{"NCCL": its["NCCL"]} for its in everyone])
 
     def abort(self) -> None:
-        """This rank gives up and its ends are aborted: what else is needed for the others to
-        notice."""
+        """Called when this rank gives up, after its ends were aborted. Subclasses do here what else
+        the other ranks need in order to notice."""
 
     def close(self) -> None:
-        """Called once the generator has closed its ends."""
+        """Called after the generator has closed its ends."""
         self._closed = True
 
 
@@ -234,19 +228,19 @@ class Torch(Comm):
         check_group(group)
         from torch import distributed
 
-        self._exchanges: list[_Exchange] = []  # of the groups that this rank is in
-        # torch's key-value store of the control group; readable after connections have broken
+        self._exchanges: list[_Exchange] = []  # one for each group that this rank is in
+        # torch's key-value store of the control group. It is readable after connections broke.
         self._store: Any = None
-        self.heard = False  # a connection has broken, so another rank gave up first
-        self._watched: dict[int, int] = {}  # rank → pidfd, of other ranks of this machine
+        self.heard = False  # True once a connection broke: another rank gave up first
+        self._watched: dict[int, int] = {}  # rank → pidfd, for the other ranks on this machine
         self._ranks: list[int] = distributed.get_process_group_ranks(
             group or distributed.group.WORLD
         )
         super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
 
     def _connect(self, mesh: Mesh) -> Ends:
-        """torch wants all ranks to make all groups in the same order, so the degrees are compared
-        over the first one."""
+        """All ranks must make all groups of torch in the same order, so they compare their degrees
+        over the first group."""
         world = list(range(self.world))
         control = self._group(world)
         if control is not None:
@@ -283,19 +277,19 @@ class Torch(Comm):
         me = members.index(self.rank)
         self._exchanges.append(_Exchange(self, group, me, len(members)))
         end = _core.Comm(self._exchanges[-1], me, len(members), "torch")
-        end.set_timeout(
-            self.timeout
-        )  # the torch group has it already; users of this end read it here
+        # The torch group already has the timeout; users of this end read it here.
+        end.set_timeout(self.timeout)
         return end
 
     def _watch(self, processes: Mapping[int, int]) -> None:
         for rank, process in processes.items():
             if rank != self.rank and hasattr(os, "pidfd_open"):
-                with suppress(OSError):  # not of this pid namespace, or out of descriptors
+                with suppress(OSError):  # in another pid namespace, or no free descriptor
                     self._watched[rank] = os.pidfd_open(process)
 
     def ended(self, wait_s: float = 0.0) -> list[int]:
-        """Ranks of this machine whose process has ended. Other machines cannot be watched."""
+        """Returns the ranks on this machine whose process has ended. Processes on other machines
+        cannot be watched."""
         poll = select.poll()
         ranks = {fd: rank for rank, fd in self._watched.items()}
         for fd in ranks:
@@ -303,8 +297,8 @@ class Torch(Comm):
         return sorted(ranks[fd] for fd, _ in poll.poll(1000 * wait_s)) if ranks else []
 
     def announce_giving_up(self) -> None:
-        """Writes into the store that this rank gives up, unless another rank did before. Ignores a
-        store that is gone."""
+        """Writes to the store that this rank gives up, unless another rank did so before. Ignores
+        errors of a store that no longer exists."""
         if self._store is not None and not self.heard:
             with suppress(RuntimeError):
                 self._board().compare_set(GAVE_UP, "", str(self.rank))
@@ -316,7 +310,7 @@ class Torch(Comm):
         return None
 
     def _board(self) -> Any:
-        """The store over a connection of its own, with a short timeout."""
+        """Returns the store over a separate connection with a short timeout."""
         board = self._store.clone()
         board.set_timeout(timedelta(seconds=BOARD_S))
         return board
@@ -337,21 +331,16 @@ class Torch(Comm):
 
 
 class _Exchange:
-    """rm_transport's exchange over a torch group: all ranks exchange headers, compare them, then
-    exchange the bytes."""
+    """Implements rm_transport's exchange over a torch group: all ranks exchange headers, compare
+    them, then exchange the bytes."""
 
     def __init__(self, comm: Torch, group: Any, rank: int, size: int):
-        self._comm, self._group, self._rank, self._size, self._process = (
-            comm,
-            group,
-            rank,
-            size,
-            os.getpid(),
-        )
-        self._asked = time.monotonic()  # when the store was read last
+        self._comm, self._group, self._rank, self._size = comm, group, rank, size
+        self._process = os.getpid()
+        self._asked = time.monotonic()  # time of the last read of the store
 
     def store(self) -> Any:
-        """The group's store; None where torch is too old to give it."""
+        """Returns the group's store, or None if torch is too old to return one."""
         return self._group.get_group_store() if hasattr(self._group, "get_group_store") else None
 
     def __call__(
@@ -366,7 +355,7 @@ class _Exchange:
         import torch
         from torch import distributed
 
-        del timeout  # the torch group has its own
+        del timeout  # the torch group has its own timeout
         if self._group is None:
             raise RankLostError(f"rank {self._rank} has aborted or left the group")
         mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
@@ -406,8 +395,8 @@ class _Exchange:
                 )
 
     def _named(self, error: RuntimeError, op: int, sequence: int) -> Exception:
-        """Gloo's error of a broken connection names an address; the watched processes and the store
-        say which rank was lost."""
+        """Converts Gloo's error of a broken connection, which names only an address. The watched
+        processes and the store identify the rank that has ended."""
         self._comm.heard = True
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         where = f"{OPS[op]}, call {sequence}: {text[:300]}"
@@ -421,8 +410,8 @@ class _Exchange:
         )
 
     def look(self) -> None:
-        """Called while a rank waits for its GPU: RankLostError if another rank is known to be
-        lost."""
+        """Called while a rank waits for its GPU. Raises RankLostError if another rank is known to
+        have ended."""
         if self._group is None:
             raise RankLostError(f"rank {self._rank} has aborted or left the group")
         if ended := ", ".join(map(str, self._comm.ended())):
@@ -435,8 +424,8 @@ class _Exchange:
                 raise RankLostError(f"lost rank {who}: it has aborted")
 
     def abort(self) -> None:
-        """Closes the connections: the other ranks notice it where they wait, and read the reason
-        from the store."""
+        """Closes the connections. Ranks that wait on them raise an error and read the reason from
+        the store."""
         if self._group is not None and os.getpid() == self._process:
             self._comm.announce_giving_up()
             self.close()
@@ -444,17 +433,16 @@ class _Exchange:
     def close(self) -> None:
         from torch import distributed
 
-        group, self._group = self._group, None  # its connections end with the last reference
-        if (
-            group is not None and os.getpid() == self._process and distributed.is_initialized()
-        ):  # not the parent's, in a fork
+        group, self._group = self._group, None  # its connections close with the last reference
+        # A forked child must not destroy the parent's group.
+        if group is not None and os.getpid() == self._process and distributed.is_initialized():
             distributed.destroy_process_group(group)
 
 
 class Nccl(Comm):
-    """NCCL between GPUs, beside a host comm: activations travel by NCCL; plans, requests, votes,
-    outputs and the news of a lost rank by the host comm. `group`, the host comm, is None where
-    ranks are threads."""
+    """NCCL between GPUs, together with a host comm. NCCL sends activations; the host comm sends
+    plans, requests, votes and outputs, and reports ranks that have ended. `group`, the host comm,
+    is None if ranks are threads."""
 
     def __init__(self, group: Comm | None, library: str | os.PathLike[str] | None):
         if group is not None and (not isinstance(group, Comm) or isinstance(group, Nccl)):
@@ -464,15 +452,15 @@ class Nccl(Comm):
             )
         self.library = _nccl.find(library)
         self.group = group
-        self.gpu: str | None = (
-            None  # a name that is equal on ranks that share a GPU; None where ranks are threads
-        )
+        # A name of this rank's GPU, equal on ranks that share the GPU. None if ranks are threads.
+        self.gpu: str | None = None
         super().__init__(
             *((0, 1, MAX_TIMEOUT_S) if group is None else (group.rank, group.world, group.timeout))
         )
 
     def place(self, where: Device, mesh: Mesh) -> Device:
-        """The generator's device with this rank's ordinal. ConfigError: it is the CPU."""
+        """Returns the generator's device with this rank's ordinal. Raises ConfigError for the
+        CPU."""
         if where.cuda_library is None:
             raise ConfigError(
                 "device: expected 'cuda' with rm.comm.nccl(…), got 'cpu'; rm.comm.shm(…) and "
@@ -484,7 +472,7 @@ class Nccl(Comm):
                 self._allow_sharing()
             return where
         ordinal = where.cuda_ordinal if where.cuda_ordinal >= 0 else self.rank % count
-        # what NCCL distinguishes GPUs by
+        # NCCL distinguishes GPUs by these values.
         self.gpu = (
             f"{_machine() or socket.gethostname()} {_core.cuda_bus(where.cuda_library, ordinal)}"
         )
@@ -492,9 +480,8 @@ class Nccl(Comm):
 
     def _allow_sharing(self) -> None:
         if self.library.version >= _nccl.SHARES_GPU:  # an older NCCL: the engine raises the error
-            os.environ.setdefault(
-                _nccl.SHARES_GPU_VARIABLE, "1"
-            )  # NCCL reads both when the process makes its first communicator
+            # NCCL reads both variables when the process makes its first communicator.
+            os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")
             os.environ.setdefault(*_nccl.FEWER_BLOCKS)
 
     def _connect(self, mesh: Mesh) -> Ends:
@@ -521,7 +508,7 @@ class Nccl(Comm):
 
 
 def threads() -> None:
-    """All ranks in this process: what Generator does without a comm."""
+    """Returns None: all ranks are threads of this process, as in a Generator without a comm."""
 
 
 def shm(
@@ -530,10 +517,10 @@ def shm(
     world: int | None = None,
     timeout: float = 600.0,
 ) -> Shm:
-    """This process as one rank on a machine. Under torchrun name, rank and world are taken from its
-    environment variables. The name is a file in /dev/shm until all ranks have connected; use a
-    random one, since no other mesh may use it meanwhile. timeout: seconds that a rank waits for
-    another, in any call, before CollectiveTimeoutError."""
+    """Makes this process one rank of a mesh on one machine. Under torchrun, name, rank and world
+    are read from its environment variables. The name is a file in /dev/shm until all ranks have
+    connected; use a random name, since another mesh must not use it at the same time. timeout:
+    seconds that a rank waits for another rank, in any call, before CollectiveTimeoutError."""
     given = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if rank is None or world is None:
         if None in given:
@@ -562,27 +549,30 @@ def shm(
 
 
 def torch(group: Any = None, timeout: float = 600.0) -> Torch:
-    """This process as one rank of a torch.distributed group that the caller has initialised (None:
-    the default one). timeout: as in shm."""
+    """Makes this process one rank of a torch.distributed group that the caller has initialised.
+    group: None is the default group. timeout: as in shm."""
     return Torch(group, timeout)
 
 
 def nccl(group: Comm | None = None, library: str | os.PathLike[str] | None = None) -> Nccl:
-    """Ranks on GPUs, for Generator(device="cuda"). NCCL moves activations between the GPUs; `group`
-    (rm.comm.shm or rm.comm.torch; None or rm.comm.threads(): all ranks are threads of this process)
-    moves everything else, and its timeout applies.
+    """Connects ranks on GPUs, for Generator(device="cuda"). NCCL moves activations between the
+    GPUs.
 
-    library  the path of a libnccl.so.2; by default the one that is loaded already, the wheel's, or
-             the system's (`rollmesh doctor` says which one, and metrics()["nccl"] which was used)
+    group    moves everything else, and its timeout applies: rm.comm.shm or rm.comm.torch; with None
+             or rm.comm.threads() all ranks are threads of this process
+
+    library  path of a libnccl.so.2; by default the library that is already loaded, the wheel's, or
+             the system's (`rollmesh doctor` prints its path, and metrics()["nccl"] has the path of
+             the library in use)
 
     With NCCL 2.30.3 and later two ranks may share a GPU. NCCL_MULTI_RANK_GPU_ENABLE=1 and
-    NCCL_MAX_CTAS=4 are then set in the environment, unless they are set already. Start the process
-    with CUDA_DEVICE_MAX_CONNECTIONS=32, so that each rank gets a hardware queue of its own.
+    NCCL_MAX_CTAS=4 are then set in the environment, unless they are already set. Start the process
+    with CUDA_DEVICE_MAX_CONNECTIONS=32, so that each rank gets a separate hardware queue.
 
-    Raises ConfigError without NCCL or with one that is too old; when the generator is made, also on
-    the CPU, or where ranks share a GPU and NCCL does not allow it. MeshMismatchError then if ranks
-    have different versions of NCCL. As with any comm RankLostError, CollectiveTimeoutError and
-    CollectiveMismatchError, and DeviceError where CUDA fails."""
+    Raises ConfigError if NCCL is missing or too old. Creating the generator raises ConfigError on
+    the CPU, or if ranks share a GPU and NCCL does not allow it, and MeshMismatchError if ranks have
+    different versions of NCCL. Later calls raise RankLostError, CollectiveTimeoutError and
+    CollectiveMismatchError, as with any comm, and DeviceError if CUDA fails."""
     return Nccl(group, library)
 
 

@@ -1,17 +1,17 @@
-"""Rank 0 makes the calls and the other ranks follow (Generator.follow): a single controller over
-the ranks of SPMD.
+"""Generator.follow: rank 0 makes the calls, and the other ranks make the same calls. This gives a
+single controller over the ranks of SPMD.
 
     rank 0          a followed method ──► queue ──► the next collective call sends the queue and
-                    makes its own part
+                    runs rank 0's own part
     other ranks     receive ──► the same methods with the same arguments, in the same order
 
-What is followed are the methods that change what all ranks hold: they are marked where they are
-defined. Calls that exchange nothing (an added request, an abort) wait in the queue, so that a step
-costs one message more than in SPMD. A method that a followed one calls is not sent: the other ranks
-come to it by themselves.
+The followed methods are those that change the state that all ranks share; each is marked at its
+definition. Calls without an exchange (adding or aborting a request) wait in the queue, so a step
+costs only one more message than in SPMD. If a followed method calls another one, only the outer
+call is sent, since the other ranks then make the inner call themselves.
 
-A rank waits for the next message as for any collective, at most the comm's timeout. Rank 0 sends an
-empty one while it has nothing to do.
+A rank waits for the next message at most for the comm's timeout, as in any collective. While rank 0
+is idle, it sends empty messages.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 CLOSE = "close"
 _FOLLOWED: set[Callable[..., Any]] = set()
-IDLE_SHARE = 4  # rank 0 is silent for two of these shares of the comm's timeout at most
+IDLE_SHARE = 4  # rank 0 sends a message at least every 2/IDLE_SHARE of the comm's timeout
 
 
 class Role(Protocol):
-    """What a rank is once all have called Generator.follow."""
+    """The role of a rank after all ranks have called Generator.follow: Leader or Follower."""
 
     def call(
         self, name: str, values: Mapping[str, Any], collective: bool
     ) -> AbstractContextManager[None]:
-        """Around this rank's own part of a followed call."""
+        """Returns a context for this rank's own part of a followed call."""
 
     def close(self) -> None:
-        """The generator is about to be closed."""
+        """Called before the generator is closed."""
 
 
 class Followed(Protocol):
-    """What has followed methods."""
+    """An object with followed methods."""
 
     @property
     def role(self) -> Role | None:
-        """None: every rank makes its own calls."""
+        """The role of this rank; None if every rank makes its own calls."""
 
 
 F = TypeVar("F", bound=Followed)
@@ -64,9 +64,9 @@ F = TypeVar("F", bound=Followed)
 def followed(
     *sent: str, collective: bool = False
 ) -> Callable[[Callable[Concatenate[F, P], T]], Callable[Concatenate[F, P], T]]:
-    """Marks a method that the other ranks have to call too. sent: the arguments that they need; the
-    others take their defaults there. collective: ranks exchange messages in it, so that it cannot
-    wait in the queue."""
+    """Marks a method that the other ranks must call too. sent: names of the arguments to send; the
+    other ranks use the defaults of all other arguments. collective: the ranks exchange messages in
+    this method, so the call cannot wait in the queue."""
 
     def mark(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate[F, P], T]:
         signature = inspect.signature(method)
@@ -89,7 +89,7 @@ def followed(
 
 
 def followed_methods(*parts: object) -> dict[str, Callable[..., Any]]:
-    """By their names, bound."""
+    """Returns the followed methods of these objects, bound, by name."""
     return {
         name: getattr(part, name)
         for part in parts
@@ -99,21 +99,18 @@ def followed_methods(*parts: object) -> dict[str, Callable[..., Any]]:
 
 
 class Leader:
-    """Rank 0. Callers have the engine to themselves; while one is busy (a tokenizer), a thread
-    keeps sending."""
+    """Rank 0. Its callers have exclusive use of the engine. A thread sends messages while a caller
+    is busy, for example in a tokenizer."""
 
     def __init__(
         self, control: _core.Comm, timeout: float, give_up: WeakMethod[Callable[[], None]]
     ):
         """give_up: aborts the mesh."""
         self._control, self._give_up = control, give_up
-        self._lock = (
-            threading.RLock()
-        )  # of the control comm and the queue; a collective call holds it to its end
-        self._queue: list[
-            Any
-        ] = []  # [name, values] of calls that the other ranks have not made yet
-        self._is_inside = False  # a followed call
+        # Guards the control comm and the queue. A collective call holds it until it returns.
+        self._lock = threading.RLock()
+        self._queue: list[Any] = []  # [name, values] of calls that were not sent yet
+        self._is_inside = False  # whether a followed call is running
         self._sent_at, self._closed = time.monotonic(), threading.Event()
         silence = timeout / IDLE_SHARE
         speaking, name = (ref(self), self._closed, silence), "rollmesh-leader"
@@ -137,21 +134,23 @@ class Leader:
                 yield
         except BaseException as error:
             if not isinstance(error, Exception) and (give_up := self._give_up()):
-                give_up()  # a Ctrl-C: the other ranks make the call, and this one perhaps did not
+                # After a Ctrl-C this rank may have skipped a call that the other ranks make.
+                give_up()
             raise
         finally:
             self._is_inside = False
 
     def close(self) -> None:
-        """The other ranks return from follow."""
+        """Makes the other ranks return from follow."""
         self._closed.set()
         with self._lock:
             self._queue.append([CLOSE, {}])
-            with suppress(Error):  # the mesh has ended already
+            with suppress(Error):  # the mesh may have ended already
                 self._send()
 
     def speak(self, silence: float) -> None:
-        """Sends what is queued, perhaps nothing, after that many seconds of silence."""
+        """Sends the queue, which may be empty, if the last message is at least `silence` seconds
+        old."""
         with self._lock:
             if not self._closed.is_set() and time.monotonic() - self._sent_at >= silence:
                 self._send()
@@ -163,19 +162,19 @@ class Leader:
 
 
 def _keep_speaking(leader: ref[Leader], closed: threading.Event, silence: float) -> None:
-    """Until the leader is closed, or was dropped with its generator."""
+    """Sends messages until the leader is closed, or was deleted with its generator."""
     while not closed.wait(silence) and (its := leader()) is not None:
-        with suppress(Error):  # a lost rank is the next call's error
+        with suppress(Error):  # the next call raises the error
             its.speak(silence)
         del its
 
 
 class Follower:
-    """Any other rank. Until it has ended, its calls come from rank 0 only."""
+    """Any other rank. Until it has ended, it makes only calls of rank 0."""
 
     def __init__(self, control: _core.Comm, rank: int):
         self._control, self._rank = control, rank
-        self._thread: int | None = None  # which makes a call of rank 0 now
+        self._thread: int | None = None  # the thread that is making a call of rank 0
         self.ended = False
 
     @contextmanager
@@ -189,19 +188,20 @@ class Follower:
 
     @contextmanager
     def obeying(self) -> Iterator[None]:
-        """This thread makes calls of rank 0."""
+        """Returns a context in which this thread makes calls of rank 0."""
         self._thread = threading.get_ident()
         try:
             yield
         finally:
-            self._thread = None  # calls of a signal's handler are not calls of rank 0
+            self._thread = None  # calls made by a signal handler are not calls of rank 0
 
     def close(self) -> None:
         with self.call(CLOSE, {}, False):
             pass
 
     def received(self) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-        """Yields the calls of rank 0 as methods and arguments, until it closes its generator."""
+        """Yields the calls of rank 0, as names and arguments of methods, until rank 0 closes its
+        generator."""
         while True:
             batch = [(name, values) for name, values in decode(self._control.all_gather(b"")[0])]
             if batch and batch[-1][0] == CLOSE:
@@ -212,8 +212,8 @@ class Follower:
 
 
 def _plain(value: Any) -> Any:
-    """As rollmesh.distributed.wire takes it. The methods' other dataclasses are made again by who
-    calls them (Generator.follow)."""
+    """Converts an argument to a value that rollmesh.distributed.wire can encode. Generator.follow
+    makes the dataclasses again from these values."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return sorted(value) if isinstance(value, (set, frozenset)) else value

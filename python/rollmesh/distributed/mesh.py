@@ -1,5 +1,5 @@
-"""The mesh of ranks: data, tensor and expert parallel degrees. World = dp x tp; ep says how many
-ranks the experts span: 1 (each expert sharded over tp like a dense MLP), tp, or dp*tp.
+"""The mesh of ranks: data, tensor and expert parallel degrees. The world has dp * tp ranks. The
+experts span ep ranks: 1 (each expert is sharded over tp like a dense MLP), tp, or dp * tp.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ DEEPEP_LACKS = (
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Degrees of parallelism, of world = dp * tp ranks. What is computed has the same bits on every
-    mesh.
+    """Degrees of parallelism of a world of dp * tp ranks. Results are bit-identical on every mesh.
 
-    tp       ranks that share the matrices of one replica, each with columns of them; divides the
-             attention heads
-    dp       replicas; each runs requests of its own
-    ep       ranks that share the experts: 1 (each expert is cut over tp like a dense layer), tp, or
-             dp * tp; divides the experts
+    tp       number of ranks that share the matrices of one replica, each with some of the columns;
+             must divide the number of attention heads
+    dp       number of replicas; each replica runs different requests
+    ep       number of ranks that share the experts: 1 (each expert is sharded over tp like a dense
+             layer), tp, or dp * tp; must divide the number of experts
     cp, pp   context and pipeline parallelism: always 1
 
-    Raises ConfigError for degrees that break a rule. Whether a model fits them is checked when a
-    generator is made.
+    Raises ConfigError for degrees that break one of these rules. Creating a generator checks
+    whether the model fits the degrees.
     """
 
     tp: int = 1
@@ -71,8 +70,7 @@ class Mesh:
 
 
 def check_backend(name: Any) -> str:
-    """Checks the name of a token dispatcher. DeepEP would be one more, with the same inputs and
-    outputs."""
+    """Checks the name of a token dispatcher and returns it. Raises ConfigError."""
     if isinstance(name, str) and name == "deepep":
         raise ConfigError(
             f"ep_backend: expected one of {', '.join(EP_BACKENDS)}, got 'deepep', which lacks "

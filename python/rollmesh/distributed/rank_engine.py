@@ -1,9 +1,9 @@
-"""The engine of this process and the other ranks of its mesh: one interface for the generator,
-requests, weight updates and vLLM's runner.
+"""The engine of this process and its exchanges with the other ranks of the mesh, as one interface
+for the generator, requests, weight updates and vLLM's runner.
 
-RankEngine       one process (its ranks, if several, are threads): requests go to the C engine,
-                 exchanges return at once
-SpmdEngine       (spmd.py) this process is one rank of several; exchanges go to the other ranks
+RankEngine       all ranks are in this process, as threads if there are several: requests go to the
+                 C engine, and exchanges return at once
+SpmdEngine       (spmd.py) this process is one rank of several: exchanges go to the other ranks
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ Array = NDArray[Any]
 class RankEngine:
     """A _core.Engine in a single process."""
 
-    has_peers = False  # other processes make the same calls in the same order
+    has_peers = False  # whether other processes make the same calls in the same order
     rank = 0
 
     def __init__(self, engine: _core.Engine):
         self._engine = engine
         self.paused = False
-        self.role: Role | None = None  # once Generator.follow was called
-        self.fault: Exception | None = (
-            None  # of this rank's own source; raised at the next exchange of the sync
-        )
-        self._late: set[int] = set()  # aborted by a deadline and not yet released
-        # By request: the error of a tokenizer in the search for stop strings.
+        self.role: Role | None = None  # set by Generator.follow
+        # Error of this rank's source, raised at the next exchange of the sync.
+        self.fault: Exception | None = None
+        self._late: set[int] = set()  # requests aborted by a deadline and not yet released
+        # Request → error of the tokenizer in the search for stop strings.
         self.request_faults: dict[int, BaseException] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the C engine's: syncs, sleep, wake, the manifest."""
+        """Returns an attribute of the C engine: methods of syncs, sleep, wake, the manifest."""
         return getattr(self._engine, name)
 
     def close(self) -> None:
@@ -58,20 +57,20 @@ class RankEngine:
 
     # --------------------------------------------------------------------------------- among ranks
     def all_gather(self, call: str, value: Any = None) -> list[Any]:
-        """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given
-        different requests."""
+        """Returns every rank's value. Raises CollectiveMismatchError if ranks are in different
+        calls or were given different requests."""
         del call
         return [value]
 
     def own_deadline(self, deadline: float | None) -> float | None:
-        """The deadline that this rank may act on by itself."""
+        """Returns the deadline on which this rank may act without the other ranks."""
         return deadline
 
     def abort_unless_shared(self, error: BaseException, voting: bool = False) -> bool:
-        """This rank leaves a call by an exception. Unless the other ranks raise it too, or were
-        told of it, the mesh is aborted, since they would wait for this rank. voting: in the
-        two-phase commit of a sync, where a MemoryError is a vote. Returns whether it was
-        aborted."""
+        """Called when this rank leaves a call by an exception. Aborts the mesh unless the other
+        ranks also raise the exception or have received it, since they would otherwise wait for this
+        rank. voting: the call is the two-phase commit of a sync, in which a MemoryError is a vote.
+        Returns whether the mesh was aborted."""
         del error, voting
         return False
 
@@ -84,13 +83,14 @@ class RankEngine:
         logits: NDArray[np.float32] | None,
         edits: tuple[Array, ...] | None = None,
     ) -> int:
-        """edits: the arrays of rollmesh.request.logit_edits."""
+        """Adds a request and returns its number. edits: the arrays of
+        rollmesh.request.logit_edits."""
         return self._engine.add(prompt, stop_token_ids, request, logits, edits)
 
     def step(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
-        """One step, after which all ranks see the same requests finished. watch() searches for stop
-        strings in this rank's own requests before the exchange; the caller does it again
-        afterwards. Returns (rows of all replicas, whether any rank's deadline has passed)."""
+        """Runs one step, after which all ranks have the same finished requests. watch() searches
+        for stop strings in this rank's own requests before the exchange; the caller calls it again
+        afterwards. Returns (rows of all replicas, whether the deadline of any rank has passed)."""
         del watch
         rows = 0 if self.paused else self._engine.step()[0]
         return rows, deadline is not None and time.monotonic() >= deadline
@@ -102,18 +102,18 @@ class RankEngine:
         return self._engine.unfinished()
 
     def ids(self) -> list[int]:
-        """Requests that were added and not released, oldest first."""
+        """Returns the requests that were added and not released, oldest first."""
         return self._engine.ids()
 
     @followed("numbers")
     def cut_off(self, numbers: Iterable[int]) -> None:
-        """The deadline of these has passed: aborts those that still run."""
+        """Aborts those of these requests that still run, because their deadline has passed."""
         for number in set(numbers).difference(self.finished()):
             self._late.add(number)
             self._engine.abort(number)
 
     def late(self, numbers: Iterable[int]) -> set[int]:
-        """Those of them that a deadline aborted."""
+        """Returns those of these requests that a deadline has aborted."""
         return self._late.intersection(numbers)
 
     def abort(self, number: int) -> None:
@@ -153,31 +153,32 @@ class RankEngine:
 
     # ------------------------------------------------------------------------------------- weights
     def all_gather_or_raise(self, where: str, value: Any, error: Exception | None) -> list[Any]:
-        """Every rank's value, once all have come to this point of a sync. error: why this rank
-        fails; it is raised here, and SyncAbortedError with the reason on the other ranks."""
+        """Returns every rank's value once all ranks have reached this point of a sync. error: this
+        rank's error, or None. This rank raises it; the other ranks raise SyncAbortedError with the
+        reason."""
         self.raise_failure(error, [])
         return self.all_gather(where, value)
 
     def barrier(self, where: str, error: Exception | None) -> None:
-        """The same without a value."""
+        """Like all_gather_or_raise, without a value."""
         self.all_gather_or_raise(where, None, error)
 
     def refuse(self, where: str, error: Exception) -> None:
-        """This rank refuses the arguments of a call that all ranks make; the others are told
-        why."""
+        """Sends the other ranks the error with which this rank refuses the arguments of a call that
+        all ranks make."""
 
     def require_equal(self, what: str, values: list[str]) -> None:
-        """CollectiveMismatchError on all ranks unless all values are equal. The mesh stays
+        """Raises CollectiveMismatchError on all ranks unless all values are equal. The mesh stays
         usable."""
 
     def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
-        """Raises this rank's own error, or SyncAbortedError with the first reason of another rank,
-        if there is one."""
+        """Raises this rank's own error or, if another rank has failed, SyncAbortedError with the
+        first reason."""
         del reasons
         if error is not None:
             raise error
 
     def all_gather_push(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
-        """Where each rank is in a sync by begin_sync ("push", "abort", "commit"), and why it fails,
-        if it does."""
+        """Returns each rank's place in a sync of begin_sync ("push", "abort", "commit"), and the
+        reason of its failure or None."""
         return [(at, why)]

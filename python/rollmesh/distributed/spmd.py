@@ -1,18 +1,18 @@
 """One rank of a mesh of processes, with the interface of a single engine. Every process makes the
-same calls in the same order; this file exchanges what the ranks need of each other, so that the
-layers above see one engine.
+same calls in the same order. This file sends data between the ranks, so that the layers above use
+one engine.
 
-The ranks of one replica compute a request; to all other ranks it is *foreign*. A request counts as
-finished once all ranks have received its record, so that all see it in the same call: after each
-step the first rank of each replica sends the records of its finished requests. All ranks take
-equally many steps, so poll returns what it returns on the same mesh in one process.
+The ranks of one replica compute a request; on all other ranks it is *foreign*. After each step the
+first rank of each replica sends the records of its finished requests. A request counts as finished
+once all ranks have received its record, so that it finishes in the same call on all ranks. All
+ranks take the same number of steps, so poll returns the same as on this mesh in one process.
 
     add, add … ──► step (own requests, then an exchange) … ──► finished, request, sample, tokens
                ──► release
 
-Each exchange carries the name of the call and a hash of all requests so far. Ranks that differ
-raise CollectiveMismatchError before anything is computed. A rank that leaves a call by itself
-(Ctrl-C, out of memory) aborts the mesh; waiting ranks raise RankLostError.
+Each exchange contains the name of the call and a hash of all requests so far. Ranks that differ
+raise CollectiveMismatchError before anything is computed. A rank that leaves a call alone (Ctrl-C,
+out of memory) aborts the mesh; waiting ranks raise RankLostError.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rollmesh.runtime.messages import reason
 # {"request": RequestView, "samples": [SampleView], "logits": array or None, "late": bool,
 #  "fault": why its text could not be read, or None}
 Record = dict[str, Any]
-# Options that may differ between ranks: no bit depends on them.
+# Options that may differ between ranks, since results do not depend on them.
 OF_A_RANK = (
     "threads",
     "isa",
@@ -72,15 +72,16 @@ class SpmdEngine(RankEngine):
         sends_records: bool,
         own_requests: bool = False,
     ):
-        """sends_records: this is the first rank of its replica, which sends the replica's records.
-        own_requests: each replica gets requests of its own (from vLLM), which are not compared."""
+        """sends_records: whether this is the first rank of its replica, which sends the replica's
+        records. own_requests: whether each replica gets different requests (from vLLM), which are
+        not compared."""
         super().__init__(engine)
         self._comm, self.control = comm, control
         self.rank, self._sends_records, self._own_requests = comm.rank, sends_records, own_requests
-        self._requests_hash = hashlib.sha256()  # of all requests so far
-        self._announced = True  # no request was added since the ranks last compared the hash
-        self._ids: list[int] = []  # added and not released, oldest first
-        self._foreign: dict[int, Record | None] = {}  # None until settled
+        self._requests_hash = hashlib.sha256()  # hash of all requests so far
+        self._announced = True  # whether the ranks have compared the hash with all requests in it
+        self._ids: list[int] = []  # requests added and not released, oldest first
+        self._foreign: dict[int, Record | None] = {}  # None until the record has arrived
         self._logits: dict[int, NDArray[np.float32]] = {}
         self._settled: set[int] = set()
         self._known_error: BaseException | None = None  # an exception that all ranks have received
@@ -92,8 +93,8 @@ class SpmdEngine(RankEngine):
 
     # --------------------------------------------------------------------------------- among ranks
     def all_gather(self, call: str, value: Any = None) -> list[Any]:
-        """Every rank's value. CollectiveMismatchError: ranks are in different calls, or were given
-        different requests."""
+        """Returns every rank's value. Raises CollectiveMismatchError if ranks are in different
+        calls or were given different requests."""
         asked = self._requests_hash.hexdigest()[:16]
         parts = self.control.all_gather(encode([call, asked, value]))
         everyone = [decode(part) if part else [PUSHES, asked, None] for part in parts]
@@ -110,8 +111,8 @@ class SpmdEngine(RankEngine):
         return [value for _, _, value in everyone]
 
     def handshake(self, facts: Mapping[str, Any]) -> None:
-        """MeshMismatchError unless all ranks have the same spec and options; it lists the ranks and
-        what differs."""
+        """Raises MeshMismatchError unless all ranks have the same spec and options. The error lists
+        the ranks and the differences."""
         text = {
             name: json.dumps(value, sort_keys=True, default=lambda array: array.tolist())
             for name, value in facts.items()
@@ -123,7 +124,7 @@ class SpmdEngine(RankEngine):
         check_alike(self.all_gather("initialization", digest))
 
     def own_deadline(self, deadline: float | None) -> float | None:
-        """None: ranks act on deadlines together only."""
+        """Returns None, since ranks act on deadlines only together."""
         del deadline
         return None
 
@@ -135,13 +136,14 @@ class SpmdEngine(RankEngine):
         return True
 
     def give_up(self) -> None:
-        """Aborts the mesh: the other ranks raise RankLostError where they wait."""
+        """Aborts the mesh. The other ranks raise RankLostError in the call in which they wait."""
         self._engine.give_up()
         self.control.abort()
         self._comm.abort()
 
     def follow(self, fault: Exception | None) -> Follower | None:
-        """From now on rank 0 makes the calls; None there. fault: why this rank cannot."""
+        """Lets rank 0 make the calls from now on. Returns None on rank 0. fault: an error because
+        of which this rank cannot follow."""
         if self.role is not None:
             raise StateError("follow was called before")
         self.require_equal(
@@ -180,12 +182,13 @@ class SpmdEngine(RankEngine):
         return number
 
     def _hash_request(self, *asked: bytes) -> None:
-        """Adds to the hash that ranks compare at their next exchange."""
+        """Adds bytes to the hash that ranks compare at their next exchange."""
         for part in () if self._own_requests else asked:
             self._requests_hash.update(len(part).to_bytes(8, "little") + part)
 
     def _is_halted(self) -> bool:
-        """Whether no step is possible. All ranks are paused or asleep together."""
+        """Returns whether the engine is paused or asleep, and so cannot step. This is equal on all
+        ranks."""
         return self.paused or bool(self._engine.stats()["asleep"])
 
     def _refuse_asleep(self) -> None:
@@ -193,13 +196,13 @@ class SpmdEngine(RankEngine):
             self._engine.step()  # raises
 
     def step(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
-        """A step of this rank's own requests, watch() for stop strings in them, then an exchange of
-        the records that are finished.
+        """Runs a step of this rank's own requests, calls watch() to search them for stop strings,
+        then exchanges the finished records.
 
-        An exception of one rank, unless it aborts the mesh, is raised on all ranks after the
-        exchange: its own there, one of its class (or Error) elsewhere."""
+        If one rank raises an exception that does not abort the mesh, all ranks raise one after the
+        exchange: that rank its own, the others one of the same class (or Error)."""
         call, rows, fault = "a step", 0, None
-        if not self._announced:  # before new requests are computed
+        if not self._announced:  # compare requests before computing new ones
             self.all_gather(call)
             self._announced = True
         try:
@@ -210,10 +213,8 @@ class SpmdEngine(RankEngine):
             raise
         except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
             fault = error
-        late, records = (
-            deadline is not None and time.monotonic() >= deadline,
-            self._finished_here(self._waiting()),
-        )
+        late = deadline is not None and time.monotonic() >= deadline
+        records = self._finished_here(self._waiting())
         told = {
             "rows": rows if self._sends_records else 0,
             "late": late,
@@ -233,12 +234,13 @@ class SpmdEngine(RankEngine):
         return [number for number in self._ids if number not in self._settled]
 
     def _finished_here(self, numbers: Iterable[int]) -> dict[str, Record]:
-        """Records of those that the replica led by this rank has finished."""
+        """Returns the records of those requests that are finished, if this rank sends the records
+        of its replica."""
         finished = self._engine.finished() if self._sends_records else set()
         return {str(number): self._record(number) for number in numbers if number in finished}
 
     def _store_records(self, everyone: list[dict[str, Record]]) -> None:
-        """Stores the records of all ranks; from now on these requests are finished."""
+        """Stores the records of all ranks. Their requests count as finished from now on."""
         finished = self._engine.finished()
         for name, record in (
             (name, record) for records in everyone for name, record in records.items()
@@ -281,14 +283,14 @@ class SpmdEngine(RankEngine):
 
     @followed("numbers")
     def cut_off(self, numbers: Iterable[int]) -> None:
-        """The deadline of these has passed: aborts those of this rank's replica that still run.
-        Other replicas abort their own."""
+        """Aborts those of these requests that still run in this rank's replica, because their
+        deadline has passed. Other replicas abort their own requests."""
         for number in set(numbers).difference(self._foreign, self._engine.finished()):
             self._late.add(number)
             self._engine.abort(number)
 
     def abort(self, number: int) -> None:
-        """All ranks call this; those that compute the request abort it."""
+        """Aborts a request. All ranks call this; the ranks that compute the request abort it."""
         self._hash_request(b"abort", str(number).encode())
         if number not in self._foreign:
             self._engine.abort(number)
@@ -319,8 +321,8 @@ class SpmdEngine(RankEngine):
         return cast(SampleView, self._known(number)["samples"][index])
 
     def tokens(self, number: int, index: int, start: int) -> tuple[Finish, Ids]:
-        """For a foreign sample that a stop string ended the finish is "length", since this rank has
-        to find the string itself too."""
+        """Returns the finish reason and the tokens from `start`. If a stop string ended a foreign
+        sample, the reason is "length", since this rank has to find the string itself too."""
         if number not in self._foreign:
             return self._engine.tokens(number, index, start)
         if self._foreign[number] is None:
@@ -352,8 +354,8 @@ class SpmdEngine(RankEngine):
             raise
 
     def require_equal(self, what: str, values: list[str]) -> None:
-        """CollectiveMismatchError on all ranks unless the values, which all have received, are
-        equal. The mesh stays usable."""
+        """Raises CollectiveMismatchError unless the values are equal. All ranks have received the
+        same values, so all of them raise. The mesh stays usable."""
         for rank, value in enumerate(values):
             if value != values[0]:
                 self._known_error = CollectiveMismatchError(
@@ -362,8 +364,8 @@ class SpmdEngine(RankEngine):
                 raise self._known_error
 
     def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
-        """All ranks have received the same reasons: raises this rank's own error, or
-        SyncAbortedError with the first of the others."""
+        """Raises this rank's own error, or SyncAbortedError with the first reason of another rank.
+        All ranks have received the same reasons."""
         if error is not None:
             self._known_error = error
             raise error
@@ -372,10 +374,10 @@ class SpmdEngine(RankEngine):
                 raise SyncAbortedError(f"rank {rank}: {why}")
 
     def all_gather_push(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
-        """In a sync by begin_sync: where each rank is, and why it fails if it does. Every rank
-        calls this once for each push ("push"), when it drops the sync ("abort"), and when it
-        commits ("commit"), then as often as other ranks still push. A push that succeeded sends an
-        empty message."""
+        """Returns each rank's place in a sync of begin_sync, and the reason of its failure or None.
+        Every rank calls this once for each push ("push"), when it drops the sync ("abort"), and
+        when it commits ("commit"); a committing rank repeats the call while other ranks still push.
+        A push that succeeded sends an empty message."""
         parts = self.control.all_gather(
             b"" if (at, why) == ("push", None) else encode([PUSHES, at, why])
         )
@@ -393,17 +395,16 @@ class SpmdEngine(RankEngine):
 def join(
     values: Any, options: Any, comm: Comm | None, mesh: Mesh, may_differ: Iterable[str] = ()
 ) -> RankEngine:
-    """The engine of this process's rank, once all ranks have connected and agree on spec and
-    options. Ranks may differ in OF_A_RANK and in the options that may_differ names. Raises this
-    rank's own error, MeshMismatchError, or RankLostError if another rank failed. A world of one
-    rank needs no comm."""
+    """Makes the engine of this rank, after all ranks have connected and compared spec and options.
+    Ranks may differ in OF_A_RANK and in the options listed in may_differ. comm may be None in a
+    world of one rank. Raises this rank's own error, MeshMismatchError, or RankLostError if another
+    rank failed."""
     ends = None if comm is None else comm.connect(mesh)
     if comm is None or ends is None or ends.control is None:
         return RankEngine(_core.Engine(values, options))
     try:
-        sized = {
-            "kv_cache_gib": "None" if options.memory_fraction else "a number"
-        }  # with None ranks exchange messages while they are made
+        # Compared first, since with None the ranks exchange messages while the engines are made.
+        sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}
         everyone = [
             decode(part)
             for part in ends.control.all_gather(encode([comm.handshake_values(), sized]))
@@ -415,10 +416,8 @@ def join(
         ends.control.close()
         comm.close()
         raise
-    sends_records, own_requests = (
-        comm.rank % mesh.tp == 0,
-        mesh.dp > 1 and options.external_pages > 0,
-    )
+    sends_records = comm.rank % mesh.tp == 0
+    own_requests = mesh.dp > 1 and options.external_pages > 0
     spmd = SpmdEngine(engine, comm, ends.control, sends_records, own_requests)
     try:
         facts = {
@@ -441,12 +440,12 @@ def join(
 
 
 def _make(values: Any, options: Any, rank: int, ends: Ends, control: _core.Comm) -> _core.Engine:
-    """This rank's engine, unless a rank failed to make its own."""
+    """Makes this rank's engine. Raises RankLostError if another rank failed to make its engine."""
     try:
         engine = _core.Engine(values, options, (rank, ends.tp, ends.ep, ends.world))
     except BaseException as error:
         for end in (ends.tp, ends.ep, ends.world):
-            if end is not None:  # others may wait for this rank there
+            if end is not None:  # other ranks may be waiting for this rank
                 end.abort()
         failures = map(decode, control.all_gather(encode(f"{type(error).__name__}: {error}"[:500])))
         first = next(
@@ -457,9 +456,8 @@ def _make(values: Any, options: Any, rank: int, ends: Ends, control: _core.Comm)
             ),
             None,
         )
-        if (
-            isinstance(error, RankLostError) and first is not None
-        ):  # another rank's failure, noticed while groups were connected
+        # Another rank failed while the groups were connected.
+        if isinstance(error, RankLostError) and first is not None:
             raise RankLostError(f"rank {first[0]} could not be made: {first[1]}") from error
         raise
     for other, failure in enumerate(map(decode, control.all_gather(encode(None)))):

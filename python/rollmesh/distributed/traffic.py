@@ -1,11 +1,11 @@
-"""Bytes that a decode step sends between ranks, computed from the configuration: the sum of what
-csrc/model and csrc/step exchange.
+"""Number of bytes that a decode step sends between ranks, computed from the configuration: the sum
+of the exchanges in csrc/model and csrc/step.
 
-Figures are for the whole world and one step, in which each of `rows` sequences of every replica
+The numbers are for the whole world and one step, in which each of `rows` sequences of every replica
 gets one token. A gather counts once for each receiver. Tokens are assumed to choose experts evenly;
-everything else is exact for ranks of one process and tested against the engine's own count. Between
-processes each pair of ranks of a replica also compares 8 bytes, a digest of the batch. `static`:
-GPU steps of few rows, whose exchanges have sizes that do not depend on the routing
+everything else is exact for ranks in one process and is tested against the engine's own count. If
+ranks are processes, each pair of ranks of a replica also compares a digest of the batch, 8 bytes.
+`static`: GPU steps with few rows, whose exchanges have sizes that do not depend on the routing
 (csrc/model/moe/static_dispatch.c). `captured`: steps that replay a CUDA graph over NCCL
 (csrc/step/graph_replay.h); `rows` is then the padded batch size.
 """
@@ -18,14 +18,11 @@ from rollmesh.distributed.mesh import Mesh
 from rollmesh.model.placement import Placement, placements
 from rollmesh.model.spec import ModelSpec
 
-TRAVELLING = (
-    "alltoall",
-    "allgather_reducescatter",
-)  # dispatchers that move rows of the ranks' home shards
+# Dispatchers that move rows between the ranks' home shards.
+TRAVELLING = ("alltoall", "allgather_reducescatter")
 VOCAB_BLOCK = 128
-ACCOUNT = (
-    32  # bytes that two ranks exchange once a step to compare their NCCL calls (csrc/comm/comm.c)
-)
+# Bytes that two ranks exchange once a step to compare their NCCL calls (csrc/comm/comm.c).
+ACCOUNT = 32
 
 
 class Traffic(NamedTuple):
@@ -44,7 +41,7 @@ def step_traffic(
     static: bool = False,
     captured: bool = False,
 ) -> Traffic:
-    """The bytes of one decode step."""
+    """Returns the bytes that one decode step sends."""
     step = _Step(
         spec,
         mesh,
@@ -70,21 +67,15 @@ class _Step:
         static: bool,
         captured: bool,
     ):
-        self.spec, self.mesh, self.rows, self.elem, self.backend, self.sp = (
-            spec,
-            mesh,
-            rows,
-            elem,
-            backend,
-            sequence_parallel,
-        )
+        self.spec, self.mesh, self.rows, self.elem = spec, mesh, rows, elem
+        self.backend, self.sp = backend, sequence_parallel
         self.static, self.captured = static or captured, captured
         self.travels = mesh.ep > 1 and backend in TRAVELLING
         self.replica: list[Placement] = placements(spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
         self.num_moe, self.hidden = sum(spec.is_moe_layer), spec.hidden_size
 
     def gathered(self, width: int, rows: int | None = None) -> int:
-        """A [rows, width] activation completed on every rank of a replica."""
+        """Returns the bytes to gather a [rows, width] activation on every rank of a replica."""
         return (self.rows if rows is None else rows) * width * self.elem * (self.mesh.tp - 1)
 
     def home_rows(self) -> list[int]:
@@ -92,8 +83,8 @@ class _Step:
         return [max(0, min(each, self.rows - each * t)) for t in range(self.mesh.tp)]
 
     def output(self) -> int:
-        """Columns of a block's output, to whole rows everywhere or with sequence parallelism to the
-        home rows."""
+        """Returns the bytes to gather the columns of a block's output: to whole rows on every rank,
+        or to the home rows with sequence parallelism."""
         if not self.sp:
             return self.gathered(self.hidden)
         kept = sum(
@@ -154,10 +145,9 @@ class _Step:
         if mesh.ep == 1:
             return 0.0
         groups, pairs = mesh.world // mesh.ep, mesh.ep * (mesh.ep - 1)
-        row, rows = (
-            self.hidden * self.elem,
-            self.rows * (mesh.dp if mesh.ep > mesh.tp else 1),
-        )  # of one group
+        # Bytes of a row, and number of rows in one ep group.
+        row = self.hidden * self.elem
+        rows = self.rows * (mesh.dp if mesh.ep > mesh.tp else 1)
         together = (8 + ACCOUNT * self.captured) * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
         if self.static:
             return groups * (self.num_moe * self.slots() + together)
@@ -170,8 +160,8 @@ class _Step:
         )
 
     def slots(self) -> int:
-        """One layer in one ep group: rows and their expert ids to all ranks; back, a slot per
-        expert of a rank that a row can choose."""
+        """Returns the bytes of one layer in one ep group. Rows and their expert ids go to all
+        ranks; each rank returns one slot for each of its experts that a row can choose."""
         ep, top_k, row = self.mesh.ep, self.spec.num_experts_per_tok, self.hidden * self.elem
         each, pairs = min(top_k, self.spec.num_experts // ep), ep * (ep - 1)
         if not self.travels:

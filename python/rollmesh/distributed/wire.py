@@ -1,5 +1,5 @@
-"""Serialises values for messages between ranks: a JSON header, then the arrays, each aligned to 8
-bytes. No pickle. Sender and receiver are of one release, so no format version is sent.
+"""Serialises values for messages between ranks, without pickle: a JSON header, then the arrays,
+each aligned to 8 bytes. The ranks run the same release, so messages have no format version.
 
     encode(value) ──► bytes ──► decode(bytes) == value, to the last bit of every array
 """
@@ -17,8 +17,7 @@ from rollmesh import errors
 from rollmesh.runtime.dtypes import BF16
 
 Array = NDArray[Any]
-# Looked up, never parsed from a message: NumPy's parser of dtype names accepts much more than
-# these.
+# Dtypes are looked up here by name, since NumPy's parser of dtype names accepts many more.
 DTYPES = {
     np.dtype(order + code).str: np.dtype(order + code)
     for order in "<>"
@@ -29,8 +28,8 @@ MAX_DIMS = 32
 
 
 def encode(value: Any) -> bytes:
-    """None, bool, int, float, str, list, tuple, dict with str keys, NumPy arrays of numbers and
-    exceptions, nested. TypeError for anything else."""
+    """Encodes nested values of the types None, bool, int, float, str, list, tuple, dict with str
+    keys, NumPy arrays of numbers, and exceptions. Raises TypeError for any other type."""
     arrays: list[Array] = []
     header = json.dumps(_plain(value, arrays, 0)).encode()
     parts = [len(header).to_bytes(8, "little"), header, bytes(-len(header) % 8)]
@@ -40,7 +39,8 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What was encoded. Arrays are copies. FormatError for what `encode` did not make."""
+    """Returns the value that was encoded; its arrays are copies. Raises FormatError for bytes that
+    `encode` did not make."""
     size = int.from_bytes(data[:8], "little")
     begin = 8 + size + -size % 8
     if len(data) < begin:
@@ -67,7 +67,8 @@ def decode(data: bytes) -> Any:
 
 
 def _plain(value: Any, arrays: list[Array], depth: int) -> Any:
-    """None, bool, int and str as they are; anything else as {"kind": …}."""
+    """Converts a value to JSON: None, bool, int and str are unchanged, and any other value becomes
+    {"kind": …}. Appends arrays to `arrays`."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -135,8 +136,8 @@ class _Reader:
 
 
 def _error(name: str, message: str) -> Exception:
-    """The exception of that name if it is rollmesh's or MemoryError; else an Error whose message
-    begins with the name."""
+    """Returns an exception of the class `name` if it is one of rollmesh's or MemoryError; otherwise
+    an Error whose message begins with the name."""
     if not isinstance(name, str) or not isinstance(message, str):
         raise TypeError(f"an error of name {name!r:.80} and message {message!r:.80}")
     if name in errors.__all__:

@@ -1,4 +1,4 @@
-"""Advantages: how much better a sample is than the others of its prompt.
+"""Advantages: how much better a sample is than the other samples of its prompt.
 
   baseline  mean           A = r − mean(group)                             GRPO
             leave-one-out  A = r − mean(the others) = (r − mean)·n/(n−1)   RLOO
@@ -23,7 +23,7 @@ EPSILON = 1e-4
 def advantages(
     rewards: NDArray[np.float64], baseline: str = "mean", scale: str = "group"
 ) -> NDArray[np.float64]:
-    """float64 [prompts, samples] → the same shape. NaN: not judged."""
+    """Returns the advantages of rewards, float64 [prompts, samples]; NaN: not judged."""
     judged = ~np.isnan(rewards)
     counts = np.maximum(judged.sum(axis=1, keepdims=True), 1)
     mean = np.where(judged, rewards, 0.0).sum(axis=1, keepdims=True) / counts
@@ -38,7 +38,7 @@ def advantages(
 
 
 def rewards_differ(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether the judged rewards of each group differ, [prompts, samples] → [prompts]."""
+    """Returns whether the judged rewards [prompts, samples] of each group differ, [prompts]."""
     # fmax and fmin skip NaN. Both are NaN for a group without a judged reward.
     most, least = np.fmax.reduce(rewards, axis=1), np.fmin.reduce(rewards, axis=1)
     differ: NDArray[np.bool_] = most > least

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: an environment replies to what the policy wrote, in one completion.
+"""Rollouts of several turns: in one completion, an environment replies to the policy's text.
 
     turn 1    the policy draws tokens until an end token
     reply     environment(prompt, completion, **columns) → the reply, or None at the end
@@ -38,8 +38,8 @@ def converse(
 ) -> Rollout:
     """Continues the completions of `first`, which has their first turns.
 
-    draw  (turn from 1, completions, the tokens so far of each as a prompt, tokens left for each) →
-          one turn of each"""
+    draw  a function of the turn (from 1), the completions, the tokens of each so far as a prompt,
+          and the number of tokens left for each; returns one turn for each"""
     completions = [
         dataclasses.replace(c, text=completion_of(c.prompt, c.text)) for c in first.completions
     ]

@@ -80,8 +80,8 @@ class Run:
     generator: RolloutGenerator
     environment: Environment | None = None
     first_step: int = 0
-    ready: Sequence[Rollout] = ()  # rollouts of the checkpoint: of first_step, first_step + 1, …
-    resumed: Path | None = None  # the checkpoint
+    ready: Sequence[Rollout] = ()  # rollouts in the checkpoint, for first_step, first_step + 1, …
+    resumed: Path | None = None  # the resumed checkpoint
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     def close(self) -> None:
@@ -144,9 +144,9 @@ def train(
     """Runs the steps from first_step to `steps`, and returns all lines of metrics.jsonl. Calls
     `show` with the metrics of each step and the completions to print.
 
-    A checkpoint that cannot be written is tried again after the next step; at the last step it is
-    an OSError. A run that ends early leaves a checkpoint of the last finished step. With
-    async_level it waits for the rollouts of that checkpoint, unless a signal comes."""
+    If a checkpoint cannot be written, the run tries again after the next step; at the last step it
+    raises OSError. A run that ends early writes a checkpoint of the last finished step. With
+    async_level it waits for the rollouts of that checkpoint, unless a signal arrives."""
     config, overlap = run.config, Overlap()
     level, last = config.rollout.async_level, config.train.steps
     ahead = _async_rollouts(run, overlap) if level else None
@@ -246,7 +246,7 @@ def _learn(
     config, rewards = run.config, np.array(scores.total)
     if step == config.train.steps:
         return run.trainer.logprobs_of(rollout), {}
-    if config.reward.shuffle:  # control experiment: these rewards teach nothing
+    if config.reward.shuffle:  # control experiment: these rewards contain no information
         rng = np.random.default_rng(seed_of(config.seed, step, "shuffle"))
         rewards = rng.permutation(rewards)
     groups = rewards.reshape(-1, config.rollout.samples)

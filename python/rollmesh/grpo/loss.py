@@ -53,7 +53,7 @@ from rollmesh.run.config import CorrectionTable, LossTable
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_EXPONENT = 80.0  # of a ratio whose gradient is 0: a larger one would give 0 · inf
+MAX_EXPONENT = 80.0  # limit for ratios with gradient 0: a larger exponent would give 0 · inf
 
 
 def token_weights(lengths_B: Tensor, aggregation: str, max_tokens: int) -> Tensor:
@@ -121,7 +121,7 @@ def grpo_loss(
 
 
 def mismatch(trainer: NDArray[np.float32], generator: NDArray[np.float32]) -> dict[str, float]:
-    """Returns the metrics of the differences. float32 [tokens] each, in the same order."""
+    """Returns the metrics of the differences. Both are float32 [tokens], in the same order."""
     d = trainer.astype(np.float64) - generator.astype(np.float64)
     return {
         "logprob_diff_mean": float(np.abs(d).mean()),
@@ -138,7 +138,7 @@ def corrections(
     lengths: list[int],
     table: CorrectionTable,
 ) -> dict[str, float]:
-    """Returns the metrics of the weights. float32 [tokens] each; the tokens of each sequence."""
+    """Returns the metrics of the correction weights. lengths: tokens of each sequence."""
     import torch
 
     weights, ratios = correction_weights(

@@ -30,8 +30,8 @@ RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float
 def char_match(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
 ) -> list[float]:
-    """Share of positions with the answer's character, relative to the longer of the two texts. Only
-    the answer itself gets 1."""
+    """Returns the share of positions with the answer's character, relative to the longer of the two
+    texts. Only the answer itself gets 1."""
 
     def share(text: str, wanted: str) -> float:
         longer = max(len(text), len(wanted))
@@ -43,21 +43,21 @@ def char_match(
 def exact_match(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
 ) -> list[float]:
-    """1 if the completion is the answer, without white space at both ends."""
+    """Returns 1 if the completion is the answer, apart from white space at both ends."""
     return _compared(lambda text, wanted: text.strip() == wanted.strip(), completions, answer)
 
 
 def contains(
     prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
 ) -> list[float]:
-    """1 if the completion contains the answer."""
+    """Returns 1 if the completion contains the answer."""
     return _compared(lambda text, wanted: wanted in text, completions, answer)
 
 
 def _compared(
     compare: Callable[[str, str], float], completions: Sequence[Any], answer: Sequence[Any]
 ) -> list[float]:
-    for wanted in answer or [None]:  # the rows may lack the column
+    for wanted in answer or [None]:  # empty if the rows do not have the column
         if not isinstance(wanted, str):
             got = shown(wanted)
             raise TypeError(f"expected text in the column answer of each prompt, got {got}")
@@ -101,10 +101,10 @@ class Rewards:
         columns: dict[str, list[Any]],
     ) -> Scores:
         """Returns the weighted sum over the functions that judge a completion, NaN if all return
-        None, with the values of each function.
+        None, and the values of each function.
 
-        ConfigError: a function raised (its traceback is a note of the error), or returned something
-        else than one number or None per completion."""
+        Raises ConfigError if a function raised (with its traceback as a note), or did not return
+        one number or None for each completion."""
         began, count = time.perf_counter(), len(completions)
 
         def arguments() -> dict[str, Any]:

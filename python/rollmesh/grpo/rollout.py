@@ -1,4 +1,4 @@
-"""Rollouts: what one step generates, scores and learns from.
+"""Rollouts: the completions that one step generates, scores and learns from.
 
 Dynamic sampling (`sample_groups`, DAPO): with [rollout] filter_groups a step learns from groups
 whose judged rewards differ. Groups of equal rewards are left out, and other prompts are drawn and
@@ -48,7 +48,7 @@ def generate(
 
     routing     fail if the generator does not record routed experts
     places      number of each prompt in the seeds; default: 0, 1, …
-    max_tokens  of each prompt; default: that of `sampling`"""
+    max_tokens  largest number of tokens for each prompt; default: that of `sampling`"""
     began = time.perf_counter()
     lengths: Sequence[int | None] = max_tokens or [sampling.max_tokens] * len(prompts)
     params = [
@@ -123,12 +123,14 @@ def sample_groups(
     """Returns the rollout and the scores of table.prompts groups, in the order of their drawing,
     and the metrics of dynamic sampling.
 
-    draw      (count, prompts of the step so far) → other prompts, fewer if there are not as many
-    roll_out  (prompts, number of the batch in the step) → their samples"""
+    draw      a function of a count and the prompts of the step so far; returns other prompts, fewer
+              than the count at the end of the data
+    roll_out  a function of prompts and the number of the batch in the step; returns their
+              samples"""
     rollouts: list[Rollout] = []
     scores: list[Scores] = []
     drawn: list[Prompt] = []
-    differ: list[bool] = []  # of each prompt in `drawn`
+    differ: list[bool] = []  # for each prompt in `drawn`, whether its rewards differ
     while (
         (missing := table.prompts - sum(differ))
         and len(rollouts) < table.max_num_gen_batches
@@ -142,12 +144,10 @@ def sample_groups(
     chosen = sorted([*(i for i, yes in enumerate(differ) if yes), *flat[:missing]])
     taken = [c for i in chosen for c in range(i * table.samples, (i + 1) * table.samples)]
     completions = [c for rollout in rollouts for c in rollout.completions]
-    rollout, scored = (
-        Rollout(
-            completions, sum(r.seconds for r in rollouts), sum(r.environment_s for r in rollouts)
-        ),
-        Scores.joined(scores),
+    rollout = Rollout(
+        completions, sum(r.seconds for r in rollouts), sum(r.environment_s for r in rollouts)
     )
+    scored = Scores.joined(scores)
     metrics = {
         "num_gen_batches": len(rollouts),
         "groups_left_out": len(drawn) - len(chosen),

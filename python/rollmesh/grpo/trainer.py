@@ -1,8 +1,8 @@
 """The trainer: a causal LM of transformers, AdamW, and the logprobs of given tokens.
 
-The trainer owns the weights. They are random, by the config's [model] table, or read from a
-checkpoint folder, which no other part reads. `state_dict()` is the source of each push. Results are
-deterministic for a given number of threads.
+The trainer owns the weights. They are random, with the shapes of the config's [model] table, or
+read from a checkpoint folder, which only the trainer reads. `state_dict()` is the source of each
+push. Results are deterministic for a given number of threads.
 
 Without async_level, the thread pools of torch and the generator work in turns. Each has at most as
 many threads as the process has cores, since a pool that spins takes cores from the other.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from rollmesh.run.generator import Pushed, RolloutGenerator
 
-MAX_KL_EXPONENT = 40.0  # of [loss] kl; above it the squared gradient norm soon exceeds float32
+MAX_KL_EXPONENT = 40.0  # for [loss] kl; above it the squared gradient norm may exceed float32
 
 
 class Trainer:
@@ -50,8 +50,8 @@ class Trainer:
         table = config.train
         set_up_torch(table.threads)
         self.config = config
-        self.version: int | None = None  # of the weights, since the last push
-        self.num_updates = 0  # of the weights, including one that was interrupted
+        self.version: int | None = None  # version of the weights; set by push
+        self.num_updates = 0  # number of updates of the weights, including an interrupted one
         self.device = torch_device(config)
         self.forward = forward_of(config)
         self.model = self._model(
@@ -93,9 +93,9 @@ class Trainer:
         self, batch: Batch, *, entropy: bool = False, model: Any = None, on_policy: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Returns the float32 logprob of each generated token, at the rollout's temperature and
-        among the tokens that its filters kept, and the entropy (zeros unless it is asked for).
-        on_policy: the weights generated the tokens. With rollmesh's kernels and [train] mismatch =
-        "raise" the logprobs must then be the recorded ones."""
+        among the tokens that its filters kept, and the entropy (zeros with entropy=False).
+        on_policy: whether these weights generated the tokens. With rollmesh's kernels and [train]
+        mismatch = "raise" the logprobs must then equal the recorded ones."""
         model = self.model if model is None else model
         return self.forward.logprobs(model, batch, entropy, on_policy, self.version)
 
@@ -160,9 +160,9 @@ class Trainer:
         step: int,
         on_policy: bool,
     ) -> tuple[dict[str, float], NDArray[np.float32]]:
-        """Makes one optimizer update. advantages, before: of each token; `before` are the trainer's
-        logprobs before the first update, None in that update if it uses the whole batch. Returns
-        the metrics and the logprobs."""
+        """Makes one optimizer update. advantages, before: one value for each token. `before` has
+        the trainer's logprobs before the first update; it is None in that update if the update uses
+        the whole batch. Returns the metrics and the logprobs."""
         import torch
 
         c = self.config
@@ -219,7 +219,7 @@ class Trainer:
         return {**sums, "grad_norm": norm, "lr": lr}, torch.cat(computed).cpu().numpy()
 
     def _model(self, model: Any) -> Any:
-        # No dropout: the policy that is trained is the one that generates.
+        # No dropout, so that the trained policy is the one that generates.
         return self.forward.prepared(model.to(self.device)).eval()
 
     def _replay(self, batch: Batch) -> AbstractContextManager[None]:

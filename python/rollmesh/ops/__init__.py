@@ -1,22 +1,22 @@
-"""The generator's own forward ops over arrays, NumPy's or a CUDA device's: for tests, and for a
-trainer that wants the same function.
+"""The generator's forward ops over NumPy arrays or arrays on a CUDA device, for tests and for
+trainers that need to compute the same function.
 
-All ops of the numeric contract (docs/numerics.md), for every instruction set of this machine.
-`isa="ref"` is the specification, `isa=None` the fastest; all give the same bits, with any number of
-`threads`. bfloat16 arrays are uint16 arrays of its words, or ml_dtypes.bfloat16 arrays, which are
-viewed as words; bfloat16 results are uint16 arrays. Arrays have to be C-contiguous. Sizes, dtypes
-and ranges of indices are checked (ShapeError, DTypeError, LayoutError, RequestError, ConfigError,
-UnsupportedTensorError); nothing is cast.
+The module has all ops of the numeric contract (docs/numerics.md), for every instruction set of this
+machine. `isa="ref"` is the specification and `isa=None` the fastest; all are bit-identical, with
+any number of `threads`. A bfloat16 array is a uint16 array of its words, or an ml_dtypes.bfloat16
+array, which is viewed as words; bfloat16 results are uint16 arrays. Arrays must be C-contiguous.
+The ops check sizes, dtypes and ranges of indices (ShapeError, DTypeError, LayoutError,
+RequestError, ConfigError, UnsupportedTensorError) and do not convert dtypes.
 
-`pack` (`pack_gate_up` for SwiGLU) brings the weights of a gemm into the kernels' layout.
+`pack` (`pack_gate_up` for SwiGLU) converts the weights of a gemm to the kernels' layout.
 
-Arrays may be on a CUDA device: torch's or CuPy's tensors, any DLPack producer, and DeviceArrays,
-which the ops return there. Nothing is copied to the host but indices. All arrays of a call are on
-one device; indices may be NumPy arrays. `isa="cuda_fma"`, the default, gives the CPU's bits.
-`isa="cuda_mma"` uses tensor cores for bfloat16, with weights that it has packed and caches that it
-has filled. To use an output elsewhere without a copy: `torch.from_dlpack(out)`; `.numpy()` copies
-it to the host. A call waits for indices on the device, which the host checks; see on_stream for
-when it waits for the op itself.
+Arrays may be on a CUDA device: tensors of torch or CuPy, of any DLPack producer, and DeviceArrays,
+which the ops return on a device. Only indices are copied to the host. All arrays of a call must be
+on one device, but indices may be NumPy arrays. `isa="cuda_fma"`, the default, is bit-identical to
+the CPU. `isa="cuda_mma"` uses tensor cores for bfloat16; it needs weights that were packed and
+caches that were filled with the same isa. `torch.from_dlpack(out)` uses an output without a copy;
+`out.numpy()` copies it to the host. A call waits until the host has checked indices on the device;
+on_stream describes when it waits for the op itself.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _new(wanted: bool) -> Any:
 def pack(
     weight: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1
 ) -> Array:
-    """[n, k], or [groups, n, k] for a grouped gemm, in the packed layout: an array of one dim.
-    Converts like torch's .to()."""
+    """Returns weights in the packed layout, an array of one dim. weight: [n, k], or [groups, n, k]
+    for a grouped gemm; converted to dtype as torch's .to() does."""
     op, (weight,) = op_over(isa, threads, {"weight": weight})
     matrices = matrices_of("weight", weight)
     return _packed(op, [(matrices, _LAYOUT_PACKED)], matrices.shape[1], dtype)
@@ -125,8 +125,8 @@ def pack(
 def pack_gate_up(
     gate: Array, up: Array, *, dtype: str = "bfloat16", isa: str | None = None, threads: int = 1
 ) -> Array:
-    """gate and up, both [n, k] or [groups, n, k], interleaved by 16 columns as gemm_swiglu takes
-    them."""
+    """Returns gate and up in the packed layout of gemm_swiglu, interleaved by 16 columns. gate, up:
+    both [n, k] or [groups, n, k]."""
     op, (gate, up) = op_over(isa, threads, {"gate": gate, "up": up})
     gates, ups = matrices_of("gate", gate), matrices_of("up", up)
     if gates.shape != ups.shape:
@@ -139,8 +139,8 @@ def pack_gate_up(
 
 
 def _packed(op: Op, sources: list[tuple[Array, int]], rows: int, dtype: str) -> Array:
-    """For each group, packs the matrices [groups, n, k] of all sources into one of `rows` rows. Of
-    empty groups only one is checked."""
+    """Packs the matrices [groups, n, k] of all sources into one matrix of `rows` rows for each
+    group. If the matrices are empty, checks only one group."""
     groups, n, k = sources[0][0].shape
     size = packed_size(rows, k)
     out = op.new((groups * size,), numpy_dtype(dtype), zeros=True)
@@ -165,8 +165,8 @@ def embed(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """Rows [len(ids), hidden] of a table [vocab, hidden], or of a packed one whose (vocab, hidden)
-    is given."""
+    """Returns the rows `ids` of a table, [len(ids), hidden]. table: [vocab, hidden], or a packed
+    table with packed=(vocab, hidden)."""
     if packed is not None and not (isinstance(packed, (tuple, list)) and len(packed) == 2):
         raise ShapeError(f"packed: expected (vocab, hidden), got {shown(packed)}")
     sizes = {} if packed is None else {"packed": True, "vocab": packed[0], "hidden": packed[1]}
@@ -181,7 +181,7 @@ def gather_rows(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """x[rows], [len(rows), n] of x [m, n]. out must not overlap x."""
+    """Returns x[rows], [len(rows), n]. x: [m, n]; out must not overlap it."""
     return run("gather_rows", **locals())[0]
 
 
@@ -197,9 +197,9 @@ def rms_norm(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """weight · residual / rms(residual) over rows [rows, n]; without a weight the residual. With x,
-    residual += x is stored to `residual` first; with x_gate [rows] too, residual += sigmoid(x_gate)
-    · x, a factor for each row."""
+    """Returns weight · residual / rms(residual) for each row, [rows, n]; without a weight, the
+    residual. With x, residual += x is stored to `residual` first; with x_gate [rows] too,
+    residual += sigmoid(x_gate) · x, with one factor for each row."""
     if x_gate is not None and x is None:
         raise ConfigError("x_gate: expected x beside it, got none")
     return run("rms_norm", **locals())[0]
@@ -217,9 +217,9 @@ def gemm(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """x [m, k] times the transpose of a packed matrix [n, k]: [m, n]. With group_rows [groups + 1],
-    rows group_rows[g] to group_rows[g + 1] are multiplied by matrix g; group_rows begins with 0 and
-    ends with m."""
+    """Returns x [m, k] times the transpose of a packed matrix [n, k], [m, n]. With group_rows
+    [groups + 1], rows group_rows[g] to group_rows[g + 1] are multiplied by matrix g; group_rows
+    begins with 0 and ends with m."""
     return run("gemm", **locals())[0]
 
 
@@ -235,18 +235,17 @@ def gemm_swiglu(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """activation(x · gate) · (x · up), [m, n], with w from pack_gate_up; n is the width of gate.
-    activation: "silu", "gelu_tanh", "gelu" (by erf) or "relu2" (the square of ReLU). gate_up [m,
-    2n], if given, receives x · gate and x · up of each row as they were rounded, which a backward
-    pass needs."""
+    """Returns activation(x · gate) · (x · up), [m, n]. w: from pack_gate_up; n: the width of gate.
+    activation: "silu", "gelu_tanh", "gelu" (with erf) or "relu2" (the square of ReLU). gate_up [m,
+    2n], if given, receives the rounded x · gate and x · up of each row, for a backward pass."""
     return run("gemm_swiglu", **{**locals(), "activation": _activation(activation)})[0]
 
 
 def activate(
     x: Array, activation: str, *, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
-    """activation(x) of x [rows, n]: that of an MLP without a gate. activation: as in gemm_swiglu.
-    out may be x."""
+    """Returns activation(x) for x [rows, n], as in an MLP without a gate. activation: as in
+    gemm_swiglu. out may be x."""
     return run("activate", **{**locals(), "activation": _activation(activation)})[0]
 
 
@@ -260,7 +259,7 @@ def kv_cache(
     dtype: str = "bfloat16",
     device: str = "cpu",
 ) -> tuple[Array, Array]:
-    """(k, v) pages of one layer's cache, zeros."""
+    """Returns the pages (k, v) of one layer's cache, filled with zeros."""
     op_device = op_device_on(device)
     pages, heads = size_of("num_pages", num_pages), size_of("num_kv_heads", num_kv_heads)
     positions, dim = size_of("page_size", page_size), size_of("head_dim", head_dim)
@@ -277,8 +276,8 @@ def rope_table(
     dtype: str = "bfloat16",
     device: str = "cpu",
 ) -> tuple[Array, Array]:
-    """(cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype. inv_freq is a
-    NumPy array; the CPU computes them."""
+    """Returns (cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype.
+    inv_freq is a NumPy array; the CPU computes the table."""
     op_device = op_device_on(device)
     shape = (size_of("num_positions", num_positions), len(host_array("inv_freq", inv_freq, 1)))
     cos, sin = new_array(shape, np.float32), new_array(shape, np.float32)
@@ -289,9 +288,10 @@ def rope_table(
 def head_squares(
     qkv: Array, num_heads: int, head_dim: int, *, isa: str | None = None, threads: int = 1
 ) -> tuple[Array, Array]:
-    """(q_squares [rows, num_heads], k_squares [rows, kv_heads]), float32: the sum of squares of
-    each head of q and k of qkv [rows, (num_heads + 2·kv_heads)·head_dim]. For a norm over all heads
-    of a model (qk_rope_kv): concatenate those of all ranks, in the order of the heads."""
+    """Returns (q_squares [rows, num_heads], k_squares [rows, kv_heads]), float32: the sum of
+    squares of each head of q and k. qkv: [rows, (num_heads + 2·kv_heads)·head_dim]. For a norm over
+    all heads of a model (qk_rope_kv), concatenate the results of all ranks in the order of the
+    heads."""
     return run("head_squares", **locals())
 
 
@@ -315,14 +315,14 @@ def qk_rope_kv(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """Norms and rotates q and k of qkv [rows, (num_heads + 2·kv_heads)·head_dim], writes k and v to
-    their slots; returns q [rows, num_heads, head_dim].
+    """Norms and rotates q and k of qkv [rows, (num_heads + 2·kv_heads)·head_dim], and writes k and
+    v to their slots. Returns q [rows, num_heads, head_dim].
 
-    q_weight, k_weight [head_dim]; both None: not normed. With squares, (q_squares, k_squares) of
-    head_squares, [rows, all heads of the model] and [rows, all its kv heads], q and k are each
-    normed over all these heads, and q_weight is [num_heads·head_dim], k_weight [kv_heads·head_dim],
-    of the heads in qkv. cos, sin [positions, n]: the first 2·n elements of a head are rotated, in
-    pairs (i, i + n); n is at most head_dim / 2.
+    q_weight, k_weight: [head_dim]; both None: no norm. squares: (q_squares, k_squares) of
+    head_squares, [rows, all heads of the model] and [rows, all its kv heads]. With squares, q and k
+    are each normed over all these heads, and q_weight is [num_heads·head_dim] and k_weight
+    [kv_heads·head_dim], for the heads in qkv. cos, sin: [positions, n]; the first 2·n elements of a
+    head are rotated in pairs (i, i + n), and n is at most head_dim / 2.
     A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
     """
     if squares is not None and not (
@@ -363,12 +363,12 @@ def attention(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """q [rows, heads, head_dim] over positions max(0, p − window + 1) … p of each row's sequence,
-    through its block table.
+    """Returns attention of q [rows, heads, head_dim] over positions max(0, p − window + 1) … p of
+    each row's sequence, through the block table of the sequence.
 
-    Query head h reads kv head (head0 + h) // group of the caches; group 0 is heads // kv_heads. For
-    a rank's shard of the heads, pass the model's group, and as head0 the index of the shard's first
-    head within its group.
+    Query head h reads kv head (head0 + h) // group of the caches; group 0 stands for
+    heads // kv_heads. For a rank's shard of the heads, pass the model's group and, as head0, the
+    index of the shard's first head within its group.
     """
     return run("attention", **locals())[0]
 
@@ -389,16 +389,16 @@ def router(
     isa: str | None = None,
     threads: int = 1,
 ) -> Routing:
-    """The top_k experts of each row of x [rows, hidden] by score + bias, and their scores as gates,
-    both [rows, top_k].
+    """Returns the top_k experts of each row of x [rows, hidden] by score + bias, and their scores
+    as gates, both [rows, top_k].
 
-    `score`: "softmax" or "sigmoid" of the logits. `renormalize` divides the gates by their sum,
-    with "sigmoid" by their sum + 1e-20; then they are multiplied by `route_scale`. num_groups > 1
-    (at most 64) are groups of consecutive experts, at least two each: only experts of the
-    `top_groups` groups with the largest sums of their two largest score + bias are chosen
-    (DeepSeek-V3, arXiv 2412.19437). ConfigError for another score or a route_scale that is no
-    finite float32 >= 0, ShapeError for groups that do not divide num_experts or have fewer than
-    top_k experts.
+    `score`: "softmax" or "sigmoid" of the logits. `renormalize` divides the gates by their sum
+    (with "sigmoid" by their sum + 1e-20); then they are multiplied by `route_scale`. num_groups > 1
+    (at most 64) divides the experts into groups of at least two consecutive experts. Only experts
+    of `top_groups` groups are then chosen: those with the largest sums of their two largest
+    score + bias (DeepSeek-V3, arXiv 2412.19437). Raises ConfigError for another score, or for a
+    route_scale that is not a finite float32 >= 0, and ShapeError for groups that do not divide
+    num_experts or have fewer than top_k experts.
     """
     if score not in SCORES:
         raise ConfigError(f"score: expected 'softmax' or 'sigmoid', got {shown(score)}")
@@ -408,7 +408,7 @@ def router(
 def permute(
     x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1
 ) -> tuple[Array, Array, Array]:
-    """(x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows,
+    """Returns (x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows,
     top_k])."""
     return run("permute", **locals())
 
@@ -424,8 +424,8 @@ def combine(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """Each row's sum of gate · y[place] over its experts, distinct in a row, by the contract's
-    tree: [rows, hidden]."""
+    """Returns each row's sum of gate · y[place] over its experts, [rows, hidden], in the order of
+    the contract's tree. The experts of a row must be distinct."""
     return run("combine", **locals())[0]
 
 
@@ -440,8 +440,8 @@ def lm_head(
     isa: str | None = None,
     threads: int = 1,
 ) -> LmHead:
-    """Logits of x [rows, hidden], their statistics, and the logprob of one target a row (−1:
-    none)."""
+    """Returns the logits of x [rows, hidden], their statistics, and the logprob of one target for
+    each row (−1: no target)."""
     return LmHead(*run(
         "lm_head", isa, threads, x=x, w=w, vocab=vocab, targets=targets,
         logits=_new(keep_logits), target_logprobs=_new(targets is not None),
@@ -458,11 +458,11 @@ def lm_head_pairs(
     isa: str | None = None,
     threads: int = 1,
 ) -> LmHeadPairs:
-    """lm_head over a shard of the vocabulary: whole blocks of 128 entries, but for the last block;
-    a shard may be empty.
+    """Computes lm_head over a shard of the vocabulary. A shard has whole blocks of 128 entries,
+    except for the last block of the vocabulary, and may be empty.
 
-    targets are counted from the shard's first entry, −1 for those of other shards. merge_pairs
-    takes the pairs of all shards, concatenated in the order of the vocabulary.
+    targets are counted from the shard's first entry; −1 stands for targets in other shards. Pass
+    the pairs of all shards, concatenated in the order of the vocabulary, to merge_pairs.
     """
     return LmHeadPairs(*run(
         "lm_head_pairs", isa, threads, x=x, w=w, vocab=vocab, targets=targets,
@@ -478,8 +478,8 @@ def merge_pairs(
     isa: str | None = None,
     threads: int = 1,
 ) -> LmHead:
-    """lm_head's result without logits, from the pairs [blocks, rows, 2] of all blocks of the
-    vocabulary, in order. targets: −1, or a token whose logit is in target_logits."""
+    """Returns the result of lm_head without logits, from the pairs [blocks, rows, 2] of all blocks
+    of the vocabulary, in order. targets: −1, or a token whose logit is in target_logits."""
     if (targets is None) != (target_logits is None):
         absent = "target_logits" if target_logits is None else "targets"
         raise UnsupportedTensorError(
@@ -503,9 +503,9 @@ def sample(
     isa: str | None = None,
     threads: int = 1,
 ) -> Sampled:
-    """One token a row of logits [rows, vocab], whose stats are lm_head's. params: one for all rows,
-    or one each. forced [rows], if given, stands in the place of each row's params.forced. kept: the
-    tokens that the filters leave are counted, too; 1 at temperature 0, 0 in a row without a
+    """Draws one token for each row of logits [rows, vocab]. stats: those of lm_head. params: one
+    for all rows, or one for each row. forced [rows], if given, replaces params.forced of each row.
+    kept: also count the tokens that the filters kept; 1 at temperature 0, 0 in a row without a
     token."""
     _, (logits,) = op_over(isa, threads, {"logits": logits})
     rows = matrix_of("logits", logits).shape[0]
@@ -543,8 +543,8 @@ def top_logprobs(
     isa: str | None = None,
     threads: int = 1,
 ) -> tuple[Array, Array]:
-    """(ids, logprobs), both [rows, k]: the k likeliest tokens, best first, ties to the lowest
-    id."""
+    """Returns (ids, logprobs), both [rows, k], of the k likeliest tokens, best first; of equal
+    tokens the lowest id comes first."""
     return run("top_logprobs", **locals())
 
 
@@ -555,6 +555,6 @@ def ranks(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """[rows]: the rank of each token in its row of logits [rows, vocab]: how many logits are at
-    least as large; 0 for token −1."""
+    """Returns the rank of each token in its row of logits [rows, vocab], as [rows]: the number of
+    logits that are at least as large; 0 for token −1."""
     return run("ranks", **locals())[0]

@@ -1,5 +1,5 @@
-"""Checks of rollmesh.ops' arguments that C does not make, and of those that an output's size is
-computed from."""
+"""Checks of rollmesh.ops' arguments that C does not make, and checks of the arguments from which
+the size of an output is computed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from rollmesh.errors import ConfigError, DTypeError, ShapeError, UnsupportedTens
 from rollmesh.runtime.arguments import REAL, choice, integer_of, is_masked
 from rollmesh.runtime.messages import plain, shown
 
-Array = Any  # of NumPy; where the arguments are on a CUDA device a _core.DeviceArray
+Array = Any  # a NumPy array, or a _core.DeviceArray if the arguments are on a CUDA device
 MAX_SIZE, MAX_THREADS = 2**31 - 1, 256
-USER_DTYPES = 256  # NumPy's NPY_USERDEF; a dtype's name takes a microsecond to make
+# NumPy's NPY_USERDEF. The number is compared first, since the name of a dtype takes a microsecond.
+USER_DTYPES = 256
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
-    """The kernels of an instruction set, with a thread team and a workspace, cached for this
-    process: a forked child would inherit them without their threads, and perhaps locked."""
+    """Returns the kernels of an instruction set, with a thread team and a workspace. They are
+    cached for each process, since a forked child would inherit them without their threads, and
+    possibly locked."""
     name = best_isa() if isa is None else isa
     if not isinstance(name, str):
         raise ConfigError(f"isa: expected one of {', '.join(available_isas())}, got {shown(isa)}")
@@ -52,15 +54,15 @@ def size_of(name: str, value: Any) -> int:
 
 
 def words_of(array: Array) -> Array:
-    """ml_dtypes' bfloat16 as uint16 words, which is what C takes; its dtype number varies, its name
-    does not."""
+    """Returns an ml_dtypes.bfloat16 array as uint16 words, as C requires, and any other object
+    unchanged. The dtype is recognized by its name, since its number varies."""
     if not isinstance(array, np.ndarray) or array.dtype.num < USER_DTYPES:
         return array
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 def array_of(name: str, array: Array, dims: int | None = None) -> Array:
-    """Checks an array that a default output takes its size or dtype from; C checks the rest."""
+    """Checks an array that gives a default output its size or dtype; C checks the rest."""
     array = words_of(array)
     if not isinstance(array, np.ndarray | _core.DeviceArray):
         raise UnsupportedTensorError(
@@ -88,7 +90,7 @@ def matrices_of(name: str, array: Array) -> Array:
         )
     try:
         array = array if isinstance(array, _core.DeviceArray) else np.asarray(words_of(array))
-    except (TypeError, ValueError) as error:  # rows of several lengths
+    except (TypeError, ValueError) as error:  # rows of different lengths
         raise UnsupportedTensorError(f"{name}: expected a matrix, got {plain(error)}") from error
     if array.ndim not in (2, 3):
         raise ShapeError(f"{name}: expected 2 dims, or 3 with groups, got {array.ndim}")
@@ -96,15 +98,16 @@ def matrices_of(name: str, array: Array) -> Array:
 
 
 def part_of(array: Array, first: int, shape: tuple[int, ...]) -> Array:
-    """Elements first … in C order, as an array of that shape; no copy of a device's, nor of a
-    contiguous one."""
+    """Returns the elements from `first` on, in C order, as an array of this shape. Does not copy
+    arrays on a device or contiguous arrays."""
     if isinstance(array, _core.DeviceArray):
         return array.part(first, shape)
     return array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
 
 
 def new_array(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = np.empty) -> Array:
-    """An output. MemoryError if memory is short, ShapeError for a size that no array can have."""
+    """Makes an output array. Raises MemoryError if memory is short, and ShapeError for a size that
+    is too large for an array."""
     try:
         return make(shape, dtype)
     except ValueError as error:
@@ -124,5 +127,5 @@ def round_up(n: int, to: int) -> int:
 
 
 def packed_size(n: int, k: int) -> int:
-    """Elements of a packed matrix of n rows (outputs) and k columns."""
+    """Returns the number of elements of a packed matrix with n rows (outputs) and k columns."""
     return round_up(n, 16) * round_up(k, 32)

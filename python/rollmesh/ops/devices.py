@@ -1,11 +1,12 @@
-"""Where an op of rollmesh.ops runs: on the CPU over NumPy arrays, or on the CUDA device that its
-arrays are on.
+"""Selects where an op of rollmesh.ops runs: on the CPU over NumPy arrays, or on the CUDA device of
+its arrays.
 
 The first array of a device opens it for ops, with a stream and a workspace that are kept until
-`release_devices`. Arrays of other libraries are taken by DLPack, without a copy; the op waits for
-their stream. DLPack cannot say when an op has finished with the memory. So a call returns when its
-op is done; or, `with on_stream(handle, device)`, ops are ordered with that stream, as if they were
-enqueued on it, and a call returns at once. Then the arrays must be used on that stream only.
+`release_devices`. Arrays of other libraries are taken by DLPack, without a copy, and the op waits
+for their stream. DLPack has no way to report that an op has finished with the memory, so a call
+returns after its op has finished. Inside `with on_stream(handle, device)`, ops are instead ordered
+with that stream, as if they were enqueued on it, and a call returns at once; the arrays must then
+be used only on that stream.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rollmesh.runtime.devices import CUDA_FAMILIES, LIBRARY_SWITCH, device_of
 from rollmesh.runtime.messages import shown
 
 HOST = -1
-CUDA_TYPES = (2, 13)  # DLPack's: a device's memory, and managed memory
+CUDA_TYPES = (2, 13)  # DLPack's numbers of device memory and managed memory
 ROLES = _core.op_arguments()
 _ARRAYS = {
     op: [name for name, role in roles.items() if role not in ("number", "host")]
@@ -40,7 +41,8 @@ _streams: ContextVar[dict[int, int]] = ContextVar("streams", default={})  # noqa
 
 # ----------------------------------------------------------------------------------- what is kept
 def _process() -> tuple[int, str]:
-    """The process and library that open a device: CUDA does not survive a fork."""
+    """Returns the process and the library that open a device. The process is part of the cache key
+    because CUDA does not survive a fork."""
     return os.getpid(), os.environ.get(LIBRARY_SWITCH, "")
 
 
@@ -63,7 +65,7 @@ def _device_kernels(
 
 
 def release_devices() -> None:
-    """Frees the streams and workspaces of devices, once none of their arrays is left. The next op
+    """Frees the streams and workspaces of devices, after all their arrays were freed. The next op
     opens its device again."""
     _device_kernels.cache_clear()
     _op_device.cache_clear()
@@ -71,15 +73,15 @@ def release_devices() -> None:
 
 @contextmanager
 def on_stream(stream: int, device: str) -> Iterator[None]:
-    """Inside, ops of this thread on `device` ("cuda:0") are ordered with a CUDA stream:
-    torch.cuda.Stream.cuda_stream, cupy's .ptr; 0 is the default stream. A call waits only for
-    indices on the device; a later call reports a kernel's failure. Freeing an output waits for the
-    device. ConfigError from an op: the stream belongs to another device, or is being captured."""
+    """Returns a context in which ops of this thread on `device` ("cuda:0") are ordered with a CUDA
+    stream. stream: torch.cuda.Stream.cuda_stream or cupy's .ptr; 0 is the default stream. A call
+    waits only for indices on the device, and a later call reports the failure of a kernel. Freeing
+    an output waits for the device. An op raises ConfigError if the stream belongs to another device
+    or is being captured."""
     ordinal = _ordinal(device)
     handle = integer_of(ConfigError, "stream", stream, 0, 2**64 - 1)
-    token = _streams.set(
-        {**_streams.get(), ordinal: handle or 1}
-    )  # 1 is how the default stream is written where 0 is none
+    # CUDA's handle 1 also means the default stream; 0 stands for no stream here.
+    token = _streams.set({**_streams.get(), ordinal: handle or 1})
     try:
         yield
     finally:
@@ -87,14 +89,14 @@ def on_stream(stream: int, device: str) -> Iterator[None]:
 
 
 def to_device(array: Array, device: str = "cuda") -> _core.DeviceArray:
-    """A copy of a NumPy array on a device; uint16 words are bfloat16 there."""
+    """Copies a NumPy array to a device. uint16 words become bfloat16 there."""
     if not isinstance(array, np.ndarray):
         raise UnsupportedTensorError(f"array: expected a NumPy array, got a {type(array).__name__}")
     return op_device_at(_ordinal(device)).to_device(words_of(array))
 
 
 def _ordinal(device: Any) -> int:
-    """ "cuda" is the first of them."""
+    """Returns the number of a CUDA device; "cuda" is the first one."""
     if device == "cpu":
         raise ConfigError("device: expected 'cuda' or 'cuda:N', got 'cpu'")
     return max(device_of(device).cuda_ordinal, 0)
@@ -102,7 +104,7 @@ def _ordinal(device: Any) -> int:
 
 # ----------------------------------------------------------------------------------------- one op
 class Op(NamedTuple):
-    """Kernels, and the device of the outputs."""
+    """The kernels of an op and the device of its outputs."""
 
     core: _core.Kernels
     op_device: _core.OpDevice | None = None  # None: the host
@@ -114,8 +116,8 @@ class Op(NamedTuple):
 def new_in(
     op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False
 ) -> Array:
-    """An output; on a device zeros in any case. MemoryError or CapacityError where memory is
-    short."""
+    """Makes an output array, on a device always filled with zeros. Raises MemoryError or
+    CapacityError if memory is short."""
     if op_device is None:
         return new_array(shape, dtype, np.zeros if zeros else np.empty)
     if any(not 0 <= size <= MAX_SIZE for size in shape[1:]):  # the first may count groups
@@ -124,20 +126,22 @@ def new_in(
 
 
 def dtype_name(dtype: Any) -> str:
-    """A device array's, of NumPy's or its own: uint16 words are bfloat16."""
+    """Returns the name of a device array's dtype, for a NumPy dtype or a name; uint16 stands for
+    bfloat16."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     return "bfloat16" if name == "uint16" else name
 
 
 def op_device_on(device: str) -> _core.OpDevice | None:
-    """For what takes no array of the device; None is the CPU."""
+    """Returns the OpDevice of a device's name, for functions without array arguments; None for the
+    CPU."""
     return None if device == "cpu" else op_device_at(_ordinal(device))
 
 
 def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[Any, ...]:
-    """Runs an op of the table (ext/ops/ops.h) on the device of its arrays and returns its outputs,
-    in the table's order. For an output that is None the op makes an array, for an optional output
-    only if it is `...`."""
+    """Runs an op of the table (ext/ops/ops.h) on the device of its arrays. Returns its outputs in
+    the order of the table. The op makes a new array for an output that is None, and for an optional
+    output that is `...`."""
     given = {
         name: array
         for name in _ARRAYS[op]
@@ -151,11 +155,12 @@ def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[An
 def op_over(
     isa: str | None, threads: int, arrays: dict[str, Any], roles: dict[str, str] | None = None
 ) -> tuple[Op, list[Any]]:
-    """(Op, the arrays as it takes them, in order). On the CPU that is each as it is, ml_dtypes'
-    bfloat16 as words. An array whose role is "index" may be on the host in any case: it is small,
-    and the host checks it.
+    """Returns the Op and the arrays in the form that it takes, in order. On the CPU arrays are
+    unchanged, except that ml_dtypes' bfloat16 is viewed as words. An array with the role "index"
+    may always be on the host, since it is small and the host checks it.
 
-    ConfigError: an isa of another device. UnsupportedTensorError: arrays on several devices."""
+    Raises ConfigError for an isa of another device, and UnsupportedTensorError for arrays on
+    several devices."""
     if isa not in CUDA_FAMILIES and set(map(type, arrays.values())) == {np.ndarray}:
         return Op(kernels(isa, threads)), list(map(words_of, arrays.values()))
     places = {name: _place(array) for name, array in arrays.items()}
@@ -181,18 +186,15 @@ def op_over(
 
 
 def _place(array: Any) -> int:
-    """A CUDA device's number, or HOST, also for what is no array: the op refuses that."""
+    """Returns the number of the array's CUDA device, or HOST. Also returns HOST for an object that
+    is not an array, which the op refuses later."""
     if isinstance(array, np.ndarray):
         return HOST
     where = getattr(type(array), "__dlpack_device__", None)
     try:
         kind, number = where(array) if where is not None else (1, 0)
-    except (
-        BufferError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):  # torch's meta device, which DLPack does not know; or a producer that lies
+    # torch's meta device, which DLPack does not have, or a producer with a wrong method.
+    except (BufferError, RuntimeError, TypeError, ValueError):
         return HOST
     return number if kind in CUDA_TYPES and isinstance(number, int) and number >= 0 else HOST
 
@@ -208,7 +210,7 @@ def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
         raise ConfigError(f"threads: expected 1, since {first} is on cuda:{ordinal}, got {threads}")
     op_device, stream = op_device_at(ordinal), _streams.get().get(ordinal, 0)
     if stream:
-        op_device.check_stream(stream)  # before anything is allocated
+        op_device.check_stream(stream)  # checked before memory is allocated
     return Op(_device_kernels(family, ordinal, stream, *_process()), op_device)
 
 

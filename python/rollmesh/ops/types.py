@@ -16,8 +16,8 @@ from rollmesh.runtime.messages import shown
 
 
 class LmHead(NamedTuple):
-    """Of each row: logits [rows, vocab] (None when not kept), (max, Σ exp(logit − max)), the
-    target's logprob, flags."""
+    """Results of lm_head for each row: logits [rows, vocab] (None if they were not kept), (max, Σ
+    exp(logit − max)), the target's logprob, and flags."""
 
     logits: NDArray[np.float32] | None
     stats: NDArray[np.float32]
@@ -26,9 +26,9 @@ class LmHead(NamedTuple):
 
 
 class LmHeadPairs(NamedTuple):
-    """Of a shard of the vocabulary: logits [rows, vocab] (None when not kept), (max, Σ exp(logit −
-    max)) of each block of 128 entries [blocks, rows, 2], the target's logit (0 if it is not in this
-    shard), flags."""
+    """Results of lm_head for a shard of the vocabulary: logits [rows, vocab] (None if they were not
+    kept), (max, Σ exp(logit − max)) of each block of 128 entries [blocks, rows, 2], the target's
+    logit (0 if it is not in this shard), and flags."""
 
     logits: NDArray[np.float32] | None
     pairs: NDArray[np.float32]
@@ -37,16 +37,16 @@ class LmHeadPairs(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Experts [rows, top_k], best first, and their gate values."""
+    """The experts of each row [rows, top_k], best first, and their gates [rows, top_k]."""
 
     ids: NDArray[np.int32]
     gates: NDArray[np.float32]
 
 
 class Sampled(NamedTuple):
-    """Of each row: the token (−1 for a flagged row), its logprob under the model and under what it
-    was drawn from, and with kept=True the number of tokens that it was drawn from: the first `kept`
-    of the row's top_logprobs, where none is banned."""
+    """Draws of each row: the token (−1 for a flagged row), its logprob under the model and under
+    the distribution it was drawn from, and with kept=True the number of tokens it was drawn from.
+    Without banned tokens these are the first `kept` tokens of the row's top_logprobs."""
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -56,8 +56,9 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleParams:
-    """How one row is drawn. `forced` ≥ 0: no draw, but the logprobs of that token. RequestError
-    here for a number that does not fit its C type, and from `sample` for one out of range."""
+    """Parameters of the draw of one row. `forced` ≥ 0: return the logprobs of that token instead of
+    drawing. Raises RequestError for a number that does not fit its C type; `sample` raises it for a
+    number out of range."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -1,5 +1,4 @@
-"""A request's way in and out: sampling parameters, token ids, the engine's results as
-RequestOutput.
+"""Requests: sampling parameters, token ids, and the engine's results as RequestOutput.
 
 arguments    checks of prompts, parameters, ids
 sampling     SamplingParams
@@ -8,5 +7,5 @@ loop         the engine's thread and its inbox
 calls        generate, submit, poll, score
 streams      agenerate, astream
 text         tokenizers and stop strings
-outputs      RequestOutput and what is in it
+outputs      RequestOutput and its parts
 """

@@ -1,5 +1,5 @@
-"""Checks of what generate, score and submit are given: prompts, sampling parameters, request ids,
-eos ids."""
+"""Checks of the arguments of generate, score and submit: prompts, sampling parameters, request ids
+and eos ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rollmesh.runtime.messages import shown
 
 
 def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) -> tuple[int, ...]:
-    """The ids given; else the tokenizer's and the model config's together."""
+    """Returns the given ids; without them, those of the tokenizer and the model config together."""
     if given is None:
         from_tokenizer = getattr(tokenizer, "eos_token_id", None)
         given = sorted({*spec.eos_token_ids, *([] if from_tokenizer is None else [from_tokenizer])})
@@ -38,7 +38,8 @@ def eos_ids(given: int | Sequence[int] | None, tokenizer: Any, spec: ModelSpec) 
 
 
 def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> None:
-    """A model may have more ids than its tokenizer (padding), never fewer."""
+    """Checks that the model has at least as many ids as its tokenizer; it may have more, as
+    padding."""
     count = getattr(tokenizer, "get_vocab_size", None)
     size = count() if callable(count) else len(tokenizer) if hasattr(tokenizer, "__len__") else 0
     if size > spec.vocab_size:
@@ -48,7 +49,8 @@ def check_vocabulary(tokenizer: Any, spec: ModelSpec) -> None:
 
 
 def prompt_list(prompts: Any) -> list[Any]:
-    """One prompt or several. One: a text, a list of ints, or an integer array of one dim."""
+    """Returns a list of prompts from one prompt or several. A single prompt is a text, a list of
+    ints, or an integer array of one dim."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (Mapping, *BYTES)) or not hasattr(prompts, "__iter__"):
@@ -62,7 +64,8 @@ def prompt_list(prompts: Any) -> list[Any]:
 
 
 def check_ids(prompt: Any) -> None:
-    """Refuses what NumPy would misread (bytes, masked arrays) or read for too long."""
+    """Raises an error for objects that NumPy would misread (bytes, masked arrays) or that would
+    take too long to read."""
     if isinstance(prompt, BYTES):
         raise RequestError(f"expected text or token ids, got {type(prompt).__name__}")
     if isinstance(prompt, Mapping):
@@ -97,7 +100,7 @@ def param_list(params: Any, count: int) -> list[SamplingParams]:
 
 @contextmanager
 def naming_prompt(index: int) -> Iterator[None]:
-    """Says which prompt of the call was refused."""
+    """Adds the number of the refused prompt to an error."""
     try:
         yield
     except (RequestError, CapacityError) as error:
@@ -105,7 +108,7 @@ def naming_prompt(index: int) -> Iterator[None]:
 
 
 def request_ids(ids: Any) -> list[int]:
-    """One request id or several."""
+    """Returns a list of request ids from one id or several."""
     items = items_of(RequestError, "ids", ids) if hasattr(ids, "__iter__") else [ids]
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):

@@ -1,5 +1,5 @@
-"""The calls that add requests: generate, score, submit and poll. Their parts here run in the
-engine's thread (loop.py).
+"""The calls that add requests: generate, score, submit and poll. Parts of them run in the engine's
+thread (loop.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Calls:
     ):
         self.engine, self.requests, self.loop = engine, requests, loop
         self._codec = codec
-        self.submitted: set[int] = set()  # ids for poll
-        self.kept: dict[int, RequestOutput] = {}  # of a poll that raised, for the next one
+        self.submitted: set[int] = set()  # ids of submit, for poll
+        self.kept: dict[int, RequestOutput] = {}  # outputs of a poll that raised, for the next one
 
     def generate(
         self,
@@ -45,13 +45,13 @@ class Calls:
         on_error: str,
         timeout: float | None,
     ) -> list[RequestOutput]:
-        """See Generator.generate, as below."""
+        """See Generator.generate."""
         choice("on_error", on_error, ("raise", "return"))
         deadline = deadline_of(timeout)
         items = prompt_list(prompts)
         chosen = param_list(params, len(items))
         outputs: list[RequestOutput | None] = [None] * len(items)
-        places: list[int] = []  # of what the engine took
+        places: list[int] = []  # index of each prompt that the engine accepted
 
         def add(call: Call) -> list[int]:
             self._check_ready()
@@ -84,7 +84,7 @@ class Calls:
     def score(
         self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], vocab_size: int = 0
     ) -> list[NDArray[np.float32]]:
-        """See Generator.score. vocab_size > 0: as Generator.logits."""
+        """See Generator.score. vocab_size > 0: see Generator.logits."""
 
         def add(call: Call) -> list[int]:
             self._check_ready()
@@ -115,7 +115,7 @@ class Calls:
         own = self.engine.own_deadline(deadline)
         try:
             outputs: list[RequestOutput] = self.loop.run(_Poll(self, min_outputs, deadline), own)
-        except DeadlineError:  # the call did not begin in time
+        except DeadlineError:  # the call did not begin before the deadline
             return []
         return outputs
 
@@ -144,7 +144,8 @@ class Calls:
             return self.requests.add(token_ids(self._codec.encode(prompt)), params, prompt)
 
     def all_or_none(self, add: Callable[[], list[int]]) -> list[int]:
-        """Returns the requests that `add` adds. If it raises, they leave the engine again."""
+        """Calls `add`, which adds requests, and returns their ids. If it raises, removes the
+        requests that it added."""
         before = self.requests.live()
         try:
             return add()
@@ -153,7 +154,7 @@ class Calls:
             raise
 
     def _check_ready(self) -> None:
-        """StateError if the generator is paused or asleep."""
+        """Raises StateError if the generator is paused or asleep."""
         if self.engine.paused:
             raise StateError("the generator is paused; resume() it first")
         asleep = self.engine.stats()["asleep"]
@@ -162,7 +163,7 @@ class Calls:
 
 
 class _Steps(Call):
-    """Adds requests, runs them to their end and takes a result of each."""
+    """Adds requests, runs them until they are finished, and returns a result for each."""
 
     is_collective = True
 
@@ -175,9 +176,9 @@ class _Steps(Call):
     ):
         super().__init__(lambda: calls.all_or_none(lambda: add(self)))
         self._calls, self._take, self.deadline = calls, take, deadline
-        self.reports = False  # whether the caller wants to know how many are done
+        self.reports = False  # whether to report the number of finished requests to the caller
         self._is_cut = False  # whether the deadline has passed
-        self.late: set[int] = set()  # aborted by the deadline
+        self.late: set[int] = set()  # requests aborted by the deadline
         self._ids: list[int] = []
         self._open: set[int] = set()
 
@@ -216,7 +217,7 @@ class _Steps(Call):
 
 
 class _Submit(Call):
-    """Queues prompts, all or none."""
+    """Queues all prompts, or none after an error."""
 
     is_collective = True
 
@@ -238,7 +239,7 @@ class _Submit(Call):
 
 
 class _Poll(Call):
-    """Steps until some submitted requests are finished."""
+    """Runs steps until enough submitted requests are finished."""
 
     is_collective = True
 
@@ -281,6 +282,6 @@ def sequences_of(ids_list: Sequence[Prompt]) -> list[Ids]:
 
 
 def _refused(prompt: Any, error: Error) -> RequestOutput:
-    """The output of a request that the engine did not take."""
+    """Returns the output of a request that the engine did not accept."""
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(-1, text, np.zeros(0, np.int32), [], True, error=error)

@@ -1,6 +1,6 @@
-"""What changes logits before a draw, as the engine takes it: logit_bias, allowed_token_ids and
-bad_words of a SamplingParams. Penalties are numbers of EngineRequest; the engine counts tokens for
-them (csrc/scheduler/logit_edits.h).
+"""Converts the fields of SamplingParams that change logits before a draw to the engine's form:
+logit_bias, allowed_token_ids and bad_words. Penalties are numbers in EngineRequest, and the engine
+counts tokens for them (csrc/scheduler/logit_edits.h).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from rollmesh.request.text import TextCodec
 from rollmesh.runtime.engine_views import Ids
 from rollmesh.runtime.messages import shown
 
-# Texts before a word. Few tokenizers merge a newline with a word, or "(" with a newline.
+# Texts that are put before a word. Few tokenizers merge a newline with a word, or "(" with one.
 BEFORE = ("\n", "(")
 
 
 class LogitEdits(NamedTuple):
-    """int32 [n] each, but biases: float32, of bias_ids. banned: never drawn. bad_words: the ids of
-    words of several tokens, one after the other, each up to its entry of bad_word_ends."""
+    """Arrays of int32 [n], except biases, which are float32 and belong to bias_ids. banned: tokens
+    that are never drawn. bad_words: the ids of words of several tokens, one word after the other;
+    each word ends at its entry of bad_word_ends."""
 
     bias_ids: Ids
     biases: NDArray[np.float32]
@@ -35,11 +36,11 @@ class LogitEdits(NamedTuple):
 def logit_edits(
     params: SamplingParams, codec: TextCodec | None, vocab_size: int, ends: Iterable[int]
 ) -> LogitEdits | None:
-    """None where nothing is asked for. ends: tokens that end a sample, and so may not be drawn
-    before min_tokens.
+    """Returns the edits of a request, or None if it has none of these fields. ends: tokens that end
+    a sample, which must not be drawn before min_tokens.
 
-    RequestError: an id outside the vocabulary, bad_words without a tokenizer, or no token is left
-    to draw.
+    Raises RequestError for an id outside the vocabulary, for bad_words without a tokenizer, or if
+    all tokens are banned.
     """
     if not (params.logit_bias or params.bad_words or params.allowed_token_ids is not None):
         return None
@@ -55,9 +56,8 @@ def logit_edits(
     allowed[[word[0] for word in words if len(word) == 1]] = False
     free = allowed.copy()
     if params.min_tokens:
-        free[[token for token in ends if token < vocab_size]] = (
-            False  # the engine names one that is not
-        )
+        # The engine raises the error for a token outside the vocabulary.
+        free[[token for token in ends if token < vocab_size]] = False
     if not free.any():
         before = f" before min_tokens={params.min_tokens}" if params.min_tokens else ""
         raise RequestError(
@@ -65,7 +65,7 @@ def logit_edits(
             "and stop tokens leave none"
         )
     longer = [word for word in words if len(word) > 1]
-    bias: Any = params.logit_bias or ()  # pairs, once it was checked
+    bias: Any = params.logit_bias or ()  # pairs, since SamplingParams converts it
     return LogitEdits(
         np.array([token for token, _ in bias], np.int32),
         np.array([value for _, value in bias], np.float32),
@@ -90,7 +90,7 @@ def _word_ids(
             f"{shown(params.bad_words)}"
         )
     contexts = [(text, codec.encode(text, special_tokens=False)) for text in BEFORE]
-    words: dict[tuple[int, ...], None] = {}  # in order, each once
+    words: dict[tuple[int, ...], None] = {}  # an ordered set
     for word in params.bad_words:
         plain = word.lstrip(" ")
         if not codec.encode(plain, special_tokens=False):

@@ -3,15 +3,15 @@
     caller ──► inbox ──► thread: begin ── step … step ── done ──► the caller's queue ──► caller
 
 Every use of the engine is a `Call`, and calls begin in the order in which they arrive. A call that
-needs steps stays active; one step serves all active calls. The thread takes the next call between
-two steps, so a step costs no change of threads. A `Loan` is the reverse: the caller's thread uses
-the engine while the engine's thread waits, for what has to run in the caller's thread.
+needs steps stays active, and one step serves all active calls. The thread takes the next call
+between two steps, so steps do not switch threads. A `Loan` is the reverse: the caller's thread uses
+the engine while the engine's thread waits, for functions that must run in the caller's thread.
 
-A Ctrl-C interrupts a caller that waits, never the engine: `EngineLoop.run` has the thread undo the
-call before the exception goes on. A second Ctrl-C leaves at once.
+A Ctrl-C interrupts a waiting caller but not the engine: `EngineLoop.run` waits until the thread has
+undone the call, then raises the exception. A second Ctrl-C raises at once.
 
-The thread is a daemon. While it is idle it holds no reference to the generator; it ends when the
-generator is closed or dropped, and at exit after its current step.
+The thread is a daemon. While idle it has no reference to the generator. It ends when the generator
+is closed or deleted, and at exit after its current step.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from rollmesh.errors import DeadlineError, Error, StateError
 from rollmesh.request.requests import Requests
 from rollmesh.runtime.threads import starting
 
-HALTED_S = 0.02  # between two looks at calls while the generator is paused or asleep
+HALTED_S = 0.02  # between two checks of the calls while the generator is paused or asleep
 EXIT_S = 1.0  # how long the interpreter's exit waits for the current step
 LONGEST_WAIT_S = 3600.0
 
 
 def _nothing() -> None:
-    """Replaces a function that was run."""
+    """Does nothing; replaces a function that was called."""
 
 
 class Call:
     """A function that the engine's thread runs between two steps. Subclasses need steps."""
 
-    deadline: float | None = None  # of time.monotonic()
+    deadline: float | None = None  # a value of time.monotonic()
     waits = False  # whether it waits while a part is asleep, instead of failing
     is_collective = False  # whether every rank makes the call, so that all must leave it together
 
@@ -51,35 +51,36 @@ class Call:
         self.news: SimpleQueue[Any] = SimpleQueue()  # wakes the caller
         self.result: Any = None
         self.error: BaseException | None = None
-        self.reason: BaseException | None = None  # what has interrupted the caller
+        self.reason: BaseException | None = None  # the exception that interrupted the caller
         self.is_started = self.is_done = self.has_failed = self.is_undone = False
 
     def begin(self) -> bool:
-        """The first part, in the engine's thread. Returns whether it was all."""
-        function, self._function = self._function, _nothing  # it keeps the caller's objects
+        """Runs the first part, in the engine's thread. Returns whether the call is done."""
+        function, self._function = self._function, _nothing  # drops the caller's objects
         self.result = function()
         return True
 
     def look(self, finished: set[int], rows: int, late: bool) -> bool:
-        """After each step: whether the call is done. finished: requests that are finished and not
-        released. rows: of the step. late: the deadline has passed."""
+        """Runs after each step. Returns whether the call is done. finished: requests that are
+        finished and not released. rows: number of rows of the step. late: whether the deadline has
+        passed."""
         raise NotImplementedError
 
     def drop(self) -> None:
         """Cleans up after a failure, or after an interrupt before the end."""
 
     def undo(self) -> None:
-        """Takes a result back that the caller will not see."""
+        """Undoes a result that the caller will not receive."""
 
     def tell(self) -> None:
-        """Wakes the caller: the call is done."""
+        """Wakes the caller after the call is done."""
         self.news.put(None)
 
     def is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def check_wanted(self) -> None:
-        """Raises what has interrupted the caller."""
+        """Raises the exception that interrupted the caller, if any."""
         if self.reason is not None:
             raise self.reason
 
@@ -97,7 +98,7 @@ class Loan(Call):
         return True
 
     def use(self) -> None:
-        """In the caller's thread."""
+        """Runs the function, in the caller's thread."""
         function, self._function = self._function, _nothing
         self.result = function()
         self.is_done = True
@@ -111,13 +112,13 @@ class EngineLoop:
     """The thread and the inbox of one engine."""
 
     def __init__(self, engine: RankEngine, requests: Requests):
-        """CapacityError if the system gives no thread."""
+        """Raises CapacityError if the system cannot start a thread."""
         self._engine, self._requests = engine, requests
         self._inbox: SimpleQueue[Call] = SimpleQueue()
-        self._active: list[Call] = []  # the thread's: calls that need steps
-        self._moves = True  # the thread's: whether the last step computed something
-        self._inside: set[int] = set()  # threads that are in a call
-        self._undone: set[Call] = set()  # of all threads
+        self._active: list[Call] = []  # calls that need steps; used by the engine's thread only
+        self._moves = True  # whether the last step computed any rows; used by that thread only
+        self._inside: set[int] = set()  # threads that are inside a call
+        self._undone: set[Call] = set()  # calls of all threads that are not done
         self._pid = os.getpid()
         self.is_closed = False
         self._thread = threading.Thread(
@@ -137,10 +138,10 @@ class EngineLoop:
         deadline: float | None = None,
         advance: Callable[[int], None] = lambda count: None,
     ) -> Any:
-        """Makes a call and returns its result. advance: gets the numbers that the call reports.
+        """Makes a call and returns its result. advance: receives the numbers that the call reports.
 
-        StateError: closed, of another process, or inside another call of this thread.
-        DeadlineError: the call did not begin by the deadline."""
+        Raises StateError (closed, in another process, or inside another call of this thread), and
+        DeadlineError if the call did not begin before the deadline."""
         self.check_alive()
         self.check_outside()
         thread = threading.get_ident()
@@ -161,7 +162,7 @@ class EngineLoop:
         return self.run(Call(function))
 
     def lend(self, function: Callable[[], Any], deadline: float | None = None) -> Any:
-        """Runs a function in this thread, which alone uses the engine meanwhile."""
+        """Runs a function in this thread, with exclusive use of the engine."""
         return self.run(Loan(function), deadline)
 
     def post(self, call: Call) -> None:
@@ -170,12 +171,13 @@ class EngineLoop:
         self._put(call)
 
     def abandon(self, call: Call, reason: BaseException) -> None:
-        """Has the thread undo a call."""
+        """Makes the engine's thread undo a call."""
         call.reason = reason
         self._put(call)
 
     def close(self, release: Callable[[], None]) -> None:
-        """Ends all calls and the thread. release: frees the engine; if it raises, nothing ends."""
+        """Ends all calls and the thread. release: frees the engine; if it raises, the calls and the
+        thread continue."""
 
         def end() -> None:
             release()
@@ -199,7 +201,7 @@ class EngineLoop:
 
     @property
     def is_inside(self) -> bool:
-        """Whether this thread is inside a call."""
+        """Returns whether this thread is inside a call."""
         thread = threading.get_ident()
         return thread in self._inside or thread == self._thread.ident
 
@@ -212,7 +214,7 @@ class EngineLoop:
 
     def _put(self, call: Call) -> None:
         self._inbox.put(call)
-        if self.is_closed:  # nobody else empties the inbox
+        if self.is_closed:  # the thread has ended and does not empty the inbox
             self._refuse_all()
 
     def _wait(self, call: Call, deadline: float | None, advance: Callable[[int], None]) -> Any:
@@ -239,10 +241,10 @@ class EngineLoop:
         try:
             raise call.error
         finally:
-            call.error = None  # which refers to this frame
+            call.error = None  # it refers to this frame
 
     def _cancel(self, call: Call, reason: BaseException) -> None:
-        """Waits until a call is undone."""
+        """Abandons a call and waits until it is undone."""
         self.abandon(call, reason)
         if isinstance(call, Loan):
             call.returned.put(None)
@@ -251,7 +253,7 @@ class EngineLoop:
             call.news.get()
 
     def _refuse_all(self) -> None:
-        """After the end: no call begins."""
+        """Refuses all calls in the inbox, after the end of the thread."""
         with suppress(Empty):
             while True:
                 call = self._inbox.get_nowait()
@@ -263,7 +265,8 @@ class EngineLoop:
 
     # ---------------------------------------------------------------------------- in the thread
     def work(self, call: Call) -> bool:
-        """Begins a call, then steps until no call is left. Returns False if the thread ends."""
+        """Begins a call, then runs steps until all calls are done. Returns False if the thread must
+        end."""
         todo: Call | None = call
         del call
         while todo is not _STOP:
@@ -273,7 +276,7 @@ class EngineLoop:
                 self._step()
             else:
                 return not self.is_closed
-            todo = None  # a call that is done keeps the caller's objects
+            todo = None  # drops the caller's objects
             todo = self._next()
         return False
 
@@ -285,7 +288,7 @@ class EngineLoop:
         self._refuse_all()
 
     def _next(self) -> Call | None:
-        """The next call, if there is one. Waits a moment for it where a step would do nothing."""
+        """Returns the next call, or None. Waits a moment for a call if a step would do nothing."""
         try:
             if self._active and not self._moves:
                 return self._inbox.get(timeout=HALTED_S)
@@ -310,7 +313,7 @@ class EngineLoop:
             self._active.append(call)
 
     def _undo(self, call: Call) -> None:
-        """The caller was interrupted."""
+        """Ends a call whose caller was interrupted."""
         assert call.reason is not None
         if call in self._active:
             self._end(call, call.reason)
@@ -330,19 +333,19 @@ class EngineLoop:
             call.error, call.has_failed = error, True
             if isinstance(error, MemoryError):
                 self._leave(error)
-            with suppress(Error):  # of a mesh or a device that is lost; the first error is raised
+            with suppress(Error):  # a lost mesh or device; the first error is raised
                 call.drop()
         self._undone.discard(call)
         call.is_done = True
         call.tell()
 
     def _leave(self, error: BaseException) -> None:
-        """This rank leaves a call that every rank makes."""
+        """Called when this rank leaves a call that every rank makes."""
         if self._engine.role is None:
             self._engine.abort_unless_shared(error)
 
     def _step(self) -> None:
-        """One step for all active calls."""
+        """Runs one step for all active calls."""
         try:
             rows, late = self._requests.step(self._active[0].deadline)
             finished = self._engine.finished()
@@ -361,7 +364,8 @@ class EngineLoop:
                 self._end(call)
 
     def _fail(self, error: BaseException) -> None:
-        """The engine has failed, or a part of it is asleep: some calls wait for it to wake."""
+        """Ends active calls after the engine has failed or while a part of it is asleep. Some calls
+        wait until it is awake."""
         self._engine.abort_unless_shared(error)
         self._moves = False
         is_asleep = isinstance(error, StateError) and bool(self._engine.stats()["asleep"])
@@ -375,7 +379,7 @@ def _closed() -> StateError:
 
 
 def _serve(inbox: SimpleQueue[Call], loop_of: weakref.ref[EngineLoop]) -> None:
-    """The engine's thread."""
+    """Runs the engine's thread."""
     while True:
         call = inbox.get()
         loop = loop_of()
@@ -385,13 +389,13 @@ def _serve(inbox: SimpleQueue[Call], loop_of: weakref.ref[EngineLoop]) -> None:
             if not loop.work(call):
                 return
         except BaseException:
-            loop.end_all()  # a bug: callers get StateError instead of waiting for ever
+            loop.end_all()  # after a bug callers get StateError instead of waiting forever
             raise
-        del loop, call  # an idle thread holds nothing
+        del loop, call  # an idle thread has no references
 
 
 def _stop(inbox: SimpleQueue[Call], thread: threading.Thread) -> None:
-    """The generator was dropped, or the interpreter exits."""
+    """Stops the thread when the generator is deleted or the interpreter exits."""
     inbox.put(_STOP)
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join(EXIT_S)

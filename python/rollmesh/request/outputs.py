@@ -1,5 +1,5 @@
-"""Results of generation and of weight syncs. Names are vLLM's if it has one, but values are arrays,
-not lists of dicts. All arrays are copies that belong to the caller.
+"""Results of generation and of weight syncs. Fields have vLLM's names where vLLM has them, but
+values are arrays instead of lists of dicts. All arrays are copies that belong to the caller.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a sample's numbers depend on: equal contracts and equal tokens give equal bits.
+    """The conditions on which the numbers of a sample depend. Samples with equal contracts and
+    equal tokens are bit-identical.
 
-    family          instruction family whose members give the same bits ("x86")
-    version         of the numeric contract, docs/numerics.md
-    dtype           "bfloat16" or "float32"
-    weight_versions ascending versions of the weights that the tokens belong to; one unless a sync
-    came in between
+    family           instruction family whose members are bit-identical ("x86")
+    version          version of the numeric contract, docs/numerics.md
+    dtype            "bfloat16" or "float32"
+    weight_versions  versions of the weights that computed the tokens, ascending; several if a sync
+                     was committed in between
     """
 
     family: str
@@ -29,8 +30,8 @@ class Contract:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The k likeliest tokens of each position under the model, descending, ties to the lowest
-    id."""
+    """The k likeliest tokens of each position under the model, in descending order; of equal tokens
+    the lowest id comes first."""
 
     ids: NDArray[np.int32]  # [n, k]
     logprobs: NDArray[np.float32]  # [n, k]
@@ -38,17 +39,17 @@ class TopLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """vLLM's form of a logprob, as CompletionOutput.vllm_logprobs gives it."""
+    """A logprob in vLLM's form, as CompletionOutput.vllm_logprobs returns it."""
 
     logprob: float
-    rank: int | None  # 1: the likeliest token; None: not among the k that were asked for
-    decoded_token: str | None = None  # always None: there are no texts of single tokens here
+    rank: int | None  # 1: the likeliest token; None: not among the k requested ones
+    decoded_token: str | None = None  # always None, since single tokens are not decoded
 
 
 def _in_vllms_form(
     tokens: NDArray[np.int32], logprobs: NDArray[np.float32], top: TopLogprobs | None
 ) -> list[dict[int, Logprob]]:
-    """A dict for each token: the token itself, then the likeliest."""
+    """Returns a dict for each token: the token itself, then the likeliest ones."""
     forms = []
     for i, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
         ids = top.ids[i].tolist() if top else []
@@ -63,78 +64,73 @@ def _in_vllms_form(
 class CompletionOutput:
     """One sample of a request.
 
-    text            what the tokens add to the text of the prompt, without the stop string or stop
-                    token; an incomplete character at the end is left out. While the sample runs,
-                    each text begins with the one before
+    text            the text of the tokens after the prompt, without the stop string or stop token;
+                    an incomplete character at the end is left out. While the sample runs, each text
+                    begins with the previous one
     finish_reason   "stop", "length", "abort" or "error"; None while it runs
     stop_reason     the stop string or stop token id that ended it; None for eos
-    contract        None when any of its tokens was computed from stale KV
-                    (sync_weights(keep_kv=True)), or there is none, or the generator is
-                    Generator(fast=True)
+    contract        None if the sample has no tokens, if any of them was computed from stale KV
+                    (sync_weights(keep_kv=True)), or with Generator(fast=True)
     """
 
     index: int
     text: str  # see docs/from_vllm.md; "" without a tokenizer
-    token_ids: NDArray[np.int32]  # [n] up to and with the token that ended it
+    token_ids: NDArray[np.int32]  # [n], including the token that ended the sample
     finish_reason: str | None
     stop_reason: int | str | None
     cumulative_logprob: float  # float64 sum of logprobs
-    logprobs: NDArray[
-        np.float32
-    ]  # [n] the model's own logprob of each token: temperature 1, no filter
-    sampling_logprobs: NDArray[
-        np.float32
-    ]  # [n] under the distribution it was drawn from; 0.0 at temperature 0
+    # [n] the model's logprob of each token: temperature 1, no filter
+    logprobs: NDArray[np.float32]
+    # [n] logprob under the distribution that the token was drawn from; 0.0 at temperature 0
+    sampling_logprobs: NDArray[np.float32]
     versions: NDArray[np.int64]  # [n] weight version of each token
     contract: Contract | None
     top_logprobs: TopLogprobs | None = None  # with SamplingParams.logprobs > 0
     # [prompt + n - 1, moe_layers, k]; None in a dense model and until the request is finished
     routed_experts: NDArray[np.int16] | None = None
-    kept_tokens: NDArray[np.int32] | None = (
-        None  # [n, top_k], with SamplingParams.kept_tokens: ids by descending logit, then -1
-    )
+    # [n, top_k], with SamplingParams.kept_tokens: ids by descending logit, then -1
+    kept_tokens: NDArray[np.int32] | None = None
 
     def vllm_logprobs(self) -> list[dict[int, Logprob]]:
-        """`logprobs` and `top_logprobs` as vLLM's CompletionOutput.logprobs has them: for each
-        token a dict of ids, the drawn one first."""
+        """Returns `logprobs` and `top_logprobs` in the form of vLLM's CompletionOutput.logprobs:
+        for each token a dict by id, with the drawn token first."""
         return _in_vllms_form(self.token_ids, self.logprobs, self.top_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When a request came to each point, under vLLM's names: seconds of time.monotonic() on the
-    machine that ran it, 0.0 if it did not. After a restart (sync_weights(inflight="restart")) they
-    are those of the last run, but queued_ts."""
+    """Times of a request, under vLLM's names: seconds of time.monotonic() on the machine that ran
+    it, or 0.0 if the request did not reach this point. After a restart
+    (sync_weights(inflight="restart")) all times except queued_ts are those of the last run."""
 
     queued_ts: float  # added to the engine
-    scheduled_ts: float  # its first step was planned
-    first_token_ts: float  # of any sample
+    scheduled_ts: float  # first step planned
+    first_token_ts: float  # first token of any sample
     last_token_ts: float
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt and its samples, in the order of their index. Prompt logprobs that an abort left
-    uncomputed are nan (ids: -1)."""
+    """One prompt and its samples, in the order of their index. After an abort, prompt logprobs that
+    were not computed are nan (ids: -1)."""
 
     request_id: int
-    prompt: str | None  # when it was given as text
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: NDArray[np.int32]  # [p]
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
-    prompt_logprobs: NDArray[np.float32] | None = (
-        None  # [p - 1] of token i+1 given 0..i, with SamplingParams.prompt_logprobs
-    )
+    # [p - 1] logprob of token i+1 given tokens 0..i, with SamplingParams.prompt_logprobs
+    prompt_logprobs: NDArray[np.float32] | None = None
     prompt_top_logprobs: TopLogprobs | None = None  # [p - 1, k]
-    metrics: RequestMetrics | None = None  # None: a request that the engine refused
-    error: Exception | None = (
-        None  # what ended it, with on_error="return"; from poll also what the tokenizer raised
-    )
+    metrics: RequestMetrics | None = None  # None if the engine refused the request
+    # The error that ended the request, with on_error="return" and from poll, which also reports
+    # exceptions of the tokenizer.
+    error: Exception | None = None
 
     def vllm_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """The same of the prompt, as in vLLM: None for its first token. None without
-        SamplingParams.prompt_logprobs."""
+        """Returns the logprobs of the prompt in vLLM's form, with None for its first token. Returns
+        None without SamplingParams.prompt_logprobs."""
         if self.prompt_logprobs is None:
             return None
         return [
@@ -147,34 +143,33 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One committed sync."""
+    """The report of a committed sync."""
 
     version: int
-    num_tensors: int  # tensors that came
-    num_parameters: int  # of the model, that they filled
-    num_skipped: int  # buffers of rope; with strict=False also unexpected names
-    bytes: int  # of tensor data read
-    seconds: float  # begin to commit
-    copy_seconds: float  # of these, inside the copies
+    num_tensors: int  # number of tensors in the source
+    num_parameters: int  # number of the model's parameters that were filled
+    num_skipped: int  # number of buffers of rope; with strict=False also of unexpected names
+    bytes: int  # bytes of tensor data read
+    seconds: float  # from begin to commit
+    copy_seconds: float  # part of `seconds` inside the copies
     # 16 hex digits over names and stored values; the same for every spelling of the same weights
     digest: str
 
     @property
     def gb_per_s(self) -> float:
-        """10^9 bytes of tensor data per second of copying."""
+        """Speed of copying, in 10^9 bytes of tensor data per second."""
         return self.bytes / self.copy_seconds / 1e9 if self.copy_seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTestReport:
-    """How far the trainer's logprobs are from the generator's on the same tokens."""
+    """The differences between the trainer's and the generator's logprobs of the same tokens."""
 
     max_abs_diff: float
     mean_abs_diff: float
     num_tokens: int
     threshold: float
-    worst: tuple[int, int]  # sequence, position in it (of the token that was scored)
+    worst: tuple[int, int]  # sequence of the largest difference, and position of its token
     version: int
-    diffs: list[NDArray[np.float32]] = field(
-        repr=False, default_factory=list
-    )  # trainer - generator, [len - 1] each
+    # trainer - generator, [len - 1] for each sequence
+    diffs: list[NDArray[np.float32]] = field(repr=False, default_factory=list)

@@ -1,22 +1,22 @@
 """The tokens between two turns of the policy: the end of its message, the reply, and the beginning
 of its next message.
 
-    drawn    the tokens of a turn as they were drawn, the end token included
-    between  what the chat template renders after the text of that turn, without the part that the
-             end token already stands for
+    drawn    the tokens of a turn as they were drawn, including the end token
+    between  the text that the chat template renders after that turn, without the part that the end
+             token replaces
     drawn    the next turn
 
-So a conversation is what the template renders around the policy's own tokens. The part that the end
-token stands for is
+So a conversation is the template's text around the policy's own tokens. The part that the end token
+replaces is
 
     up to the same token, if the template puts it before the text of the reply: <|im_end|> of Qwen,
         and the marker <|user|> that begins the next message of GLM-4
     up to the end token of the template, if it ends the message with another one: Llama 3.1's
         <|eot_id|>, where the policy drew <|eom_id|>
-    nothing, if the template ends the message with no end token
+    empty, if the template does not end the message with an end token
 
-The template renders the conversation with a marker in place of the turn's text, since templates
-such as Qwen3's render the text itself otherwise once a reply is there.
+The template renders the conversation with a marker instead of the turn's text, since templates such
+as Qwen3's change the text of a turn if a reply follows it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def reply_tokens(
     reply   the messages after it, or the text that follows in a text prompt
     ends    all end tokens
 
-    Raises ValueError for a template that does not show where a message ends, and what the template
-    raises."""
+    Raises ValueError if the end of a message cannot be found in the template's text, and any error
+    of the template."""
     if isinstance(reply, str):
         return _after(end, reply, tokenizer)
     marked = [{**m, "content": m["content"] and f"{REPLY}{i}"} for i, m in enumerate(reply)]
@@ -63,8 +63,8 @@ def reply_tokens(
 
 
 def _tail(before: Sequence[Any], after: Sequence[Any], tokenizer: Any) -> str:
-    """Returns what the template renders behind the text of an assistant's message between the two.
-    With messages after it the beginning of the next answer is at the end."""
+    """Returns the text that the template renders after the text of an assistant's message between
+    `before` and `after`. If `after` is not empty, it ends with the beginning of the next answer."""
     marker = ANSWER
     while any(marker in m["content"] for m in (*before, *after)):
         marker += "."
@@ -76,7 +76,7 @@ def _tail(before: Sequence[Any], after: Sequence[Any], tokenizer: Any) -> str:
 
 
 def _after(end: int, text: str, tokenizer: Any) -> list[int]:
-    """Returns the tokens of `text` behind the token `end`, which may change the first of them."""
+    """Returns the tokens of `text` after the token `end`, which may change the first one."""
     token = tokenizer.convert_ids_to_tokens(end) or ""  # None: an id that only the model has
     ids = tokenizer.encode(token + text, add_special_tokens=False)
     if ids[:1] != [end]:  # not a special token

@@ -1,8 +1,9 @@
-"""Requests in flight: what Python keeps of each while the C engine runs it, and how its records
-become a RequestOutput. The caller has the engine to itself (loop.py).
+"""Requests in flight: the state that Python keeps for each request while the C engine runs it, and
+the conversion of its records to a RequestOutput. The caller has exclusive use of the engine
+(loop.py).
 
     add ──► step … step ──► done ──► output (copies out) ──► release
-                  └─ stop strings are looked for after every step
+                  └─ searches for stop strings after every step
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(slots=True)
 class EngineRequest:
-    """A request as ext/engine/engine.c reads it; the fields are rm_request's."""
+    """A request in the form that ext/engine/engine.c reads; its fields are those of rm_request."""
 
     n: int
     max_tokens: int
@@ -58,7 +59,7 @@ class EngineRequest:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    stop: tuple[str, ...] = ()  # found by this layer; here so that ranks compare them
+    stop: tuple[str, ...] = ()  # not used by the engine; included so that ranks compare it
 
     @classmethod
     def of(
@@ -98,9 +99,9 @@ class _Request:
     prompt_ids: Ids
     prompt: str | None
     params: SamplingParams
-    number: int  # of the generation, see Requests._generations; 0: a score
-    texts: list[Detokenizer]  # of each sample; empty without a tokenizer and for a score
-    logits: NDArray[np.float32] | None = None  # [len, vocab] of a score that keeps them
+    number: int  # number of the generation, see Requests._generations; 0 for a score
+    texts: list[Detokenizer]  # one for each sample; empty without a tokenizer and for a score
+    logits: NDArray[np.float32] | None = None  # [len, vocab] for a score that keeps its logits
 
 
 class Requests:
@@ -117,18 +118,14 @@ class Requests:
         is_invariant: bool = True,
     ):
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
-        self._engine, self._codec, self._eos, self._dtype = (
-            engine,
-            codec,
-            frozenset(eos_token_ids),
-            dtype,
-        )
+        self._engine, self._codec, self._eos = engine, codec, frozenset(eos_token_ids)
+        self._dtype = dtype
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
-        # that were accepted: what default seeds are made of, so neither scores nor refusals move
-        # them
+        # Number of accepted generations. Default seeds are made from it, so scores and refused
+        # requests do not change them.
         self._generations = 0
-        self._watched: set[int] = set()  # those with stop strings that still run
+        self._watched: set[int] = set()  # running requests with stop strings
 
     @property
     def role(self) -> Role | None:
@@ -137,7 +134,7 @@ class Requests:
     # ---------------------------------------------------------------------------------------- in
     @followed("prompt_ids", "params")
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
-        """Queues a generation. RequestError or CapacityError when the engine refuses it."""
+        """Queues a generation. Raises RequestError or CapacityError if the engine refuses it."""
         if params.stop and self._codec is None:
             why = "since the generator has no tokenizer"
             raise RequestError(f"stop: expected no stop strings, {why}, got {shown(params.stop)}")
@@ -160,7 +157,7 @@ class Requests:
 
     @followed("ids", "params", "vocab_size")
     def add_score(self, ids: Ids, params: SamplingParams | None = None, vocab_size: int = 0) -> int:
-        """Queues a scoring pass over `ids`. vocab_size > 0: its logits are kept too."""
+        """Queues a scoring pass over `ids`. vocab_size > 0: also keep its logits."""
         chosen = params or GREEDY
         logits = np.zeros((len(ids), vocab_size), np.float32) if vocab_size else None
         asked = EngineRequest.of(chosen, 0, True, params is not None)
@@ -191,15 +188,15 @@ class Requests:
     # ---------------------------------------------------------------------------------------- work
     @followed(collective=True)
     def step(self, deadline: float | None = None) -> tuple[int, bool]:
-        """One engine step, after which all ranks see the same requests finished. Returns the rows
-        of all replicas, and whether the deadline has passed on any rank."""
+        """Runs one engine step, after which all ranks have the same finished requests. Returns the
+        number of rows of all replicas, and whether the deadline has passed on any rank."""
         together = self._engine.step(self._watch_all, deadline)
-        self._watch_all()  # what other ranks have finished
+        self._watch_all()  # requests that other ranks have finished
         return together
 
     def _watch_all(self) -> None:
-        """Searches for stop strings. A tokenizer that raises ends its request as a stop string
-        would; the error is in the request's output."""
+        """Searches all running requests for stop strings. If a tokenizer raises, the request ends
+        as with a stop string, and the error is in its output."""
         for request in list(self._watched):
             try:
                 self._watch(request)
@@ -212,7 +209,7 @@ class Requests:
         for sample, text in enumerate(record.texts):
             finish, fresh = self._engine.tokens(request, sample, text.num_tokens)
             running |= finish is None
-            if finish not in ("abort", "error"):  # their text is read when the output is taken
+            if finish not in ("abort", "error"):  # otherwise `output` reads the text
                 self._read(request, sample, finish, fresh)
         if not running:
             self._watched.discard(request)
@@ -226,8 +223,8 @@ class Requests:
                 self._engine.stop_sample(request, sample, text.num_tokens)
 
     def _read(self, request: int, sample: int, finish: Finish, fresh: Ids) -> None:
-        """Decodes the new tokens of a sample and ends the sample at a stop string. If an error
-        delayed this, the engine drops the tokens after the string."""
+        """Decodes the new tokens of a sample, and ends the sample at a stop string. If an error has
+        delayed this, the engine drops the tokens after the stop string."""
         record = self._records[request]
         text = record.texts[sample]
         tokens = fresh.tolist() if text.found is None else []
@@ -241,15 +238,16 @@ class Requests:
 
     @followed("requests")
     def abort(self, requests: Iterable[int]) -> None:
-        """Ends those that still run; they are done afterwards, with finish_reason "abort"."""
+        """Aborts the requests that still run. They are then finished, with finish_reason
+        "abort"."""
         running = set(self._engine.ids()) - self._engine.finished()
         for request in requests:
             if request in running:
                 self._engine.abort(request)
 
     def rewind(self) -> None:
-        """After a sync with inflight="restart": requests that ran begin again, and so does the
-        search for stop strings."""
+        """Restarts the search for stop strings in running requests, which begin again after a sync
+        with inflight="restart"."""
         for request in set(self.live()) - self._engine.finished():
             record = self._records[request]
             if record.texts:
@@ -259,12 +257,12 @@ class Requests:
 
     # ---------------------------------------------------------------------------------------- out
     def live(self) -> list[int]:
-        """Ids that were added and not released, oldest first."""
+        """Returns the ids of requests that were added and not released, oldest first."""
         return self._engine.ids()
 
     def num_tokens(self, request: int, before: list[int]) -> list[int]:
-        """Of each sample so far. before: what it was earlier; after a restart it stays until there
-        are more."""
+        """Returns the number of tokens of each sample so far, but at least `before`, the result of
+        an earlier call: after a restart the numbers do not decrease."""
         return [
             count + len(self._engine.tokens(request, sample, count)[1])
             for sample, count in enumerate(before)
@@ -272,7 +270,8 @@ class Requests:
 
     @followed("requests")
     def forget(self, requests: Iterable[int]) -> None:
-        """Aborts and releases, without results. The latest generations give their numbers back."""
+        """Aborts and releases requests, without results. If they are the latest generations, their
+        numbers are used again."""
         known = set(self.live())
         requests = sorted(known.intersection(requests), reverse=True)
         self.abort(requests)
@@ -284,13 +283,13 @@ class Requests:
 
     @followed("request")
     def release(self, request: int) -> None:
-        """The records of a request that is done leave the engine."""
+        """Removes the records of a finished request from the engine."""
         self._engine.release(request)
         self._watched.discard(request)
         self._records.pop(request, None)
 
     def output_or_error(self, request: int) -> RequestOutput:
-        """As output, but a tokenizer that raises leaves its exception in `error`, and the texts
+        """Like output, but if the tokenizer raises, `error` is its exception and the texts are
         empty."""
         try:
             self.raise_fault([request])
@@ -299,22 +298,20 @@ class Requests:
             return replace(self.output(request, has_text=False), error=error)
 
     def raise_fault(self, requests: Iterable[int]) -> None:
-        """Raises what a tokenizer has raised in the search for a stop string."""
+        """Raises the exception that a tokenizer raised in the search for a stop string, if any."""
         for request in requests:
             if (fault := self._engine.request_faults.get(request)) is not None:
                 raise fault
 
     def output(self, request: int, has_text: bool = True) -> RequestOutput:
-        """Returns what a request has so far, or all once it is done."""
+        """Returns the output of a request, with its tokens so far if it still runs."""
         record, view = self._records[request], self._engine.request(request)
-        top, scored = (
-            _top(
-                view["prompt_top_ids"],
-                view["prompt_top_logprobs"],
-                record.params.prompt_logprobs or 0,
-            ),
-            view["num_scored"],
+        top = _top(
+            view["prompt_top_ids"],
+            view["prompt_top_logprobs"],
+            record.params.prompt_logprobs or 0,
         )
+        scored = view["num_scored"]
         if view["prompt_logprobs"] is not None:
             view["prompt_logprobs"][scored:] = np.nan
         if top is not None:
@@ -334,8 +331,8 @@ class Requests:
         )
 
     def scores(self, request: int) -> NDArray[np.float32]:
-        """Returns float32 [len − 1] of a scoring pass, or its logits if it keeps them. Raises what
-        ended it."""
+        """Returns float32 [len − 1] of a scoring pass, or its logits if it keeps them. Raises the
+        error that ended it."""
         record, view = self._records[request], self._engine.request(request)
         finish = self._engine.tokens(request, 0, 0)[0]
         if view["error"] is not None:
@@ -408,14 +405,15 @@ class Requests:
 
 
 def _top(ids: Ids | None, logprobs: NDArray[np.float32] | None, k: int) -> TopLogprobs | None:
-    """The first k, which were asked for; for kept_tokens the engine records more."""
+    """Returns the first k top logprobs, the requested ones. For kept_tokens the engine records
+    more."""
     if ids is None or logprobs is None or not k:
         return None
     return TopLogprobs(np.ascontiguousarray(ids[:, :k]), np.ascontiguousarray(logprobs[:, :k]))
 
 
 def _kept(ids: Ids | None, kept: Ids | None, top_k: int) -> Ids | None:
-    """[n, top_k]: the first `kept` of each row of ids, then -1."""
+    """Returns [n, top_k]: the first `kept` ids of each row, then -1."""
     if ids is None or kept is None:
         return None
     return np.where(np.arange(top_k) < kept[:, None], ids[:, :top_k], np.int32(-1))
@@ -424,16 +422,16 @@ def _kept(ids: Ids | None, kept: Ids | None, top_k: int) -> Ids | None:
 def _routed(
     prompt: NDArray[np.int16] | None, generated: NDArray[np.int16] | None, num_tokens: int
 ) -> NDArray[np.int16] | None:
-    """[prompt + n − 1, moe_layers, k]: the last token was never fed back. None in a dense model or
-    when nothing was generated."""
+    """Returns the routing [prompt + n − 1, moe_layers, k]; the last token was not an input. Returns
+    None for a dense model or without generated tokens."""
     if prompt is None or generated is None or num_tokens == 0:
         return None
     return np.concatenate([prompt, generated])
 
 
 def token_ids(prompt: Any) -> Ids:
-    """A sequence of ints as the engine takes them. RequestError for anything else; the engine
-    checks the range."""
+    """Returns a sequence of ints in the form that the engine takes. Raises RequestError for any
+    other object; the engine checks the range of the ids."""
     check_ids(prompt)
     try:
         array = np.asarray(prompt)

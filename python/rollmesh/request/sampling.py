@@ -1,6 +1,6 @@
-"""How tokens are chosen and when a sample ends. Names and meanings are vLLM's; the order of the
-filters is the contract's (docs/numerics.md): bias, penalties, bans, temperature, min_p, top_k,
-top_p.
+"""Sampling parameters: how tokens are chosen and when a sample ends. Names and meanings are vLLM's.
+The filters apply in the order of the contract (docs/numerics.md): bias, penalties, bans,
+temperature, min_p, top_k, top_p.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from rollmesh.runtime.messages import shown
 MAX_SEED = 2**64
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 3.4028234663852886e38
-MIN_FLOAT32 = (
-    1.1754943508222875e-38  # the smallest normal one: below it numbers lose digits, then are 0
-)
+# The smallest normal float32; smaller numbers lose digits and then become 0.
+MIN_FLOAT32 = 1.1754943508222875e-38
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,36 +28,39 @@ class SamplingParams:
     """The settings of one request. Immutable; `dataclasses.replace` makes a changed copy. A wrong
     value raises RequestError.
 
-    n                samples of the prompt; sample i draws from seed + i (mod 2^64)
-    temperature      0: greedy, ties to the lowest id
-    top_p            in (0, 1]: the smallest set of likeliest tokens whose probability reaches it
-    top_k            the k likeliest tokens; -1 (or 0): all
-    min_p            in [0, 1]: tokens below min_p times the likeliest one's probability are dropped
-    max_tokens       tokens generated at most, per sample; None: as many as fit beside the
-                     prompt into max_model_len. The text leaves out a character that they cut
-    min_tokens       before that many neither eos, stop_token_ids nor stop strings end a sample
-    stop             strings that end a sample; the text is cut before them (needs the generator's
-                     tokenizer); None: none
-    stop_token_ids   ids that end a sample, besides the generator's eos_token_ids
-    ignore_eos       the generator's eos_token_ids do not end a sample
-    seed             0 <= seed < 2^64; None: the generator gives one
-    logprobs         None or 0: of the sampled token only (always recorded); k > 0: also the k
-                     largest, `.top_logprobs`
-    prompt_logprobs  None: none; 0: of each prompt token; k > 0: also the k largest
-    kept_tokens      record, for each token, which tokens the filters kept for its draw,
-                     `.kept_tokens`; needs top_k >= 1 and min_tokens = 0
+    n                number of samples of the prompt; sample i draws from seed + i (mod 2^64)
+    temperature      0: greedy; of equal tokens the lowest id is chosen
+    top_p            in (0, 1]: keep the smallest set of likeliest tokens whose probabilities sum to
+                     at least top_p
+    top_k            keep the k likeliest tokens; -1 (or 0): all
+    min_p            in [0, 1]: drop tokens whose probability is below min_p times the largest one
+    max_tokens       largest number of generated tokens per sample; None: as many as fit into
+                     max_model_len after the prompt. A character that is cut off is left out of the
+                     text
+    min_tokens       number of tokens before which neither eos, stop_token_ids nor stop strings end
+                     a sample
+    stop             strings that end a sample; the text ends before them (needs the generator's
+                     tokenizer); None: no strings
+    stop_token_ids   ids that end a sample, in addition to the generator's eos_token_ids
+    ignore_eos       do not end a sample at the generator's eos_token_ids
+    seed             0 <= seed < 2^64; None: the generator chooses one
+    logprobs         None or 0: logprob of the sampled token only (always recorded); k > 0: also the
+                     k largest logprobs, `.top_logprobs`
+    prompt_logprobs  None: no logprobs; 0: logprob of each prompt token; k > 0: also the k largest
+    kept_tokens      record which tokens the filters kept for each draw, `.kept_tokens`; needs
+                     top_k >= 1 and min_tokens = 0
     presence_penalty    in [-2, 2]: subtracted from the logit of every token that was generated
-    frequency_penalty   in [-2, 2]: subtracted as often as the token was generated
-    repetition_penalty  > 0: logits of tokens of the prompt and the output are divided by it if they
-                        are positive, else multiplied
-    logit_bias          {token id: number} added to its logit, before the penalties; kept as a tuple
-                        of pairs
-    bad_words           words that are not generated, neither with a space before them nor without
-                        (needs the generator's tokenizer)
-    allowed_token_ids   only these are drawn; None: all
-    skip_special_tokens         special tokens are left out of the text
-    include_stop_str_in_output  the text ends with the stop string, or the stop token's text,
-                                instead of before it
+    frequency_penalty   in [-2, 2]: subtracted once for each time that the token was generated
+    repetition_penalty  > 0: positive logits of tokens in the prompt and the output are divided by
+                        it, other logits of these tokens are multiplied by it
+    logit_bias          {token id: number}: added to the logits, before the penalties; stored as a
+                        tuple of pairs
+    bad_words           words that are not generated, with or without a space before them (needs the
+                        generator's tokenizer)
+    allowed_token_ids   draw only these tokens; None: all
+    skip_special_tokens         leave special tokens out of the text
+    include_stop_str_in_output  end the text with the stop string or the stop token's text, instead
+                                of before it
     """
 
     n: int = 1
@@ -183,9 +185,8 @@ class SamplingParams:
             raise RequestError(
                 f"{name}: expected text without half of a surrogate pair, got {shown(wrong[0])}"
             )
-        return tuple(
-            map(str.__str__, strings)
-        )  # a str each, not NumPy's: ranks compare and send them
+        # Plain str instead of NumPy's, since ranks compare and send them.
+        return tuple(map(str.__str__, strings))
 
     def _ids(self, name: str) -> tuple[int, ...]:
         ids: Any = () if getattr(self, name) is None else getattr(self, name)
@@ -237,16 +238,15 @@ _NO_EDITS = {
 
 
 def logit_edit_names(params: SamplingParams) -> list[str]:
-    """The fields by which logits change before a draw."""
+    """Returns the names of the given fields that change logits before a draw."""
     return [name for name, value in _NO_EDITS.items() if getattr(params, name) != value]
 
 
 def _is_within(value: Any, low: float, high: float) -> bool:
     if isinstance(value, bool) or not isinstance(value, REAL):
         return False
-    if isinstance(
-        value, np.floating
-    ):  # beside a float16 the bounds would become float16 too, and infinite
+    # In a comparison with a float16 the bounds would become float16 too, and infinite.
+    if isinstance(value, np.floating):
         value = float(value)
     return bool(low <= value <= high)
 

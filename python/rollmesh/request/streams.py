@@ -1,7 +1,7 @@
-"""agenerate and astream: requests of event loops. Each is a call of the engine's thread (loop.py)
-that nobody waits for. Its outputs go to the coroutine by call_soon_threadsafe, so an event loop
-never waits for a step. Errors of one request are raised in its coroutine, errors of the engine in
-all.
+"""agenerate and astream: requests of event loops. Each is a call in the engine's thread (loop.py)
+for which no thread waits. Its outputs go to the coroutine by call_soon_threadsafe, so an event loop
+never waits for a step. Errors of a request are raised in its coroutine; errors of the engine are
+raised in all coroutines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollmesh.request.sampling import SamplingParams
 
 
 class _Stream(Call):
-    """One request of a coroutine."""
+    """A request of a coroutine."""
 
     waits = True
 
@@ -32,8 +32,8 @@ class _Stream(Call):
         super().__init__(lambda: calls.add(prompt, params, 0))
         self._calls, self._partial = calls, partial
         self._event_loop, self.ready = asyncio.get_running_loop(), asyncio.Event()
-        self.output: RequestOutput | None = None  # the latest; it replaces one that was not read
-        self._num_tokens = [0] * params.n  # of each sample, in the latest output
+        self.output: RequestOutput | None = None  # the latest; replaces an output that was not read
+        self._num_tokens = [0] * params.n  # number of tokens of each sample in the latest output
 
     def begin(self) -> bool:
         super().begin()
@@ -115,7 +115,8 @@ class Streams:
 
 
 def _one_prompt(prompt: Any) -> Prompt:
-    """Copies a prompt, since the thread reads it later. RequestError if it is not a prompt."""
+    """Copies a prompt, since the engine's thread reads it later. Raises RequestError if it is not a
+    prompt."""
     if isinstance(prompt, str):
         return prompt
     if (

@@ -1,5 +1,5 @@
-"""Text in and out, since the engine has only token ids: one interface for all kinds of tokenizers,
-reading one from a folder, and the text of a sample while its tokens come in.
+"""Conversion between text and token ids: one interface for all kinds of tokenizers, reading a
+tokenizer from a folder, and the text of a sample while its tokens arrive.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from rollmesh.runtime.arguments import is_unicode
 from rollmesh.runtime.messages import plain, shown
 
 REPLACEMENT = "\ufffd"
-FEW, MANY = 4, 128  # tokens at the end of a prompt that are decoded as context
+FEW, MANY = 4, 128  # number of tokens at the end of a prompt that are decoded as context
 MAX_CONTEXT = 16  # tokens of output that are decoded again as context
 HEAD, TAIL = 8, 4  # tokens; a character has at most four bytes, so this many tokens hold all of it
 
 
 def tokenizer_of_folder(folder: Path) -> Any:
-    """The tokenizer of a Hugging Face folder, None where it has none. A transformers tokenizer
-    where there is a tokenizer_config.json and transformers is installed, else a
-    tokenizers.Tokenizer from tokenizer.json. Only local files are read, and no code of the folder
-    is run.
+    """Returns the tokenizer of a Hugging Face folder, or None if the folder has none. The result is
+    a transformers tokenizer if there is a tokenizer_config.json and transformers is installed,
+    otherwise a tokenizers.Tokenizer from tokenizer.json. Reads only local files and does not run
+    code of the folder.
 
-    ConfigError: the files are no tokenizer, or the package to read them is missing.
+    Raises ConfigError if the files cannot be read as a tokenizer, or if the package to read them is
+    missing.
     """
     file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not (settings.is_file() and (find_spec("transformers") or not file.is_file())):
@@ -54,7 +55,7 @@ def tokenizer_of_folder(folder: Path) -> Any:
 
 
 def load_tokenizer(file: Path) -> Any:
-    """A tokenizers.Tokenizer from a tokenizer.json."""
+    """Returns a tokenizers.Tokenizer from a tokenizer.json."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -69,14 +70,14 @@ def load_tokenizer(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class Chat:
-    """A prompt that a chat template renders. options: of apply_chat_template."""
+    """A prompt that a chat template renders. options: arguments of apply_chat_template."""
 
     messages: Any
     options: Mapping[str, Any]
 
 
 class TextCodec:
-    """`tokenizer` is a transformers tokenizer or a tokenizers.Tokenizer."""
+    """Encodes and decodes text. tokenizer: a transformers tokenizer or a tokenizers.Tokenizer."""
 
     def __init__(self, tokenizer: Any):
         if not (
@@ -90,8 +91,9 @@ class TextCodec:
         self.tokenizer, self._decode = tokenizer, _decode_of(tokenizer)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, special tokens added as the tokenizer does by default."""
-        if not is_unicode(text):  # for which tokenizers have a bare TypeError
+        """Returns the token ids of a prompt, with the special tokens that the tokenizer adds by
+        default."""
+        if not is_unicode(text):  # tokenizers would raise a TypeError without a message
             raise RequestError(f"expected text without half of a surrogate pair, got {shown(text)}")
         encoded = (
             self.tokenizer.encode(text)
@@ -106,8 +108,8 @@ class TextCodec:
         return list(ids)
 
     def encode_chat(self, messages: Any, options: Mapping[str, Any]) -> list[int]:
-        """Token ids of a chat, as the tokenizer's template renders it. options: of
-        apply_chat_template."""
+        """Returns the token ids of a chat, rendered by the tokenizer's template. options: arguments
+        of apply_chat_template."""
         if not callable(getattr(self.tokenizer, "apply_chat_template", None)):
             raise RequestError(
                 "chat: expected a tokenizer of transformers, with a chat template, got "
@@ -126,7 +128,8 @@ class TextCodec:
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Without what precedes `ids`: Detokenizer gives the text of a sample."""
+        """Returns the text of `ids` alone, without preceding tokens. For the text of a sample use
+        Detokenizer."""
         text = self._decode(list(ids), skip_special_tokens=skip_special_tokens) if len(ids) else ""
         if not isinstance(text, str):
             raise RequestError(f"expected str from the tokenizer, got {type(text).__name__}")
@@ -134,9 +137,9 @@ class TextCodec:
 
 
 def _decode_of(tokenizer: Any) -> Callable[..., Any]:
-    """Returns the tokenizer's decode. For tokenizers of transformers it keeps the spaces before
-    punctuation that clean_up_tokenization_spaces removes, and skips ids beyond the vocabulary, with
-    which models pad theirs. vLLM does the same."""
+    """Returns the tokenizer's decode function. With tokenizers of transformers, the function keeps
+    the spaces before punctuation that clean_up_tokenization_spaces removes, and skips ids beyond
+    the tokenizer's vocabulary, which models have as padding. vLLM does the same."""
     if all(kind.__name__ != "PreTrainedTokenizerBase" for kind in type(tokenizer).__mro__):
         return tokenizer.decode  # type: ignore[no-any-return]
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
@@ -152,20 +155,22 @@ def _decode_of(tokenizer: Any) -> Callable[..., Any]:
 
 
 def rendered_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
-    """Returns the text of a chat by the tokenizer's template. options: of apply_chat_template."""
+    """Returns the text of a chat, rendered by the tokenizer's template. options: arguments of
+    apply_chat_template."""
     return str(tokenizer.apply_chat_template(_messages(messages), **{**options, "tokenize": False}))
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns messages as vLLM gives them to a template: content None beside tool calls becomes "",
-    and JSON in the arguments of a tool call becomes an object."""
+    """Returns messages in the form in which vLLM passes them to a template: content None with tool
+    calls becomes "", and JSON in the arguments of a tool call becomes an object."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
         raise RequestError(f"chat: expected messages of {{role, content}}, got {shown(messages)}")
     return [_message(message) for message in messages]
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A template would print what is no text as Python shows it, or nothing."""
+    """Checks and converts one message. Content that is not text is refused, since a template would
+    print its Python repr or leave it out."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"chat: expected messages of {{role, content}}, got {shown(message)}")
     content, calls = message.get("content"), message.get("tool_calls")
@@ -206,12 +211,13 @@ class Detokenizer:
         for token in tokens:
             if detokenizer.push(token) is not None:
                 break
-            detokenizer.text_so_far()  # the beginning of every later text
+            detokenizer.text_so_far()  # every later text begins with it
         detokenizer.text
 
-    Each token is decoded together with tokens before it; for the first token these are the last
-    ones of the prompt. Text that ends in U+FFFD is held back until a token completes the character.
-    If none does, the text ends before it. The number of tokens decoded for each token is bounded.
+    Each token is decoded together with the tokens before it; for the first token these are the last
+    tokens of the prompt. Text that ends in U+FFFD is delayed until a token completes the character.
+    If the sample ends first, its text ends before the character. The number of tokens that are
+    decoded for each new token is bounded.
     """
 
     def __init__(
@@ -224,24 +230,24 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         keeps_stop: bool = False,
     ):
-        """min_tokens: stop strings are searched for in the text of later tokens only.
-        keeps_stop: the text ends with the stop string."""
+        """min_tokens: number of tokens before the search for stop strings begins. keeps_stop:
+        whether the text includes the stop string."""
         self._codec, self._prompt_ids, self._skips = codec, prompt_ids, skip_special_tokens
         self._stops, self._min_tokens, self._keeps_stop = stops, min_tokens, keeps_stop
         self._context: list[int] | None = None  # tokens with known text; None before the first push
-        self._known: tuple[str, ...] = ()  # texts of the context; the first that fits counts
-        self._held: list[int] = []  # tokens after the context, without text so far
-        self._num_done = 0  # tokens before those in _held
+        self._known: tuple[str, ...] = ()  # possible texts of the context; the first match is used
+        self._held: list[int] = []  # tokens after the context that have no text yet
+        self._num_done = 0  # number of tokens before those in _held
         self.text = ""
-        self.found: str | None = None  # the stop string; nothing is pushed after it
+        self.found: str | None = None  # the stop string; push is not called after it was found
 
     @property
     def num_tokens(self) -> int:
         return self._num_done + len(self._held)
 
     def push(self, token: int) -> str | None:
-        """Takes the next token, or nothing if the tokenizer raises. Returns the stop string that
-        the token completes, if any; `text` then ends there."""
+        """Adds the next token; if the tokenizer raises, the state is unchanged. Returns the stop
+        string that the token completes, if any; `text` then ends there."""
         if self._context is None:
             self._context, self._known = self._prime()
         fresh = self._fresh(token)
@@ -250,21 +256,21 @@ class Detokenizer:
             return None
         count = self.num_tokens + 1
         if not fresh:
-            self._num_done += 1  # dropped, so that the number of tokens in _held is bounded
+            self._num_done += 1  # the token is dropped, so that _held has a bounded size
             return None
         text, found = self.text + fresh, None
         if count > self._min_tokens:
             text, found = self._cut(text, len(fresh))
         context = [*self._held, token][-MAX_CONTEXT:]
         known, held = (self._decode(context),), list[int]()
-        # Python handles signals in calls, so a Ctrl-C comes before or after all these assignments.
+        # Python handles signals in calls, so a Ctrl-C cannot interrupt between these assignments.
         self.text, self.found, self._num_done = text, found, count
         self._context, self._known, self._held = context, known, held
         return found
 
     def text_so_far(self) -> str:
-        """Returns the text while more tokens may come: without the last characters, with which a
-        stop string may begin."""
+        """Returns the text while more tokens may follow, without last characters that may be the
+        beginning of a stop string."""
         if self.found is not None or self._keeps_stop or not self._stops:
             return self.text
         return self.text[: max(0, len(self.text) + 1 - max(map(len, self._stops)))]
@@ -273,9 +279,9 @@ class Detokenizer:
         return self._codec.decode(ids, self._skips)
 
     def _prime(self) -> tuple[list[int], tuple[str, ...]]:
-        """Returns the last tokens of the prompt, enough of them to have text, and that text. A
-        prompt that ends inside a character has two texts: with the fragment, and without it for the
-        case that a token completes the character."""
+        """Returns the last tokens of the prompt, as many as are needed to have text, and that text.
+        A prompt that ends inside a character has two texts: one with the fragment, and one without
+        it in case a token completes the character."""
         end, size = len(self._prompt_ids), FEW
         while True:
             context = [int(token) for token in self._prompt_ids[max(0, end - size) : end]]
@@ -293,23 +299,23 @@ class Detokenizer:
                 end -= size  # tokens without text, such as padding
 
     def _fresh(self, token: int) -> str | None:
-        """Returns the text that is final with this token. None: it ends inside a character."""
+        """Returns the text that this token completes, or None if it ends inside a character."""
         context, held = self._context or [], [*self._held, token]
         is_long = len(held) > HEAD + TAIL
-        # The first and the last tokens decide how the text ends, so the others are not needed yet.
+        # The first and last tokens determine whether the text ends inside a character.
         ends = [*held[:HEAD], *held[-TAIL:]] if is_long else held
         text = self._decode([*context, *ends])
         if is_long and not text.endswith(REPLACEMENT):
             text = self._decode([*context, *held])
         known = next(filter(text.startswith, self._known), None)
         if known is None and not text.endswith(REPLACEMENT):
-            # With byte fallback a wrong byte makes the characters before it undecodable too.
+            # With byte fallback, a wrong byte makes the characters before it undecodable too.
             known, text = "", self._decode(held)
         return None if text.endswith(REPLACEMENT) else text[len(known or "") :]
 
     def _cut(self, text: str, num_fresh: int) -> tuple[str, str | None]:
-        """Returns the text up to the stop string (or with it) that ends first in the last num_fresh
-        characters, and that stop string."""
+        """Finds the stop string that ends first within the last num_fresh characters. Returns the
+        text up to it (or including it) and the stop string, or the whole text and None."""
         first: tuple[int, str] | None = None
         for stop in self._stops:
             at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))

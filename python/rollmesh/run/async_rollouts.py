@@ -36,7 +36,7 @@ import rollmesh as rm
 from rollmesh.run.samples import Rollout
 from rollmesh.runtime.threads import starting
 
-JOIN_S = 0.05  # between two aborts: the thread may have added its requests after the first one
+JOIN_S = 0.05  # between two aborts, since the thread may add requests after an abort
 # (trainer works, generator works) → the metric
 SHARES = {
     (True, True): "both_share",
@@ -62,8 +62,8 @@ class AsyncRollouts:
     ) -> None:
         self._generate, self._abort = generate, abort
         self._orders: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # (batch, version)
-        self._messages: SimpleQueue[None] = SimpleQueue()  # per finished batch, and at the end
-        self._finished = dict(ready or {})  # by batch
+        self._messages: SimpleQueue[None] = SimpleQueue()  # one per finished batch and at the end
+        self._finished = dict(ready or {})  # batch → rollout
         self._num_ordered = self._num_generated = 0
         self._error: BaseException | None = None
         self._stopped = False
@@ -86,7 +86,7 @@ class AsyncRollouts:
         return self._finished.keys() >= set(batches)
 
     def drop(self, batch: int) -> None:
-        """Removes a batch that is not needed any more."""
+        """Removes a batch that is no longer needed."""
         self._finished.pop(batch, None)
 
     def wait(self) -> None:
@@ -140,16 +140,16 @@ class AsyncRollouts:
 
 
 def batches_of(version: int, first_step: int, num_ready: int, level: int, last: int) -> range:
-    """Returns the batches that a version generates: that of the step `level` later. The first
-    version also generates the batches before it, except those that the checkpoint has. The last
-    checkpoint has as many as the others, so that a longer run can continue from it."""
+    """Returns the batches that a version generates: the batch of the step `level` later. The first
+    version also generates the earlier batches, except those in the checkpoint. The last checkpoint
+    has as many batches as the others, so that a longer run can continue from it."""
     first = first_step + num_ready if version == first_step else version + level
     return range(first, min(version + level, max(last, last - 1 + level)) + 1)
 
 
 def staleness(rollout: Rollout, version: int, level: int) -> dict[str, float]:
-    """Returns how many versions the tokens are behind the trainer's. StateError: more than `level`,
-    or a token is of a newer version than the trainer's."""
+    """Returns the number of versions by which the tokens are behind the trainer. Raises StateError
+    if it exceeds `level`, or if a token is of a newer version than the trainer's."""
     behind = version - np.concatenate([c.versions for c in rollout.completions])
     if behind.max() > level or behind.min() < 0:
         wrong = version - int(behind.max() if behind.max() > level else behind.min())
@@ -178,7 +178,7 @@ class Overlap:
             self._change(side, -1)
 
     def shares(self) -> dict[str, float]:
-        """Returns the shares of the time since the last call. Neither side worked in the rest."""
+        """Returns the shares of the time since the last call; in the rest neither side worked."""
         with self._lock:
             self._advance()
             seconds, self._seconds = self._seconds, {}

@@ -45,7 +45,7 @@ _log = logging.getLogger("rollmesh.grpo")
 FORMAT = 1
 STATE = "trainer/state.json"
 ROLLOUTS = "trainer/rollouts.safetensors"
-# Keys that decide what the prompts are.
+# Keys on which the prompts depend.
 MAKE_DATA = ("data.", "tokenizer.", "model.path", "generator.max_model_len", "rollout.max_tokens")
 # Keys that a resumed run may change.
 MAY_DIFFER = (
@@ -60,7 +60,7 @@ class TrainerState(typing.Protocol):
 
     model: Any
     optimizer: Any
-    num_updates: int  # of the weights that have begun
+    num_updates: int  # number of updates of the weights that have begun
 
 
 def save(
@@ -72,13 +72,13 @@ def save(
     rollouts: Sequence[Rollout] = (),
     data: str | None = None,
 ) -> Path:
-    """Writes root/checkpoints/step_N, then removes the oldest beyond [checkpoint] keep. rollouts:
-    those of next_step and the steps after it. data: Dataset.digest, for
-    `check_data`.
+    """Writes root/checkpoints/step_N, then removes the oldest checkpoints beyond [checkpoint] keep.
+    rollouts: those of next_step and later steps. data: Dataset.digest, for `check_data`.
 
-    OSError (such as a full disk): the other checkpoints remain, and this one leaves no files."""
+    Raises OSError, for example for a full disk; the files of this checkpoint are then removed, and
+    the other checkpoints remain."""
     final = root / "checkpoints" / f"step_{next_step:06d}"
-    for unfinished in final.parent.glob(".step_*.partial"):  # by a killed run
+    for unfinished in final.parent.glob(".step_*.partial"):  # of a killed run
         shutil.rmtree(unfinished)
     partial = final.with_name(f".{final.name}.partial")
     try:
@@ -146,8 +146,8 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def verify(folder: Path) -> None:
-    """FormatError: a safetensors file has changed since it was written, so that the run would
-    differ. Checkpoints of older versions have no digests."""
+    """Raises FormatError if a safetensors file has changed since it was written, since the run
+    would differ. Checkpoints of older versions have no digests."""
     wanted = _read(folder).get("sha256")
     if wanted is None:
         return
@@ -164,7 +164,7 @@ def verify(folder: Path) -> None:
 
 
 def _order(folder: Path) -> tuple[int, str]:
-    """Sorts by step. Names are longer from step 1,000,000 on."""
+    """Returns a key that sorts folders by step. From step 1,000,000 on names are longer."""
     return len(folder.name), folder.name
 
 
@@ -175,7 +175,7 @@ def _written(checkpoints: Path) -> list[Path]:
 
 
 def _before(folder: Path) -> str:
-    """Advises to resume the checkpoint before this one, if there is one."""
+    """Returns the advice to resume the checkpoint before this one, if there is one."""
     every = _written(folder.parent) if _step(folder) else []
     older = [p for p in every if _order(p) < _order(folder)]
     return f". The checkpoint before: --resume {older[-1]}" if older else ""
@@ -188,7 +188,7 @@ def newest(root: Path) -> Path | None:
 
 
 def _step(folder: Path) -> re.Match[str] | None:
-    """Matches a name that `save` gives, and not a user's copy such as step_000120.bak."""
+    """Matches a folder name made by `save`, but not a user's copy such as step_000120.bak."""
     return re.fullmatch(r"step_(\d{6,})", folder.name)
 
 
@@ -211,7 +211,7 @@ def set_aside(root: Path, next_step: int, resumed: Path | None) -> None:
 
 def find(where: Path) -> Path:
     """Returns `where`, a checkpoint, or the newest checkpoint of the run folder `where`.
-    ConfigError: there is none, or one with a pipe among its files."""
+    Raises ConfigError if there is no checkpoint, or if one of its files is a pipe."""
     found = where if (where / STATE).is_file() else newest(where)
     if found is None:
         parent = where if where.name == "checkpoints" else where.parent
@@ -227,8 +227,9 @@ def find(where: Path) -> Path:
 
 
 def read_state(folder: Path, config: Config, overridden: Sequence[str]) -> int:
-    """Returns the next step. ConfigError: an option that shapes the run differs and was not
-    overridden, an option of the model's shape differs, or `steps` is below the next step."""
+    """Returns the next step. Raises ConfigError if an option that affects the run differs and was
+    not overridden, if an option of the model's shape differs, or if `steps` is below the next
+    step."""
     state = _read(folder)
     step, steps = state["next_step"], config.train.steps
     then, now, changed = _changed(state, config)
@@ -250,8 +251,8 @@ def read_state(folder: Path, config: Config, overridden: Sequence[str]) -> int:
 
 
 def check_data(folder: Path, data: Dataset, overridden: Sequence[str]) -> None:
-    """ConfigError: the prompts are not those of the run, and no option says so. Older checkpoints
-    have no digest."""
+    """Raises ConfigError if the prompts differ from those of the run although the options are
+    equal. Older checkpoints have no digest."""
     wanted = _read(folder).get("data")
     if wanted in (None, data.digest) or any(key.startswith(MAKE_DATA) for key in overridden):
         return
@@ -320,8 +321,9 @@ def load_optimizer(folder: Path, trainer: TrainerState) -> None:
 def _changed(
     state: dict[str, Any], config: Config
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Returns the options then and now, and the names of those that differ and shape the run. An
-    older checkpoint lacks later keys, which then had their default values."""
+    """Returns the options of the checkpoint, those of the config, and the names of options that
+    differ and affect the run. Keys that an older checkpoint does not have count as their
+    defaults."""
     hints: dict[str, Any] = typing.get_type_hints(Config)
     tables: dict[str, Any] = {k: v() for k, v in hints.items() if k not in ("seed", "folder")}
     defaults, now = (_flat(json.loads(json.dumps(c.as_dict()))) for c in (Config(**tables), config))
@@ -335,7 +337,7 @@ def _changed(
 
 
 def save_rollouts(rollouts: Sequence[Rollout], path: Path) -> None:
-    """Stores all but prompts and texts, which follow from the step and the tokens."""
+    """Stores rollouts without prompts and texts, which follow from the step and the tokens."""
     from safetensors.numpy import save_file
 
     tensors: dict[str, NDArray[Any]] = {}
@@ -358,7 +360,7 @@ def save_rollouts(rollouts: Sequence[Rollout], path: Path) -> None:
 
 def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -> list[Rollout]:
     """Returns the stored rollouts, from the checkpoint's next step on. The list is empty if an
-    option that shapes the run was changed."""
+    option that affects the run was changed."""
     from safetensors.numpy import load_file
 
     state, file = _read(folder), folder / ROLLOUTS

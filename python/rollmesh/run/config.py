@@ -36,7 +36,7 @@ class ModelTable:
 
     architecture: str | None = None  # a key of FAMILIES (model/families.py)
     path: str | None = None  # folder with config.json and safetensors; only `ignore` beside it
-    ignore: tuple[str, ...] = ()  # keys and tensors of it that do not matter (docs/models.md)
+    ignore: tuple[str, ...] = ()  # keys and tensors of the folder to ignore (docs/models.md)
     vocab_size: int | None = size()  # default: the tokenizer's
     hidden_size: int | None = size()
     intermediate_size: int | None = size()
@@ -99,8 +99,8 @@ class DataTable:
     # Files; default: heldout_share of the training prompts, chosen by a hash of their text.
     heldout: tuple[str, ...] = ()
     heldout_share: float = number(0.05, above=0, at_most=0.5)
-    dataset_config: str | None = None  # for a dataset of the Hub with several
-    dataset_train_split: str = "train"  # for datasets in `train` with several
+    dataset_config: str | None = None  # for a dataset of the Hub with several configs
+    dataset_train_split: str = "train"  # for datasets in `train`
     dataset_test_split: str = "test"  # for datasets in `heldout`
     # Steps at which train[1], train[2], … join; empty: all files from the start.
     stage_steps: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ class RolloutTable:
     # Replace groups of equal rewards (DAPO's dynamic sampling, grpo/rollout.py).
     filter_groups: bool = False
     max_num_gen_batches: int = number(10, at_least=1)  # per step, with filter_groups
-    # N: generate while the trainer learns, at most N versions behind it; 0: in turns.
+    # N > 0: generate while the trainer learns, at most N versions behind it; 0: take turns.
     async_level: int = number(0, at_least=0, at_most=64)
 
 
@@ -160,7 +160,7 @@ class GeneratorTable:
 @dataclass(frozen=True)
 class SyncTable:
     cast: bool = False  # convert the trainer's dtype to the generator's, as torch's .to does
-    # > 0: after the first sync, raise if trainer and generator differ by more.
+    # > 0: after the first sync, raise an error if trainer and generator differ by more than this.
     self_test: float = number(0.0, at_least=0)
     # Whether a sync waits for running rollouts (run/async_rollouts.py).
     inflight: Literal["wait", "keep", "restart"] = "wait"
@@ -188,10 +188,11 @@ class LossTable:
 class CorrectionTable:
     """Corrects differences of trainer and generator (grpo/loss.py, run/routing_replay.py)."""
 
+    # token_mask: IcePop.
     importance_sampling: Literal["none", "token_truncate", "sequence_truncate", "token_mask"] = (
-        "none"  # token_mask: IcePop
+        "none"
     )
-    cap: float = number(2.0, at_least=1)  # of a truncated weight
+    cap: float = number(2.0, at_least=1)  # largest weight; larger ones are truncated
     mask_low: float = number(0.5, at_least=0, at_most=1)  # smaller ratios are masked
     mask_high: float = number(5.0, at_least=1)  # larger ratios are masked
     routing_replay: bool = False  # the trainer uses the experts that the generator recorded
@@ -201,13 +202,13 @@ class CorrectionTable:
 class TrainTable:
     # The forward pass (docs/trainer.md). None: kernels_of decides.
     kernels: Literal["rollmesh", "torch"] | None = None
-    # For logprobs that must be bit-identical to the generator's and are not.
+    # Whether to stop if logprobs that must be bit-identical to the generator's differ.
     mismatch: Literal["raise", "record"] = "raise"
     steps: int = number(100, at_least=1)
     updates: int = number(1, at_least=1, at_most=2**20)  # optimizer steps per step
     minibatches: bool = False  # updates split the batch by prompts; false: each uses all of it
     micro_batch: int = number(0, at_least=0)  # sequences per forward pass; 0: all
-    # Store the input of each layer only, and compute the layer again in the backward pass.
+    # Store only the input of each layer, and compute the layer again in the backward pass.
     gradient_checkpointing: bool = False
     lr: float = number(1e-6, above=0, at_most=1e18)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # to 0 at `steps`
@@ -229,7 +230,7 @@ class EvalTable:
 
 @dataclass(frozen=True)
 class CheckpointTable:
-    every: int = number(50, at_least=0)  # steps; 0: only at the end, and if a run ends early
+    every: int = number(50, at_least=0)  # steps; 0: only at the end or if a run ends early
     keep: int = number(2, at_least=1)
 
 

@@ -39,8 +39,8 @@ _log = logging.getLogger("rollmesh.grpo")
 
 @dataclass(frozen=True)
 class Prompt:
-    source: str | list[dict[str, str]]  # for the reward function: the text, or the chat
-    ids: tuple[int, ...]  # for the model
+    source: str | list[dict[str, str]]  # the text or the chat, for the reward function
+    ids: tuple[int, ...]  # the token ids, for the model
     columns: dict[str, Any]
     stage: int = 0
 
@@ -68,8 +68,8 @@ class Dataset:
     def draw(
         self, run_seed: int, step: int, count: int, drawn: Sequence[Prompt] = ()
     ) -> list[Prompt]:
-        """Returns `count` training prompts of the open stages for a step, without repetition if
-        there are as many. drawn: the prompts of the step so far. If it has any, the result has
+        """Returns `count` training prompts of the open stages for a step, without repetition if the
+        stages have that many. drawn: the prompts of the step so far. If there are any, returns
         other prompts, fewer than `count` at the end of the data."""
         stage = sum(step >= s for s in self.stage_steps)
         pool = [p for p in self.train if p.stage <= stage] if self.stage_steps else self.train
@@ -191,12 +191,13 @@ def _read(config: Config, name: str, tokenizer: Any, split: str, stage: int = 0)
 
 
 def _is_dataset(name: str, path: Path) -> bool:
-    """Whether an entry is a dataset of Hugging Face; otherwise it is JSONL."""
+    """Returns whether an entry is a dataset of Hugging Face; otherwise it is JSONL."""
     return name.startswith(HUB) or path.suffix in (".parquet", ".arrow") or path.is_dir()
 
 
 def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -> list[Prompt]:
-    """Raises ConfigError with file and line for a malformed object."""
+    """Returns the prompts of a JSONL file. Raises ConfigError, with file and line, for a malformed
+    object."""
     if path.is_fifo() or path.is_char_device():
         raise rm.ConfigError(
             f"{plain(path)}: expected a file, got a pipe or a device, which --resume could not "
@@ -267,7 +268,7 @@ def _load_hf_dataset(name: str, path: Path, config: str | None, split: str) -> A
     try:
         return datasets.load_dataset(str(path), config, split=split)  # a clone from the Hub
     except datasets.exceptions.DatasetGenerationError as error:
-        raise error.__cause__ or error from None  # the cause says what is wrong
+        raise error.__cause__ or error from None  # the cause describes the problem
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +284,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) -> Prompt:
-    """Raises ConfigError, which names the place `where`, for a malformed row."""
+    """Returns the prompt of a row. Raises ConfigError, with the place `where`, for a malformed
+    row."""
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         keys = f"the keys {listed((key,) for key in row)}" if isinstance(row, dict) else shown(row)
         raise rm.ConfigError(
@@ -326,7 +328,7 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
 
 
 def is_chat(source: Any) -> bool:
-    """Whether the value is a list of messages, at least one, with text as content."""
+    """Returns whether the value is a list of one or more messages with text as content."""
     return (
         isinstance(source, list)
         and bool(source)
@@ -348,7 +350,7 @@ def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
 def completion_text(
     tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], ended: bool
 ) -> str:
-    """Returns the text of a completion; without its last token if that one ended it."""
+    """Returns the text of a completion. ended: leave out the last token, which ended it."""
     detokenizer = Detokenizer(TextCodec(tokenizer), prompt_ids, skip_special_tokens=False)
     for token in token_ids[: len(token_ids) - ended]:
         detokenizer.push(token)

@@ -1,4 +1,4 @@
-"""The user's environment, which replies to what the policy wrote (grpo/environment.py)."""
+"""The user's environment, which replies to the policy (grpo/environment.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rollmesh.runtime.messages import shown
 
 
 class Environment:
-    """[rollout] environment. An async function is awaited for all conversations together."""
+    """The function of [rollout] environment. An async function is awaited for all conversations
+    together."""
 
     def __init__(self, name: str, folder: Path | None, event_loop: EventLoop) -> None:
         self.what = f"environment {name}"
@@ -26,7 +27,7 @@ class Environment:
 
     def replies(self, conversations: Sequence[tuple[Prompt, Any]]) -> list[Any]:
         """Returns None, a text or messages for each pair of a prompt and the completion so far.
-        ConfigError: the function raised, or returned something else."""
+        Raises ConfigError if the function raised or returned anything else."""
 
         def call(prompt: Prompt, completion: Any) -> Call:
             given = {**prompt.columns, "prompt": prompt.source, "completion": completion}
@@ -49,7 +50,8 @@ class Environment:
 
 
 def check_template(prompts: Sequence[Prompt], tokenizer: Any, ends: Collection[int]) -> None:
-    """ConfigError: the chat template does not show what it puts between an answer and a reply."""
+    """Raises ConfigError if the text between an answer and a reply cannot be found in the output of
+    the chat template."""
     reply = [{"role": "user", "content": "a"}]
     of = f"the chat template of {tokenizer.name_or_path}"
     what = f"[rollout] environment: expected {of} to render an answer and a reply to it"

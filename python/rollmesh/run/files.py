@@ -64,8 +64,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a run folder. StateError: another run has locked it. Forked processes, such as those of
-    a reward's pool, do not hold the lock, since they may outlive a run that is killed."""
+    """Locks a run folder. Raises StateError if another run has locked it. Forked processes, such as
+    those of a reward's pool, do not hold the lock, since they may outlive a killed run."""
     path = folder / ".lock"
     while True:
         with writing(path):
@@ -81,7 +81,7 @@ def locked(folder: Path) -> Iterator[None]:
             ) from error
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             break
-        os.close(descriptor)  # of a run that ended and removed the file meanwhile
+        os.close(descriptor)  # the run that made this file has ended and removed it
     _locks.add(descriptor)
     try:
         with writing(path):
@@ -89,9 +89,9 @@ def locked(folder: Path) -> Iterator[None]:
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         yield
     finally:
-        if descriptor in _locks:  # not in a forked process
+        if descriptor in _locks:  # False in a forked process
             _locks.remove(descriptor)
-            with suppress(OSError):  # the disk may be read-only now; the file alone locks nothing
+            with suppress(OSError):  # on a read-only disk the file stays, without a lock
                 path.unlink()
             with suppress(OSError):  # a reward may have closed it
                 os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The files that a run writes: metrics, completions, checkpoints and curves, at safe points.
+"""The files that a run writes at safe points: metrics, completions, checkpoints and curves.
 
 A signal ends a run only at a safe point (signals.py), where weights and metrics are those of the
-last finished step. A run that ends early leaves a checkpoint of that step.
+last finished step. A run that ends early writes a checkpoint of that step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _log = logging.getLogger("rollmesh.grpo")
 class RunFolder:
     """A context around the steps of a run.
 
-    save  (next step, whether the run ends early) writes a checkpoint, or raises OSError
-    show  (metrics, completions to print) displays a step"""
+    save  writes a checkpoint, or raises OSError; arguments: next step, whether the run ends early
+    show  displays a step; arguments: metrics, completions to print"""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class RunFolder:
         self._out, self._config, self._trainer = out, config, trainer
         self._interrupts, self._save, self._show = interrupts, save, show
         self._saved = self._next_step = first_step
-        self._num_updates = trainer.num_updates  # in the weights of the next step
+        self._num_updates = trainer.num_updates  # number of updates before the next step
         out.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "completions.jsonl"):
             expect_file(out / name)
         if (old := out / "metrics.jsonl").exists():
-            metrics.read(old)  # raises before completions.jsonl is rewritten
+            metrics.read(old)  # raises errors before completions.jsonl is rewritten
         self._completions = metrics.CompletionsLog(out, first_step)
         self._metrics = metrics.MetricsLog(out, first_step)
         self.lines = self._metrics.lines
@@ -56,11 +56,8 @@ class RunFolder:
         """Writes the metrics and completions of a step, displays them, and writes a checkpoint if
         one is due. If the checkpoint fails, the next step tries again; the last step raises
         OSError."""
-        table, last, every = (
-            self._config.rollout,
-            self._config.train.steps,
-            self._config.checkpoint.every,
-        )
+        table, last = self._config.rollout, self._config.train.steps
+        every = self._config.checkpoint.every
         self._completions.write(completions[: table.log_completions])
         self._metrics.write(line)
         self._next_step, self._num_updates = min(step + 1, last), self._trainer.num_updates

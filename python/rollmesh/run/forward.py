@@ -47,7 +47,7 @@ class TorchForward:
     def logprobs(
         self, model: Any, batch: Batch, entropy: bool, on_policy: bool, version: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Implements Trainer.logprobs. version: of the model's weights."""
+        """Implements Trainer.logprobs. version: version of the model's weights."""
         import torch
 
         hidden_BTC = model.model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
@@ -57,7 +57,7 @@ class TorchForward:
         if batch.kept_NK is not None:
             place_N = (batch.kept_NK == place_N[:, None]).int().argmax(1)
             logits_NV = logits_NV.gather(1, batch.kept_NK.clamp(min=0).long())
-            # Finite, so that the entropy of a removed token is 0 · number.
+            # A finite value, so that the entropy of a removed token is 0 and not NaN.
             logits_NV = logits_NV.masked_fill(batch.kept_NK < 0, NOT_KEPT)
         all_NV = torch.log_softmax(logits_NV, dim=-1)
         logprobs_N = all_NV.gather(1, place_N[:, None]).squeeze(1)
@@ -67,8 +67,8 @@ class TorchForward:
 
 
 class RollmeshForward(TorchForward):
-    """On the weights that generated the tokens, its logprobs are bit-identical to the recorded
-    ones."""
+    """The generator's forward pass. With the weights that generated the tokens, its logprobs are
+    bit-identical to the recorded ones."""
 
     def prepared(self, model: Any) -> Any:
         import rollmesh.torch
@@ -120,8 +120,8 @@ class RollmeshForward(TorchForward):
 
 
 def check_logprobs(logprobs_N: Tensor, batch: Batch, version: int | None = None) -> None:
-    """NumericsError: a logprob of the trainer is not the one that the generator recorded. version:
-    of the trainer's weights; tokens of other versions are not compared."""
+    """Raises NumericsError if a logprob of the trainer differs from the recorded one. version:
+    version of the trainer's weights; tokens of other versions are not compared."""
     trainer, generator = logprobs_N.detach().cpu().numpy(), batch.old_logprobs_N.cpu().numpy()
     is_compared = np.ones(len(trainer), bool)
     if version is not None and batch.versions_N is not None:
@@ -137,7 +137,8 @@ def check_logprobs(logprobs_N: Tensor, batch: Batch, version: int | None = None)
 
 
 def check_routing(trainer_BTLK: Tensor, generator_BTLK: Tensor) -> None:
-    """NumericsError: the trainer chose another expert than the recorded one. −1: not recorded."""
+    """Raises NumericsError if the trainer chose another expert than the recorded one. −1: not
+    recorded."""
     trainer, generator = trainer_BTLK.cpu().numpy(), generator_BTLK.cpu().numpy()
     differ = np.argwhere((trainer != generator) & (generator >= 0))
     if len(differ):
@@ -151,13 +152,13 @@ def check_routing(trainer_BTLK: Tensor, generator_BTLK: Tensor) -> None:
 
 
 def token_text(batch: Batch, n: int) -> str:
-    """Describes a generated token of a batch in an error message."""
+    """Returns a description of a generated token of a batch, for error messages."""
     row, column, token = (int(x[n]) for x in (batch.rows_N, batch.columns_N, batch.targets_N))
     return f"sequence {row} of the batch, position {column + 1}, token {token}"
 
 
 def largest_kl(reference_N: Tensor, logprobs_N: Tensor, batch: Batch) -> tuple[float, str]:
-    """Returns the largest exponent of [loss] kl in a batch, and describes it."""
+    """Returns the largest exponent of [loss] kl in a batch, and a description of its token."""
     difference_N = reference_N - logprobs_N
     n = int(difference_N.argmax())
     return float(difference_N[n]), (

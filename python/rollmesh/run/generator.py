@@ -35,7 +35,7 @@ class RolloutGenerator(Generates, Protocol):
     """Created from a model's configuration, without weights."""
 
     def sync_weights(self, source: Any, version: int, cast: bool = False) -> Pushed:
-        """Takes a whole state dict as `version`, or raises and keeps serving the old version."""
+        """Loads a whole state dict as `version`, or raises and keeps serving the old version."""
         ...
 
     def abort(self) -> Any:
@@ -48,8 +48,8 @@ class RolloutGenerator(Generates, Protocol):
 def make_generator(
     config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None
 ) -> RolloutGenerator:
-    """hf_config: of the model whose weights will be pushed. comm: this process is a rank of the
-    generator's mesh."""
+    """Makes the generator of a run. hf_config: config of the model whose weights will be pushed.
+    comm: the comm of this rank, if this process is a rank of the generator's mesh."""
     check_vocabulary(tokenizer, hf_config)
     g, eos, top_k = config.generator, eos_ids(tokenizer, hf_config), config.rollout.top_k
     if not eos:

@@ -26,8 +26,8 @@ _log = logging.getLogger("rollmesh.grpo")
 
 
 class JsonLines:
-    """A JSONL file that grows. If another program removed or changed it, `restore` makes the file
-    that is appended to, with a warning that ends with `then`."""
+    """A JSONL file to which lines are appended. If another program removed or changed the file,
+    `restore` makes a new one, with a warning that ends with `then`."""
 
     def __init__(self, path: Path, restore: Callable[[], None], then: str) -> None:
         self.path, self._restore, self._then = path, restore, then
@@ -52,7 +52,7 @@ class JsonLines:
             self._file.close()
 
     def _is_whole(self) -> bool:
-        """Whether the path is still the open file, with the size that was written."""
+        """Returns whether the path still names the open file, with the written size."""
         own = os.fstat(self._file.fileno())
         try:
             found = self.path.stat()
@@ -88,7 +88,7 @@ class MetricsLog:
         )
 
     def _add_events(self, call: Callable[[Any], object]) -> None:
-        """TensorBoard errors do not stop the run."""
+        """Writes TensorBoard events. Errors of TensorBoard do not stop the run."""
         try:
             if self._events is not None:
                 call(self._events)
@@ -131,7 +131,7 @@ class CompletionsLog:
 
 
 def _step_of(line: bytes) -> float:
-    """Returns infinity for an incomplete line, or one that is not of a run."""
+    """Returns the step of a line, or infinity for an incomplete or invalid line."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -140,7 +140,8 @@ def _step_of(line: bytes) -> float:
 
 
 def read(path: Path) -> list[Metrics]:
-    """Returns the complete lines. A killed run may have left half a line at the end."""
+    """Returns the complete lines of a file. A killed run may leave an incomplete line at the
+    end."""
     data = path.read_bytes()
     lines: list[Metrics] = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
@@ -158,7 +159,8 @@ def read(path: Path) -> list[Metrics]:
 def wandb_log(project: str, out: Path, config: dict[str, Any]) -> Iterator[Callable[..., object]]:
     """Yields a function that logs a line of metrics in a Weights & Biases run of `project`, named
     like the run folder. A resumed run is a new run there, with the same name. WANDB_MODE=offline
-    stores the run in `out`/wandb, for `wandb sync`. ConfigError: W&B refuses, e.g. no login."""
+    stores the run in `out`/wandb, for `wandb sync`. Raises ConfigError for an error of W&B, such as
+    a missing login."""
     import wandb
 
     settings = wandb.Settings(console="off", silent=True)

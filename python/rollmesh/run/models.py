@@ -45,7 +45,7 @@ def set_up_torch(threads: int) -> None:
 
 def read_tokenizer(config: Config) -> Any:
     """Returns the tokenizer of [tokenizer] path, or of the model's folder."""
-    if config.model.path is not None:  # checked first, since its tokenizer reads config.json too
+    if config.model.path is not None:  # checked first, since the tokenizer reads config.json too
         folder_config(config.path(config.model.path), config.model.ignore)
     source = config.tokenizer.path or config.model.path
     if source is None:
@@ -56,7 +56,8 @@ def read_tokenizer(config: Config) -> Any:
 
 
 def torch_device(config: Config) -> Any:
-    """Returns [train] device as a torch.device. ConfigError: torch does not see the GPU."""
+    """Returns [train] device as a torch.device. Raises ConfigError if torch does not find the
+    GPU."""
     import torch
 
     device = torch.device(config.train.device)
@@ -75,7 +76,7 @@ def torch_device(config: Config) -> Any:
 def checkpoint_layers(model: Any) -> None:
     """Enables gradient checkpointing. transformers checkpoints a decoder layer only in training
     mode, so the layer is put in that mode, without its parts."""
-    # gradient_checkpointing_enable is deprecated where the other exists.
+    # gradient_checkpointing_enable is deprecated in versions that have the other name.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     for layer in model.model.layers:
@@ -96,8 +97,8 @@ def build_model(config: Config, tokenizer: Any) -> Any:
 
 def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None) -> Any:
     """Returns the transformers config of the trainer's model, without building the model. For a
-    random one the tokenizer gives vocabulary and eos, and pad_token_id is None, since its embedding
-    would not learn."""
+    random model, vocabulary size and eos are the tokenizer's, and pad_token_id is None, since the
+    embedding of a padding token is not trained."""
     table = config.model
     if checkpoint is not None or table.path is not None:
         return folder_config(checkpoint or config.path(str(table.path)), table.ignore)
@@ -175,7 +176,7 @@ def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # in the report, as the other problems
+            ignore_mismatched_sizes=True,  # reported like the other problems
             **_experts_option(hf_config),
         )
     model, report = loaded
@@ -183,7 +184,7 @@ def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
         library_errors(f"{folder}: expected a config.json that can be saved again"),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        model.config.save_pretrained(scratch)  # checks more than reading does
+        model.config.save_pretrained(scratch)  # saving checks more than reading
     mismatched = sorted(name for name, *_ in report["mismatched_keys"])
     _refuse(rm.ShapeError, folder, "wrong shape", mismatched)
     _refuse(rm.MissingKeyError, folder, "missing", sorted(report["missing_keys"]))
@@ -214,7 +215,8 @@ def _new_model(hf_config: Any, **options: Any) -> Any:
 
 
 def _experts_option(hf_config: Any) -> dict[str, str]:
-    """The other implementations of experts train many times slower than grouped_mm."""
+    """Returns the option that selects grouped_mm for experts; other implementations train many
+    times slower."""
     family = FAMILIES.get(hf_config.model_type)
     has_experts = family is not None and family.has_experts
     return {"experts_implementation": "grouped_mm"} if has_experts else {}
@@ -241,7 +243,7 @@ def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> N
     _refuse(rm.DTypeError, folder, f"expected {', '.join(STORED.values())}", odd)
     _refuse(rm.ShapeError, folder, "wrong shape", wrong)
     found, wanted = (set(filter(ONE_EXPERT.search, some)) for some in (names, shapes))
-    if found:  # transformers reports those that are stacked in the file
+    if found:  # transformers reports experts that are stacked in the file
         _refuse(rm.MissingKeyError, folder, "missing", sorted(wanted - found))
         _refuse(rm.UnexpectedKeyError, folder, UNKNOWN, sorted(found - wanted))
     has_both = spec.tie_word_embeddings and HEAD in stored and EMBEDDING in stored

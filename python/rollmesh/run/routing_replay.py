@@ -1,8 +1,9 @@
 """Routing replay (R3): the trainer uses the experts that the generator chose for the same token.
 
-Near a tie, the smallest rounding makes a router choose another expert, and the trainer then learns
-from another function than the one that generated the token. With [correction] routing_replay the
-ids come from the generator's record, and the gates from the trainer's router, which thus learns.
+Near a tie, a small rounding difference makes a router choose another expert, and the trainer then
+learns from another function than the one that generated the token. With [correction] routing_replay
+the ids are those of the generator's record, and the gates those of the trainer's router, which is
+therefore trained.
 With p = softmax of the router's logits (GLM-4-MoE: sigmoid), and S the k recorded ids of a token:
 
     gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e; GLM-4-MoE:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 
 def routers(model: Any) -> list[Any]:
-    """Returns the routers of a transformers model, by layer. ConfigError: it has none."""
+    """Returns the routers of a transformers model, by layer. Raises ConfigError for a model without
+    routers."""
     found = [
         module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
     ]
@@ -50,7 +52,8 @@ def replay(model: Any, routed_BTLK: Tensor | None) -> Iterator[None]:
     replay.
 
     With gradient checkpointing, which computes the forward pass again, the backward pass must be
-    inside too. ConfigError: a router was not called, since other kernels compute the model.
+    inside the context too. Raises ConfigError if a router was not called because other kernels
+    compute the model.
     """
     if routed_BTLK is None:
         yield
@@ -73,8 +76,8 @@ def replay(model: Any, routed_BTLK: Tensor | None) -> Iterator[None]:
 
 
 class _Recorded:
-    """The hook of one router: (logits, gates, ids) of its rows, with the recorded ids and their
-    gates."""
+    """The hook of one router. It returns (logits, gates, ids) of the router's rows with the
+    recorded ids and their gates."""
 
     def __init__(self, ids_RK: Tensor) -> None:
         self.ids_RK = ids_RK
@@ -95,7 +98,7 @@ class _Recorded:
             else torch.softmax(logits_RE, dim=-1, dtype=torch.float32)
         )
         gates_RK = scores_RE.gather(1, ids_RK)
-        if getattr(router, "norm_topk_prob", True):  # Mixtral's has no such key
+        if getattr(router, "norm_topk_prob", True):  # Mixtral's router has no such attribute
             gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True)
         return (
             logits_RE,

@@ -1,4 +1,4 @@
-"""The data of a step: what was generated, how it was scored, and the tensors for the trainer."""
+"""The data of a step: completions, their scores, and the tensors for the trainer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Completion:
     """One sample of a prompt."""
 
     prompt: Prompt
-    token_ids: list[int]  # with the eos that ended it, and the tokens of replies
+    token_ids: list[int]  # includes the eos that ended it and the tokens of replies
     logprobs: NDArray[np.float32]  # recorded by the generator for each drawn token
-    versions: NDArray[np.int64]  # of the weights that drew each token
-    drawn: NDArray[np.bool_]  # which token_ids the policy drew, not the environment
-    text: Any  # without that eos; of a chat with an environment the messages
-    stopped: bool  # ended by eos, not by max_tokens
-    turns: int = 1  # of the policy
+    versions: NDArray[np.int64]  # version of the weights that drew each token
+    drawn: NDArray[np.bool_]  # for each of token_ids, whether the policy drew it
+    text: Any  # without the eos; for a chat with an environment, the messages
+    stopped: bool  # whether eos ended it, not max_tokens
+    turns: int = 1  # number of turns of the policy
     kept_tokens: NDArray[np.int32] | None = None  # [tokens, top_k], −1 after the last
     routed_experts: NDArray[np.int16] | None = None  # [prompt + n − 1, moe_layers, k]
 
@@ -37,7 +37,7 @@ class Rollout:
     """Completions, [prompts × samples], with the samples of a prompt adjacent."""
 
     completions: list[Completion]
-    seconds: float = 0.0  # of the generation
+    seconds: float = 0.0  # time of the generation
     environment_s: float = 0.0
 
     @property
@@ -54,9 +54,9 @@ class Rollout:
 @dataclass(frozen=True)
 class Scores:
     total: list[float]  # [completions]: the weighted sums; NaN: not judged
-    values: dict[str, list[float | None]]  # by function, [completions]; None: not judged
-    seconds_of: dict[str, float]  # by function
-    seconds: float  # of all functions
+    values: dict[str, list[float | None]]  # function → [completions]; None: not judged
+    seconds_of: dict[str, float]  # function → seconds
+    seconds: float  # total time of all functions
 
     def metrics(self) -> dict[str, float]:
         """Returns reward/NAME, the mean of a function over the completions that it judged, and
@@ -66,18 +66,18 @@ class Scores:
         return means | {f"reward_s/{name}": seconds for name, seconds in self.seconds_of.items()}
 
     def mean(self) -> float | None:
-        """Mean reward of the judged completions, None without one."""
+        """Returns the mean reward of the judged completions, or None if all are unjudged."""
         return float(np.mean(judged)) if (judged := self._judged()) else None
 
     def std(self) -> float | None:
-        """Their standard deviation."""
+        """Returns the standard deviation of the judged rewards, or None if all are unjudged."""
         return float(np.std(judged)) if (judged := self._judged()) else None
 
     def _judged(self) -> list[float]:
         return [number for number in self.total if not math.isnan(number)]
 
     def take(self, indices: Sequence[int]) -> Scores:
-        """Returns the scores of these completions. The seconds stay."""
+        """Returns the scores of these completions, with the same seconds."""
         values = {name: [numbers[i] for i in indices] for name, numbers in self.values.items()}
         return replace(self, total=[self.total[i] for i in indices], values=values)
 
@@ -126,16 +126,16 @@ class Batch:
     """B sequences, padded to T; N generated tokens in the order of the sequences."""
 
     tokens_BT: Tensor  # prompts and completions, T the longest; 0 after the end of a sequence
-    mask_BT: Tensor  # which of tokens_BT belong to a sequence
-    generated_BT: Tensor  # which of them the policy drew
+    mask_BT: Tensor  # whether each of tokens_BT belongs to a sequence
+    generated_BT: Tensor  # whether the policy drew each of them
     rows_N: Tensor  # sequence of each generated token
-    columns_N: Tensor  # position whose logits predict it
-    targets_N: Tensor  # the token
+    columns_N: Tensor  # position whose logits predict the token
+    targets_N: Tensor  # id of the token
     old_logprobs_N: Tensor  # recorded by the generator
     lengths_B: Tensor  # generated tokens of each sequence
     kept_NK: Tensor | None = None  # int32: tokens that the filters of each draw kept, then −1
     routed_BTLK: Tensor | None = None  # int16 expert ids; −1 without a record
-    versions_N: Tensor | None = None  # of the weights that drew each generated token
+    versions_N: Tensor | None = None  # version of the weights that drew each generated token
 
     @property
     def ids_BT(self) -> Tensor:

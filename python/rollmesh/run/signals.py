@@ -19,9 +19,9 @@ _forking = threading.local()
 
 
 class Signalled(KeyboardInterrupt):
-    """A KeyboardInterrupt with the signal's number. It is a subclass because CPython remembers that
-    a plain KeyboardInterrupt left code that C runs, such as an import, and then ends the process by
-    SIGINT, whatever status it returns."""
+    """A KeyboardInterrupt with the signal's number. It is a subclass because of CPython: after a
+    plain KeyboardInterrupt has left code called from C, such as an import, the process later ends
+    by SIGINT, whatever status it returns."""
 
 
 class Interrupts:
@@ -66,7 +66,7 @@ class Interrupts:
         if not self._raised or error is None:
             return
         if isinstance(error, KeyboardInterrupt):
-            error.args = error.args or (self._raised,)  # a comm's exchange raises one without args
+            error.args = error.args or (self._raised,)  # a comm raises it without args
         else:
             interrupt = Signalled(self._raised)
             for note in getattr(error, "__notes__", ()):
@@ -116,8 +116,8 @@ class Interrupts:
 
 
 def _before_fork() -> None:
-    """Blocks signals until the child has the former handlers. Ours would raise in the hooks of the
-    fork, which drop the exception."""
+    """Blocks signals until the child has the former handlers. This module's handlers would raise in
+    the hooks of the fork, which drop the exception."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _entered else ())
 

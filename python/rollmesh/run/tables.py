@@ -1,7 +1,7 @@
 """Strict reading of TOML tables into dataclasses.
 
-The type hints are the schema, and each error names the key. Integers convert to floats and lists to
-tuples, nothing else converts. Fields declared by `number` have a range.
+The type hints are the schema, and each error names the key. The only conversions are from integers
+to floats and from lists to tuples. Fields declared by `number` have a range.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import rollmesh as rm
 from rollmesh.runtime.messages import plain, shown
 
-INT64 = 2**63  # the range of TOML; Python reads larger integers
+INT64 = 2**63  # the range of integers in TOML; Python reads larger integers
 
 
 def number(
@@ -55,7 +55,7 @@ def read_value(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> 
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """Returns `value` as the type hint has it, or raises ConfigError."""
+    """Converts `value` to the type of the hint, or raises ConfigError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:

@@ -35,7 +35,7 @@ import rollmesh as rm
 from rollmesh.runtime.messages import plain, shown
 
 T = TypeVar("T")
-MAX_NOTE = 8000  # characters of a traceback; its exception may hold a megabyte
+MAX_NOTE = 8000  # characters of a traceback, since the text of an exception may be very long
 MAX_REWARD = 1e18  # its square fits into a float32
 TEXT = (str, bytes, bytearray)  # float() or list() would take these
 UNORDERED_OR_TEXT = (*TEXT, Mapping, Set)
@@ -79,7 +79,7 @@ class Call:
     function: Callable[..., Any]
     arguments: Callable[[], dict[str, Any]]
     read: Callable[[Any], Any] = lambda returned: returned  # may run code of the user
-    check: Callable[[Any], Any] = lambda value: value  # of what `read` returned
+    check: Callable[[Any], Any] = lambda value: value  # checks the result of `read`
 
     @property
     def is_async(self) -> bool:
@@ -95,7 +95,7 @@ class Call:
         return self.check(value), time.perf_counter() - began
 
     async def awaited(self) -> tuple[Any, float]:
-        """The same of an async function."""
+        """Like result, for an async function."""
         began = time.perf_counter()
         with naming(self.what, but=asyncio.CancelledError):
             value = self.read(await _finished(self.function(**self.arguments())))
@@ -133,7 +133,8 @@ async def _together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _finished(work: Awaitable[T]) -> T:
-    """Returns the result. RuntimeError: it was cancelled, and not because another call failed."""
+    """Returns the result. Raises RuntimeError if the work was cancelled although no other call
+    failed."""
     try:
         return await work
     except asyncio.CancelledError as error:
@@ -177,8 +178,8 @@ def call_rewards(
     arguments: Callable[[], dict[str, Any]],
     count: int,
 ) -> dict[str, tuple[list[float | None], float]]:
-    """Returns what each reward function returned for `count` completions, and the seconds it took.
-    ConfigError: it raised, or returned something else than one finite number or None for each."""
+    """Returns the values of each reward function for `count` completions, and its seconds. Raises
+    ConfigError if a function raised, or did not return one finite number or None for each."""
     calls = [
         Call(
             f"reward {name}",

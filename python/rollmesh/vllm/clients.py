@@ -1,16 +1,16 @@
-"""How a trainer calls vLLM: the four calls of a weight update, and a pause around them where it is
+"""A trainer's calls of vLLM: the four calls of a weight update, and a pause around them if it is
 necessary.
 
     vllm.LLM, vllm.AsyncLLM     their calls take request objects; AsyncLLM's are awaited
     a server's URL              its endpoints for trainers, which exist only with
-                                VLLM_SERVER_DEV_MODE=1 and need no password: bind it to loopback or
-                                a network of your own
+                                VLLM_SERVER_DEV_MODE=1 and have no password: bind the server to
+                                loopback or to a private network
     any other object            the four calls with plain dicts, as vLLM's own trainers make them;
                                 the caller pauses
 
-Where experts span data parallel ranks, these ranks step together and also take an update together.
-vLLM delivers a call to each rank at a time of its own, possibly while other ranks are in a step
-that needs all ranks; that would be a deadlock. While paused, no rank steps.
+If experts span data parallel ranks, these ranks step together and also make an update together.
+vLLM delivers a call to each rank separately, possibly while other ranks are in a step that needs
+all ranks, which would be a deadlock. A pause prevents this, since paused ranks do not step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ OURS = re.compile(rf"\b({'|'.join(errors.__all__)}): ")
 
 
 def client_of(client: Any, timeout: float) -> Any:
-    """An object with the four calls and `spans` (whether an update needs a pause); unless the
-    client has only the four calls, also with serving() → versions that its workers serve, hold() →
-    whether it had to pause, and release()."""
+    """Returns an object with the four calls and `spans` (whether an update needs a pause). Unless
+    the client has only the four calls, the object also has serving(), which returns the versions
+    that the workers serve; hold(), which returns whether it had to pause; and release()."""
     if isinstance(client, str):
         return _Server(client, timeout)
     if lacking := [name for name in CALLS if not callable(getattr(client, name, None))]:
@@ -60,24 +60,18 @@ class _Plain:
     spans = False
 
     def __init__(self, client: Any):
-        self.init_weight_transfer_engine, self.update_weights = (
-            client.init_weight_transfer_engine,
-            client.update_weights,
-        )
-        self.start_weight_update, self.finish_weight_update = (
-            client.start_weight_update,
-            client.finish_weight_update,
-        )
+        self.init_weight_transfer_engine = client.init_weight_transfer_engine
+        self.update_weights = client.update_weights
+        self.start_weight_update = client.start_weight_update
+        self.finish_weight_update = client.finish_weight_update
 
 
 class _Requests:
-    """Returns what vLLM returns, which may have to be awaited."""
+    """Calls that take request objects. They return vLLM's results, which may be awaitable."""
 
     def __init__(self, engine: Any, config: Any):
-        self.start_weight_update, self.finish_weight_update = (
-            engine.start_weight_update,
-            engine.finish_weight_update,
-        )
+        self.start_weight_update = engine.start_weight_update
+        self.finish_weight_update = engine.finish_weight_update
         self._engine = engine
         self.spans = config.parallel_config.data_parallel_size > 1
 
@@ -96,13 +90,13 @@ class _Requests:
 
 
 class _Offline(_Requests):
-    """vllm.LLM, one for each data parallel rank where there are several."""
+    """vllm.LLM; with several data parallel ranks there is one for each rank."""
 
     def __init__(self, llm: Any):
         super().__init__(llm, llm.llm_engine.vllm_config)
 
     def hold(self) -> bool:
-        if self._engine.llm_engine.is_sleeping():  # true while paused, too
+        if self._engine.llm_engine.is_sleeping():  # also true while paused
             return False
         self._engine.sleep(0, "keep")
         return True
@@ -128,7 +122,7 @@ class _Awaited(_Requests):
 
 
 class _Server:
-    """`spans`: the number of data parallel ranks is not known here."""
+    """A vLLM server. `spans` is True, since the number of data parallel ranks is not known here."""
 
     spans = True
 
@@ -139,9 +133,8 @@ class _Server:
                 f"{shown(url)}"
             )
         self._url, self._timeout = url.rstrip("/"), timeout
-        self._opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({})
-        )  # ignore http_proxy
+        # An empty ProxyHandler ignores http_proxy.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask("init_weight_transfer_engine", {"init_info": init_info})
@@ -187,8 +180,9 @@ class _Server:
 
 
 def typed(error: BaseException) -> BaseException:
-    """vLLM's exception contains the text of what a worker raised. If it names a class of rollmesh,
-    an exception of that class; the last name in it is the original error of another rank."""
+    """Converts an exception of vLLM, which contains the text of a worker's error. If the text names
+    classes of rollmesh, returns an exception of the last one, which is the original error;
+    otherwise returns the exception itself."""
     names = OURS.findall(str(error)) if isinstance(error, Exception) else []
     if not names or (isinstance(error, Error) and type(error) is not SyncAbortedError):
         return error

@@ -1,8 +1,8 @@
-"""The releases of vLLM that rollmesh serves: the newest and the one before. What differs between
-them, in one table.
+"""The releases of vLLM that rollmesh supports, the newest and the one before, and a table of their
+differences.
 
-A release is let in once the tests have run on it: tests/vllm/test_vllm_*.py, in an environment that
-`VLLM=… .ci/vllm` makes.
+A release is added after the tests have run on it: tests/vllm/test_vllm_*.py, in an environment that
+`VLLM=… .ci/vllm` creates.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 
 class Release(NamedTuple):
-    torch: str  # that its wheel was built for
-    # token ids outside the vocabulary, in the front end, for the whole call; else the engine ends
-    # the request
+    torch: str  # version of torch that its wheel was built for
+    # Whether the front end refuses a call with token ids outside the vocabulary; otherwise the
+    # engine ends the request.
     refuses_unknown_ids: bool
 
 

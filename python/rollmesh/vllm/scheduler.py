@@ -1,14 +1,14 @@
-"""vLLM's schedulers, extended: a request that the worker reports as failed ends alone, with the
-reason.
+"""vLLM's schedulers, extended so that a single request can fail, with the reason that the worker
+reports.
 
-An exception in execute_model would end the whole engine. So a ModelRunnerOutput may have, only if
-requests have failed, the attribute
+An exception in execute_model would end the whole engine. If requests have failed, the
+ModelRunnerOutput therefore has an additional attribute:
 
     rollmesh_failed: dict[request id, message]
 
 These requests end with finish_reason "error" and the message as stop_reason. Their KV pages are
-evicted from the prefix cache, to which vLLM adds a page when it allocates it, before it is
-computed. Requests with streaming input are failed here, at their first step.
+evicted from the prefix cache, since vLLM adds a page to the cache before it is computed. Requests
+with streaming input fail here, at their first step.
 
 vLLM counts the cached tokens of a prompt when it schedules them. The worker recomputes pages of
 older weights, so it returns the number of tokens that the cache served:
@@ -43,7 +43,7 @@ class EndsFailed:
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._streams: dict[str, None] = {}  # refused sessions, of which more input may arrive
+        self._streams: dict[str, None] = {}  # refused sessions, for which more input may arrive
 
     def add_request(self, request: Any) -> None:
         if request.resumable:
@@ -58,7 +58,7 @@ class EndsFailed:
         ended = self._end(failed) if failed else []
         for name, cached in getattr(model_runner_output, CACHED, {}).items():
             request = self.requests.get(name)
-            if request is not None and request.prefill_stats is not None:  # until its first token
+            if request is not None and request.prefill_stats is not None:  # before its first token
                 request.prefill_stats.set(request.num_prompt_tokens, cached, 0)
         outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in ended:
@@ -70,17 +70,16 @@ class EndsFailed:
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )
-            more = sum(
-                part is not None for part in request.streaming_queue or ()
-            )  # the front end waits for an end of each
+            # The front end waits for the end of each of these parts.
+            more = sum(part is not None for part in request.streaming_queue or ())
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.extend(
                 [end] * (1 + more)
             )
         return outputs
 
     def _end(self, failed: dict[str, str]) -> list[Any]:
-        """Before vLLM reads the step's tokens; it skips requests that have ended, as it does
-        aborted ones."""
+        """Ends failed requests before vLLM reads the tokens of the step. vLLM skips requests that
+        have ended, like aborted ones."""
         for request_id in failed:
             if request_id in self.requests:
                 pages = self.kv_cache_manager.get_block_ids(request_id)
@@ -89,8 +88,8 @@ class EndsFailed:
 
 
 class Scheduler(EndsFailed, scheduler.Scheduler):  # type: ignore[misc]
-    """For synchronous scheduling."""
+    """The scheduler for synchronous scheduling."""
 
 
 class AsyncScheduler(EndsFailed, async_scheduler.AsyncScheduler):  # type: ignore[misc]
-    """For asynchronous scheduling."""
+    """The scheduler for asynchronous scheduling."""

@@ -1,20 +1,20 @@
-"""HTTP middleware that reports why a request failed. vLLM's servers answer a request with
-finish_reason "error" by 500 "Internal server error" (in a stream: by an event) and drop the
-stop_reason, in which the scheduler has put the reason (GenerateBaseServing._raise_if_error). The
-platform sets the default of vLLM's --middleware option to
+"""HTTP middleware that reports why a request failed. If a request has finish_reason "error", vLLM's
+servers return 500 "Internal server error" (in a stream: an event) and drop the stop_reason, which
+contains the reason (GenerateBaseServing._raise_if_error). The platform sets the default of vLLM's
+--middleware option to
 
     rollmesh.vllm.serve.Reasons
 
-For such an answer it asks the workers for the reason (collective_rpc) and replaces message and
-status; all other answers are unchanged.
+For such a response it reads the reason from the workers (collective_rpc) and replaces message and
+status; all other responses are unchanged.
 
-    400  the request's own fault; it can never be served as it is
-    503  no step was possible: weights are missing, asleep or incomplete. The request may be served
+    400  the request is wrong and would fail again
+    503  a step was not possible: weights are missing, asleep or incomplete. The request may succeed
          later
     500  anything else
 
-With several data parallel ranks vLLM returns the reasons of the first rank's workers only; vLLM's
-message stays for the others.
+With several data parallel ranks vLLM returns only the reasons of the first rank's workers; requests
+of other ranks keep vLLM's message.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reasons:
 
 
 class _Answer:
-    """Wraps the server's send. The head of a 500 is held back until its body."""
+    """Wraps the server's send. Delays the head of a 500 response until its body arrives."""
 
     def __init__(self, scope: Message, send: Send):
         self._scope, self._send = scope, send
@@ -73,7 +73,7 @@ class _Answer:
             return body
         status, kind = _status(why)
         words["error"]["message"] = why
-        if "code" in words["error"]:  # OpenAI's form; /v1/messages has other types
+        if "code" in words["error"]:  # OpenAI's format; /v1/messages has other types
             words["error"] |= {"code": int(status), "type": kind}
         said = json.dumps(words, ensure_ascii=False).encode()
         if event:
@@ -96,7 +96,7 @@ class _Answer:
         client = getattr(self._scope["app"].state, "engine_client", None)
         if known is None or client is None:
             return None
-        try:  # not vLLM's own timeout, which would leave unread replies behind
+        try:  # vLLM's own timeout is not used, since it would leave unread replies behind
             words = await asyncio.wait_for(
                 client.collective_rpc("why_failed", None, (known.request_id,)), WAIT_SECONDS
             )
@@ -106,7 +106,7 @@ class _Answer:
 
 
 def _bare(text: bytes) -> dict[str, Any] | None:
-    """The parsed answer, if it is vLLM's without a reason."""
+    """Returns the parsed response if it is vLLM's response without a reason, otherwise None."""
     try:
         said = json.loads(text)
     except ValueError:
@@ -120,7 +120,7 @@ def _bare(text: bytes) -> dict[str, Any] | None:
 
 
 def _status(why: str) -> tuple[HTTPStatus, str]:
-    """By the exception class that the reason begins with."""
+    """Returns the status and type for a reason, by the exception class at its beginning."""
     name = why.partition(":")[0]
     kind = getattr(errors, name) if name in errors.__all__ else errors.Error
     if issubclass(kind, (errors.RequestError, errors.CapacityError)):

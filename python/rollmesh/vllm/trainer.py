@@ -4,18 +4,18 @@
     sender = WeightSender(client)           client: vllm.LLM, the URL of a vLLM server, or any
                                             object with vLLM's four calls
     sender.send(model, version=7)           updates all weights or none; raises a worker's error,
-                                            with its class if it is rollmesh's
+                                            of the same class if it is one of rollmesh's
 
     sender = AsyncWeightSender(async_llm)   the same for vllm.AsyncLLM:  await sender.send(…)
 
-transport="shm": the workers are on this machine. Tensors travel in buckets of bounded size, one for
-each call of update_weights, in a segment of shared memory that is filled again for each bucket.
-With lend=True tensors on GPUs are not copied: the workers' GPUs read them where they are. A loan
-lasts for one call of update_weights, which returns when all workers have read, so that a source may
-gather its tensors one by one.
+transport="shm": the workers are on this machine. Tensors are sent in buckets of bounded size, one
+for each call of update_weights, in a segment of shared memory that is filled again for each bucket.
+With lend=True, tensors on GPUs are not copied: the workers' GPUs read them in place. A loan lasts
+for one call of update_weights, which returns when all workers have read the tensors, so that a
+source may gather its tensors one by one.
 
 transport="folder": the workers are on any machine that sees a folder. Each send publishes a version
-there (rollmesh.sources.DeltaWriter), and one call of update_weights tells the workers to read it.
+there (rollmesh.sources.DeltaWriter), and in one call of update_weights the workers read it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-# Yields calls; their results are sent back in.
+# A generator that yields calls and receives their results.
 Calls = Generator[Call, Any, None]
 
 
@@ -88,37 +88,35 @@ class _Sending:
         timeout: float = 300.0,
         **removed: Any,
     ):
-        """client              as the class says
+        """client              see the docstring of the class
         transport           "shm": the workers are on this machine; "folder": on any machine
-        folder              for "folder": a path that exists, the same for this process and all
+        folder              for "folder": an existing path, the same for this process and all
                             workers. A version that the workers refuse stays in the folder; the
                             next one needs a higher number
-        block_bytes         shm: bytes of tensors in one bucket; a larger tensor is a bucket by
-                            itself
-        cast                convert other float dtypes to the model's, as torch's .to() does; else
-                            DTypeError
-        allow_bias_removal  a router bias that the serving version has may be absent (then zero)
+        block_bytes         shm: bytes of tensors in one bucket; a larger tensor has its own bucket
+        cast                convert other float dtypes to the model's, as torch's .to() does; False:
+                            raise DTypeError for them
+        allow_bias_removal  accept that a router bias of the serving version is missing (it becomes
+                            zero)
         verify              shm: the workers compare a checksum of each copied tensor. Lent tensors
-                            have no checksum; those of a folder are always compared
+                            have no checksum; tensors in a folder are always compared
         lend                shm: tensors on GPUs (of any library, by DLPack) are lent to workers on
                             GPUs of this machine, which read them without a copy; other tensors are
                             copied. Lent tensors must not change while `send` runs: an iterator
-                            must not use the memory of one for another. UnsupportedTensorError for
-                            GPU memory that no other process can open; ConfigError if a worker is on
-                            the CPU or does not see the tensors' GPU, or if a build has no CUDA
-                            library: lend=False copies through the host
-        pause               pause generation during a send, unless it is paused already; running
-                            requests are kept. None: where a pause is necessary (vLLM's LLM or
+                            must not use the memory of one for another. Raises
+                            UnsupportedTensorError for GPU memory that other processes cannot open,
+                            and ConfigError if a worker is on the CPU or does not see the tensors'
+                            GPU, or if a build has no CUDA library; use lend=False then
+        pause               pause generation during a send, unless it is already paused; running
+                            requests are kept. None: pause if it is necessary (vLLM's LLM or
                             AsyncLLM with several data parallel ranks) or may be (a server)
-        timeout             seconds that a server may take to answer one call
+        timeout             seconds until a server must have answered one call
 
-        Other arguments are those of the removed transport="distributed": a ConfigError.
+        Other arguments belong to the removed transport="distributed" and raise ConfigError.
         """
         check_transport("distributed" if removed else transport)
-        self._transport, self._block_bytes = (
-            transport,
-            integer("block_bytes", block_bytes, 1, 1 << 40),
-        )
+        self._transport = transport
+        self._block_bytes = integer("block_bytes", block_bytes, 1, 1 << 40)
         self._cast, self._verify = boolean("cast", cast), boolean("verify", verify)
         self._allow_bias_removal = boolean("allow_bias_removal", allow_bias_removal)
         self._lender = Lender() if boolean("lend", lend) else None
@@ -127,7 +125,7 @@ class _Sending:
         self._name = secrets.token_hex(16)
         self._shared: Segment | None = None
         self._previous: Segment | None = None
-        self._info()  # checks transport and folder together
+        self._info()  # checks that transport and folder fit together
         if lend and folder is not None:
             raise ConfigError(
                 f"transport: expected 'shm' with lend=True, got {transport!r}: GPU memory is lent "
@@ -162,12 +160,12 @@ class _Sending:
             )
         self._sends = True
         try:
-            self._close_segment()  # left by a send that a Ctrl-C interrupted at its end
-            # Over shm this ends an update that another trainer left open. Readers of a folder keep
-            # their version from one send to the next.
+            self._close_segment()  # open if a Ctrl-C interrupted the end of the last send
+            # With shm this ends an update that another trainer left open. With a folder one call is
+            # enough, since the workers' readers keep their version between sends.
             if self._writer is None or not self._has_begun:
                 yield Call("init_weight_transfer_engine", (asdict(self._info()),))
-            self._has_begun = False  # until this send has succeeded
+            self._has_begun = False  # True again after this send has succeeded
             yield Call("start_weight_update")
             if self._writer is None:
                 yield from self._buckets(source, version)
@@ -197,7 +195,7 @@ class _Sending:
         )
 
     def _or_abort(self, make: Callable[[], T]) -> Generator[Call, Any, T]:
-        """Returns what make() returns. If it raises, tells the workers to drop the update."""
+        """Returns the result of make(). If it raises, makes the workers drop the update."""
         try:
             return make()
         except BaseException as error:
@@ -213,7 +211,7 @@ class _Sending:
         yield Call("update_weights", (asdict(UpdateInfo(sender=self._name, version=version)),))
 
     def _buckets(self, source: Mapping[str, Any] | Iterable[Any], version: int) -> Calls:
-        """One call for each bucket."""
+        """Yields one call for each bucket."""
         copy = not holds_tensors(source)
 
         def taken(name: str, tensor: Any) -> NDArray[Any] | Held:
@@ -232,11 +230,11 @@ class _Sending:
             yield from self._until_read(call)
             self._close_previous()
             if self._shared is not None:
-                self._shared.unlink()  # all workers have it open
+                self._shared.unlink()  # all workers have opened it
 
     def _until_read(self, call: Call) -> Calls:
-        """Takes the loan back after the call, also if it failed, and waits until no worker has the
-        tensors open."""
+        """Makes a call, then ends the loan and waits until all workers have closed the tensors,
+        even if the call failed."""
         try:
             yield call
         except BaseException as error:
@@ -275,9 +273,10 @@ class _Sending:
         return Call("update_weights", (asdict(info),))
 
     def _segment_of(self, needed: int) -> Segment:
-        """Returns a segment with room for so many bytes. The first one has the size of its bucket,
-        which may be all; the second has block_bytes. The previous one stays open until the workers
-        have opened this one: its lock tells them that the sender lives."""
+        """Returns a segment with room for `needed` bytes. The first segment has the size of its
+        bucket, which may contain all tensors; the second has block_bytes. The previous segment
+        stays open until the workers have opened this one, since its lock shows them that the sender
+        is alive."""
         if self._shared is None or self._shared.size < needed:
             size = (
                 max(needed, self._block_bytes)
@@ -300,17 +299,18 @@ class _Sending:
             shared.close()
 
     def close(self) -> None:
-        """Leaves the folder to another writer. The workers keep serving."""
+        """Releases the folder for another writer. The workers keep serving."""
         self._closed = True
         if self._writer is not None:
             self._writer.close()
 
 
 class WeightSender(_Sending):
-    """For vllm.LLM, a server's URL (started with VLLM_SERVER_DEV_MODE=1), or an object with
-    init_weight_transfer_engine(info), start_weight_update(), update_weights(info) and
-    finish_weight_update(weight_version). None: another rank of a sharded trainer has the client,
-    and this one takes part in gathering DTensors."""
+    """Sends weights to a client: a vllm.LLM, the URL of a server (started with
+    VLLM_SERVER_DEV_MODE=1), or an object with init_weight_transfer_engine(info),
+    start_weight_update(), update_weights(info) and finish_weight_update(weight_version). None:
+    another rank of a sharded trainer has the client, and this rank takes part in gathering
+    DTensors."""
 
     def _checked(self, client: Any) -> Any:
         if client is None:
@@ -327,14 +327,15 @@ class WeightSender(_Sending):
         """Sends a set of weights: a module, a state dict, or an iterable of (name, tensor), with
         Hugging Face names.
 
-        version  must exceed the last one; tokens record it
-        label    vLLM's name of it (get_weight_version, weight_versions of its outputs); None: the
-                 number as text
+        version  must exceed the last version; tokens record it
+        label    vLLM's name of the version (get_weight_version, weight_versions of its outputs);
+                 None: the number as text
 
-        Raises a worker's error with its class if it is rollmesh's (ShapeError, IncompleteSyncError,
-        VersionError, …), else the client's own exception; SyncAbortedError if workers were lost.
-        The old version keeps serving in all cases, unless the error says otherwise: at the end LLM,
-        AsyncLLM and a server are asked which version their workers serve.
+        Raises a worker's error of the same class if it is one of rollmesh's (ShapeError,
+        IncompleteSyncError, VersionError, …), otherwise the client's exception, and
+        SyncAbortedError if workers have ended. The old version keeps serving after an error, unless
+        the message states otherwise: at the end the version that the workers of an LLM, AsyncLLM or
+        server report is checked.
         """
         if self._client is None:
             _gather(source)
@@ -356,11 +357,11 @@ class WeightSender(_Sending):
                     calls.throw(typed(error))
                     raise
         finally:
-            calls.close()  # it has not ended if a Ctrl-C came between two calls
+            calls.close()  # still open if a Ctrl-C arrived between two calls
 
 
 class AsyncWeightSender(_Sending):
-    """The same for vllm.AsyncLLM, or an object whose four calls are awaited."""
+    """Like WeightSender, for vllm.AsyncLLM or an object whose four calls are awaited."""
 
     def _checked(self, client: Any) -> Any:
         known = client_of(client, self._timeout)
@@ -372,7 +373,8 @@ class AsyncWeightSender(_Sending):
         return known
 
     async def send(self, source: Any, version: int, label: str | None = None) -> None:
-        """As WeightSender.send. The source is read and copied in the event loop's thread."""
+        """Sends a set of weights, like WeightSender.send. Reads and copies the source in the thread
+        of the event loop."""
         held = self._pauses() and await self._held()
         try:
             await self._drive(self._send(source, version, label))
@@ -381,8 +383,8 @@ class AsyncWeightSender(_Sending):
                 await self._client.release()
 
     async def _held(self) -> bool:
-        """Pauses generation. If the caller is cancelled meanwhile, waits for the pause and ends
-        it."""
+        """Pauses generation and returns whether it was running. If the caller is cancelled
+        meanwhile, waits for the pause and ends it."""
         holding = asyncio.ensure_future(self._client.hold())
         try:
             return bool(await asyncio.shield(holding))
@@ -401,11 +403,11 @@ class AsyncWeightSender(_Sending):
                     calls.throw(typed(error))
                     raise
         finally:
-            calls.close()  # as above
+            calls.close()  # as in WeightSender
 
 
 def _next(calls: Calls, returned: Any) -> Call | None:
-    """The next call. returned: the result of the previous one."""
+    """Returns the next call, or None at the end. returned: the result of the previous call."""
     try:
         return calls.send(returned)
     except StopIteration:
@@ -413,9 +415,9 @@ def _next(calls: Calls, returned: Any) -> Call | None:
 
 
 def _require(version: int, served: list[Any]) -> None:
-    """SyncAbortedError unless all workers serve the version or a later one. vLLM's multiprocess
-    executor may mix up replies to different calls (after collective_rpc of an unknown name, for
-    instance), and then a refused set looks committed."""
+    """Raises SyncAbortedError unless all workers serve the version or a later one. vLLM's
+    multiprocess executor may mix up replies to different calls (for example after collective_rpc of
+    an unknown name), and a refused set then looks committed."""
     if not all(str(one).isdecimal() and int(str(one)) >= version for one in served):
         raise SyncAbortedError(
             f"expected the workers to serve version {version} after the send, got "
@@ -424,8 +426,8 @@ def _require(version: int, served: list[Any]) -> None:
 
 
 def _checked_label(label: Any) -> str:
-    """Refuses a label that is not UTF-8 text: vLLM's front end would fail at every later
-    request."""
+    """Returns the label. Raises an error for a label that is not UTF-8 text, with which vLLM's
+    front end would fail at every later request."""
     with suppress(UnicodeEncodeError):
         if isinstance(label, str) and label.encode():
             return label
@@ -434,7 +436,7 @@ def _checked_label(label: Any) -> str:
 
 # ---------------------------------------------------------------------------------------- sources
 def _source(source: Any) -> Mapping[str, Any] | Iterable[Any]:
-    """A module's state dict, a mapping or pairs."""
+    """Returns the state dict of a module, and any other source unchanged."""
     if callable(getattr(source, "state_dict", None)):
         source = source.state_dict()
     if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
@@ -446,7 +448,8 @@ def _source(source: Any) -> Mapping[str, Any] | Iterable[Any]:
 
 
 def _gather(source: Any) -> None:
-    """What a rank without a client does: full_tensor() is a collective of the trainer."""
+    """Gathers the DTensors of a source on a rank without a client, since full_tensor() is a
+    collective of all ranks of the trainer."""
     for _, tensor in entries_of(_source(source)):
         if is_sharded(tensor):
             tensor.full_tensor()

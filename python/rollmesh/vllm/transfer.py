@@ -1,5 +1,6 @@
-"""The weight transfer engine that vLLM's factory makes for backend "rollmesh": receives a trainer's
-buckets and stages their tensors. weight_updates.py has the order of the calls and the commit.
+"""The weight transfer engine that vLLM's factory makes for the backend "rollmesh". It receives a
+trainer's buckets and stages their tensors. weight_updates.py describes the order of the calls and
+the commit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ REMEDY = "; lend=False at the sender copies through the host"
 
 
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """One worker's end."""
+    """The transfer engine of one worker."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -34,7 +35,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(config, vllm_config, device, model)
         self._updates = model.updates
         self._info: InitInfo | None = None
-        self._segment: MappedSegment | None = None  # of the last bucket
+        self._segment: MappedSegment | None = None  # segment of the last bucket
         self._folder: DeltaReader | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -55,7 +56,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._required_info()
 
     def update_weights(self, update_info: UpdateInfo) -> None:
-        """vLLM's own implementation synchronizes an accelerator afterwards."""
+        """Receives weights. Overridden because vLLM's implementation synchronizes an accelerator
+        afterwards."""
         self.receive_weights(update_info)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -82,8 +84,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return version
 
     def _tensors(self, info: UpdateInfo) -> ReceivedTensors:
-        """Returns the tensors of a bucket. Lent tensors are opened later, since a rank that has
-        them open may not wait for others."""
+        """Returns the tensors of a bucket. Lent tensors are opened later, since a rank must not
+        wait for other ranks while it has them open."""
         mapped = self._mapped(info.segment, info.nonce)
         data = mapped.tensors(info.size)
         manifest = parse(info.description.encode(errors="surrogatepass"), data.size)
@@ -99,7 +101,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return tensors
 
     def require_sender(self, info: UpdateInfo) -> None:
-        """StateError for a bucket of another sender than the one that called
+        """Raises StateError unless the bucket's sender is the one that called
         init_weight_transfer_engine last."""
         if info.sender != (begun := self._required_info().sender):
             first = "call init_weight_transfer_engine first"
@@ -109,20 +111,20 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc]
             )
 
     def is_held(self, sender: str | None) -> bool:
-        """Whether the open update belongs to another trainer that is still alive."""
+        """Returns whether the open update belongs to another trainer that is still alive."""
         if self._info is None or (sender is not None and self._info.sender == sender):
             return False
         return self._segment is not None and self._segment.is_owned()
 
     def end_weight_update(self) -> None:
-        """After a commit or an abort: closes the segment."""
+        """Closes the segment, after a commit or an abort."""
         mapped, self._segment = self._segment, None
         if mapped is not None:
             mapped.close()
 
     def _mapped(self, name: Any, nonce: Any) -> MappedSegment:
-        """Returns the segment of that name. It stays mapped until another one is named, since the
-        trainer unlinks it."""
+        """Returns the segment of this name. It stays mapped until a bucket has another name, since
+        the trainer unlinks the file."""
         if (
             not isinstance(name, str)
             or not SEGMENT.fullmatch(name)

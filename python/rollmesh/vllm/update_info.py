@@ -1,9 +1,9 @@
-"""The arguments of vLLM's weight calls: how weights will arrive (`InitInfo`), and what is in one
-bucket of them (`UpdateInfo`). Plain values that msgpack and JSON can carry; tensors travel beside
-them (weights/transport/segment.py).
+"""The arguments of vLLM's weight calls: how weights will arrive (`InitInfo`), and the contents of
+one bucket (`UpdateInfo`). Their values are plain, so that msgpack and JSON can encode them; tensors
+are sent separately (weights/transport/segment.py).
 
-Both sender and worker use this file. Wrong values are refused here, before anything is opened,
-received or read.
+Both sender and worker use this file. It checks all values before anything is opened, received or
+read.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class InitInfo:
 
     transport           "shm": a WeightSender of this machine sends buckets. "folder": each update
                         is the newest version in the folder of a rollmesh.sources.DeltaWriter
-    sender              a name of the trainer: a bucket that names another sender is refused, so
-                        that no set mixes two trainers
-    cast                convert other float dtypes to the model's, as torch's .to() does; else
-                        DTypeError
-    allow_bias_removal  a router bias that the serving version has may be absent (then zero)
+    sender              a name of the trainer. A bucket with another sender is refused, so that a
+                        set cannot mix tensors of two trainers
+    cast                convert other float dtypes to the model's, as torch's .to() does; False:
+                        raise DTypeError for them
+    allow_bias_removal  accept that a router bias of the serving version is missing (it becomes
+                        zero)
     folder              for transport="folder": a path on the workers' machines. Each worker keeps a
                         copy of the version in host memory
     """
@@ -87,14 +88,14 @@ class UpdateInfo:
     sender, version and abort.
 
     description     JSON (weights/transport/manifest.py): names, dtypes, shapes and offsets of the
-                    tensors, and with transport="shm" those that are lent on the trainer's GPUs
-                    until the call returns
+                    tensors, and with transport="shm" the tensors on the trainer's GPUs that are
+                    lent until the call returns
     size            bytes of the bucket
     segment, nonce  transport="shm": the file in /dev/shm
     sender          as in the InitInfo
-    version         number of the set, the same in all its buckets. None: the next, or what the
-                    folder has
-    abort           instead of a bucket: why the trainer drops the set
+    version         number of the set, the same in all its buckets. None: the next number, or the
+                    version in the folder
+    abort           instead of a bucket: the reason why the trainer drops the set
     """
 
     description: str = ""
@@ -119,7 +120,7 @@ class UpdateInfo:
 
 
 def info_of(kind: type[T], values: Any, error: type[Error]) -> T:
-    """An InitInfo or UpdateInfo from the dict that arrived."""
+    """Makes an InitInfo or UpdateInfo from a received dict."""
     if not isinstance(values, dict):
         raise error(f"{kind.__name__}: expected a dict, got {shown(values)}")
     known = [field.name for field in fields(kind)]

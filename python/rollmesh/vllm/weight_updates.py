@@ -1,6 +1,7 @@
-"""The worker's side of weight updates: the methods that vLLM calls on every worker, over rollmesh's
-syncs (rollmesh/weights/updates.py). A set is staged and then committed by one swap on all ranks.
-Until the swap, and if any part of the set is wrong, the old version serves.
+"""The worker's side of weight updates: the methods that vLLM calls on every worker, implemented
+with rollmesh's syncs (rollmesh/weights/updates.py). A set is staged and then committed by one swap
+on all ranks. The old version serves until the swap, and keeps serving if any part of the set is
+wrong.
 
     init_weight_transfer_engine ─► start_weight_update ─► update_weights … ─► finish_weight_update
                                        ▲                        │ an error ends the update on all
@@ -8,13 +9,13 @@ Until the swap, and if any part of the set is wrong, the old version serves.
     model.load_weights(pairs), any number of times; committed at the next step, at a repeated name,
     or by process_weights_after_loading
 
-The version number is rollmesh's, an integer that increases; the trainer gives it, or it is the next
-one. The label ("step-1") is vLLM's: the engine core keeps it, and
-finish_weight_update(weight_version) sets it once all workers have committed.
+rollmesh's version number is an integer that increases; the trainer passes it, or it is the next
+number. vLLM's label ("step-1") is stored in the engine core, and
+finish_weight_update(weight_version) sets it after all workers have committed.
 
-All ranks make the same calls, and what one refuses all refuse. Only one worker of an executor
-raises: vLLM's multiprocess executor stops reading replies at the first failure and would take the
-unread ones for replies to its next call.
+All ranks make the same calls; if one rank refuses a call, all refuse it. Only one worker of an
+executor raises an exception: vLLM's multiprocess executor stops reading replies at the first
+failure, and would read the remaining ones as replies to its next call.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from rollmesh.weights.transport.tensors import pair_of
 from rollmesh.weights.updates import Sync, Weights
 
 BACKEND = "rollmesh"
-# vLLM's own workers treat levels above 2 as 2. vLLM has paused generation by then, so refusing them
-# would leave it paused.
+# Levels above 2 are treated as 2, as in vLLM's own workers. Refusing them would leave vLLM paused,
+# since it pauses generation before it calls the workers.
 KEPT, DROPPED = 1, 2
-# verl answers a bucket once load_weights has returned, and its trainer waits for the answer without
-# a timeout.
+# verl replies to a bucket after load_weights has returned, and its trainer waits for the reply
+# without a timeout.
 VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
@@ -59,8 +60,8 @@ def register_engine() -> None:
 
 
 def answers(parallel: Any, rank: int) -> bool:
-    """Whether this worker is the one of its executor that raises. With an external launcher each
-    process is an executor."""
+    """Returns whether this worker is the one that raises exceptions in its executor. With an
+    external launcher each process is an executor."""
     return bool(
         parallel.distributed_executor_backend == "external_launcher"
         or rank == parallel.world_size - 1
@@ -68,8 +69,8 @@ def answers(parallel: Any, rank: int) -> bool:
 
 
 def _replies(method: Callable[..., None]) -> Callable[..., None]:
-    """vLLM passes on the text of an exception and not its class, so the text begins with the class.
-    Only one worker raises."""
+    """Puts the class of an exception at the beginning of its text, since vLLM passes on only the
+    text. Only one worker raises the exception."""
 
     @wraps(method)
     def reply(self: WeightUpdates, *args: Any, **options: Any) -> None:
@@ -83,7 +84,8 @@ def _replies(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Hosted:
-    """In place of a generator's requests: vLLM has them, and updates keep running requests."""
+    """Replaces a generator's requests, since vLLM has the requests and updates keep those that
+    run."""
 
     def step(self) -> int:
         raise StateError("expected inflight='keep': vLLM steps its requests")
@@ -93,26 +95,25 @@ class _Hosted:
 
 
 class WeightUpdates:
-    """One worker's weight updates. `engine` is this rank's; `rank` counts the workers of one
+    """Weight updates of one worker. engine: this rank's engine. rank: the worker's number in its
     executor."""
 
     def __init__(self, engine: RankEngine, vllm_config: Any, rank: int):
         self._engine, self.vllm_config = engine, vllm_config
         parallel = vllm_config.parallel_config
         self.rank = rank
-        self.number = (
-            parallel.data_parallel_index * parallel.world_size + rank
-        )  # among the workers of all data parallel ranks
+        # Number of this worker among the workers of all data parallel ranks.
+        self.number = parallel.data_parallel_index * parallel.world_size + rank
         self._answers = answers(parallel, rank)
         self.weights = Weights(engine, _Hosted())  # type: ignore[arg-type]
         self.model = ServedModel(self)
-        self._set: Sync | None = None  # of the open update, from its first bucket on
-        # Of load_weights, which does not say when a set is complete: the next step, a repeated name
-        # or finish_load commits it.
+        self._set: Sync | None = None  # sync of the open update, from its first bucket on
+        # Sync of load_weights, whose calls do not mark the end of a set: the next step, a repeated
+        # name or finish_load commits it.
         self._loaded: Sync | None = None
-        self._loaded_names: set[str] = set()  # that were pushed
+        self._loaded_names: set[str] = set()  # names pushed in that sync
         self._waits_for_each = parallel.worker_extension_cls == VERL_EXTENSION
-        self._held: Error | None = None  # what load_weights did not raise
+        self._held: Error | None = None  # error that load_weights did not raise
         self._updating = False
         self._transfer: Any = None
         if vllm_config.weight_transfer_config is not None:
@@ -133,8 +134,8 @@ class WeightUpdates:
     # ----------------------------------------------------------------------------- what vLLM calls
     @_replies
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """A trainer begins. Drops an update that another trainer left open; StateError if that
-        trainer is alive and has sent a part."""
+        """Begins the updates of a trainer. Drops an update that another trainer left open; raises
+        StateError if that trainer is alive and has sent a part."""
         transfer = self._configured()
         info = self.on_all_ranks("the info of a trainer", transfer.parse_init_info, init_info)
         self.require_equal("a trainer", info.sender)
@@ -158,9 +159,8 @@ class WeightUpdates:
                 "first"
             )
         transfer.start_weight_update()
-        self._updating = (
-            True  # it may be so already: an update without a bucket belongs to no trainer yet
-        )
+        # May be True already, since an update does not belong to a trainer before its first bucket.
+        self._updating = True
 
     @_replies
     def start_draft_weight_update(self) -> None:
@@ -168,8 +168,8 @@ class WeightUpdates:
 
     @_replies
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """One bucket. Of a list each worker takes its own, in the order of data parallel ranks and
-        workers."""
+        """Stages one bucket. A list has one bucket for each worker, in the order of data parallel
+        ranks and workers."""
         transfer = self._configured()
         if not self._updating:
             self._refuse(
@@ -179,15 +179,14 @@ class WeightUpdates:
         with self._dropping():
             info = self.on_all_ranks("the info of a bucket", self._own, transfer, update_info)
             self.require_equal("a bucket of weights", (info.sender, info.version, info.abort))
-        self.on_all_ranks(
-            "the sender of a bucket", transfer.require_sender, info
-        )  # refuses a bucket; the update stays open
+        # A bucket of another sender is refused, and the update stays open.
+        self.on_all_ranks("the sender of a bucket", transfer.require_sender, info)
         with self._dropping():
             transfer.update_weights(info)
 
     @_replies
     def finish_weight_update(self) -> None:
-        """Commits on all ranks or on none."""
+        """Commits the open update on all ranks or on none."""
         transfer = self._configured()
         if not self._updating:
             self._refuse(
@@ -209,12 +208,13 @@ class WeightUpdates:
             self._transfer.shutdown()
 
     def weight_version(self) -> int | None:
-        """The serving version's number; None before the first and while the weights are asleep."""
+        """Returns the number of the serving version; None before the first commit and while the
+        weights are asleep."""
         return self.weights.version
 
     def compute_weight_checksums(self) -> dict[str, str]:
-        """The digest of all weights, from one worker of each data parallel rank; it does not depend
-        on the mesh."""
+        """Returns the digest of all weights, on one worker of each data parallel rank. The digest
+        does not depend on the mesh."""
         version, digest, *_ = self._engine.sync_state()
         number = self.vllm_config.parallel_config.data_parallel_index
         return {f"dp{number}": f"{digest:016x}"} if self.rank == 0 and version is not None else {}
@@ -225,9 +225,9 @@ class WeightUpdates:
 
     @_replies
     def sleep(self, level: int = 1) -> None:
-        """1: frees the KV cache and moves weights from a GPU to host memory, from which wake_up
-        restores them. On the CPU they stay awake, and an open update stays open. 2: frees both;
-        weights have to be pushed again."""
+        """Frees memory. Level 1 frees the KV cache and moves weights from a GPU to host memory,
+        from which wake_up restores them; on the CPU the weights stay awake, and an open update
+        stays open. Level 2 frees KV cache and weights; the weights must be pushed again."""
         if not isinstance(level, int) or level < KEPT:
             raise ConfigError(
                 f"sleep level: expected {KEPT} (keeps weights) or {DROPPED} (frees weights and KV "
@@ -241,24 +241,24 @@ class WeightUpdates:
     @_replies
     def wake_up(self, tags: list[str] | None = None) -> None:
         parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
-        if parts:  # 0 if everything is awake already
+        if parts:  # 0 if everything is already awake
             self.on_all_ranks("wake_up", self.weights.wake, parts)
 
     @_replies
     def discard(self, tags: Iterable[str]) -> None:
-        """Sleep by tag."""
+        """Frees the memory of these tags."""
         self._rest(_mask(tags), False)
 
     def commit_open_sync(self) -> None:
-        """Called before a step: commits the set that load_weights has pushed. IncompleteSyncError
-        drops it; the old version serves."""
-        self._held = None  # of a set that its trainer has left
+        """Commits the set that load_weights has pushed; called before each step. If the set is
+        incomplete, drops it and raises IncompleteSyncError; the old version keeps serving."""
+        self._held = None  # the trainer has not finished that set
         self._commit_loaded()
 
     @_replies
     def finish_load(self) -> None:
-        """Called by a trainer that has loaded all: the same, or the error that load_weights has
-        kept."""
+        """Commits the set that load_weights has pushed, or raises the error that load_weights has
+        kept. A trainer calls this after it has loaded all tensors."""
         held, self._held = self._held, None
         if held is not None:
             raise held
@@ -266,25 +266,23 @@ class WeightUpdates:
 
     @_replies
     def forbid(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """The model's compute_logits is replaced. ConfigError if the new one does more than to
-        forbid tokens; the old one stays then."""
-        self.model.never_drawn, self.model._edit = (
-            _forbidden_by(edit, self.vllm_config.model_config.get_vocab_size()),
-            edit,
-        )
+        """Replaces the model's compute_logits. Raises ConfigError if the new function does more
+        than forbid tokens; the old one then stays."""
+        self.model.never_drawn = _forbidden_by(edit, self.vllm_config.model_config.get_vocab_size())
+        self.model._edit = edit
 
     def shutdown(self) -> None:
-        """The worker is being closed."""
+        """Closes the transfer engine because the worker is being closed."""
         if self._transfer is not None:
             self._transfer.shutdown()
 
     # --------------------------------------------------------------------- for the transfer engine
     def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
-        """As Weights.on_all_ranks."""
+        """Calls Weights.on_all_ranks."""
         return self.weights.on_all_ranks(where, action, *args)
 
     def require_equal(self, what: str, value: Any) -> None:
-        """As Weights.require_equal, for any value."""
+        """Calls Weights.require_equal, for any value."""
         self.weights.require_equal(what, repr(value))
 
     @property
@@ -295,8 +293,8 @@ class WeightUpdates:
     def stage(
         self, bucket: Mapping[str, Any], version: int | None, options: dict[str, Any]
     ) -> None:
-        """Stages a bucket of the open update; its first bucket begins the sync. A rank keeps lent
-        tensors open only while it reads."""
+        """Stages a bucket of the open update; the first bucket begins the sync. A rank has lent
+        tensors open only while it reads them."""
         if self._set is None:
             self._set = self._begun(version=version, **options)
         if (begun := self._set.options.version) != version:
@@ -311,7 +309,7 @@ class WeightUpdates:
             is_lent_still()
 
     def commit(self, options: dict[str, Any]) -> None:
-        if self._set is None:  # no bucket came; the commit raises IncompleteSyncError
+        if self._set is None:  # without a bucket; the commit raises IncompleteSyncError
             self._set = self._begun(**options)
         self.weights.finish(self._set, None)
 
@@ -351,7 +349,7 @@ class WeightUpdates:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Drops the open update on an error."""
+        """Returns a context that drops the open update on an error."""
         try:
             yield
         except BaseException:
@@ -381,20 +379,19 @@ class WeightUpdates:
 
     # -------------------------------------------------------------------------- model.load_weights
     def load(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
-        """Converts other float dtypes, as vLLM's loaders do. Returns the names that were loaded.
-        Under verl the first error of a set is kept for finish_load, and the rest of the set is not
-        read."""
+        """Loads pairs of names and tensors, and returns the loaded names. Converts other float
+        dtypes, as vLLM's loaders do. With verl the first error of a set is kept for finish_load,
+        and the rest of the set is not read."""
         taken: set[str] = set()
         if not self._waits_for_each:
             self._load(pairs, taken)
         elif self._held is None:
             try:
                 self._push_all(pairs, taken)
-            except Exception as error:  # noqa: BLE001 (raised by finish_load; on all ranks alike, so that none goes on)
+            except Exception as error:  # noqa: BLE001 (finish_load raises it, on all ranks)
                 self._held = error if isinstance(error, Error) else Error(reason(error))
-                error.__traceback__ = (
-                    None  # its frames hold the tensors, whose memory verl closes now
-                )
+                # The frames of the traceback hold the tensors, whose memory verl is closing.
+                error.__traceback__ = None
         return taken
 
     @_replies
@@ -411,26 +408,27 @@ class WeightUpdates:
             if self._loaded is None or self._loaded.closed is not None:
                 self._loaded, self._loaded_names = self._begun(cast=True), set()
             try:
-                # raised here, since other ranks wait for this rank to begin the sync and push
+                # Raised only here, since other ranks wait for this rank to begin the sync and push.
                 if isinstance(entry, Exception):
                     raise entry
                 self._loaded.push(*entry)
-            except Exception as error:  # drop the set: no later step may commit the rest of it
+            except Exception as error:  # drops the set, so that a later step cannot commit the rest
                 self.weights.abort(self._loaded, error)
                 raise
             self._loaded_names.add(entry[0])
             taken.add(entry[0])
 
     def _commit_loaded(self) -> None:
-        """Commits the set of load_weights, if one is open. IncompleteSyncError drops it; the old
-        version serves."""
+        """Commits the set of load_weights, if one is open. If it is incomplete, drops it and raises
+        IncompleteSyncError; the old version keeps serving."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded.closed is None:
             self.weights.finish(loaded, None)
 
 
 def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | Exception]:
-    """The entries of the trainer's iterator; last the exception that ended it, if one did."""
+    """Yields the entries of the trainer's iterator. If an exception ends the iterator, yields it as
+    the last value."""
     try:
         yield from map(pair_of, pairs)
     except Exception as error:  # noqa: BLE001 (raised by the caller)
@@ -449,11 +447,11 @@ def _mask(tags: Any) -> int:
 
 
 class ServedModel(torch.nn.Module):
-    """What vLLM and trainers get as `worker.model_runner.model`. It has no parameters; the engine
-    has them, each rank its shard.
+    """The object that vLLM and trainers find at `worker.model_runner.model`. It has no parameters;
+    the engine of each rank has the rank's shards.
 
     `compute_logits` may be replaced, as verl does, by a function that sets the logits of some
-    tokens to -inf: they are never drawn then."""
+    tokens to -inf. These tokens are then never drawn."""
 
     never_drawn: NDArray[np.int32]  # ascending token ids
 
@@ -469,13 +467,13 @@ class ServedModel(torch.nn.Module):
 
     @property
     def model(self) -> ServedModel:
-        """vLLM's models have their layers there, and verl looks for it."""
+        """Returns self. vLLM's models have their layers in this attribute, and verl reads it."""
         return self
 
     @property
     def compute_logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Takes logits [rows, vocab] and returns a copy. ConfigError if it is replaced by what does
-        more than to forbid tokens."""
+        """A function that takes logits [rows, vocab] and returns a copy. Replacing it by a function
+        that does more than forbid tokens raises ConfigError."""
         return self._edit
 
     @compute_logits.setter
@@ -483,14 +481,14 @@ class ServedModel(torch.nn.Module):
         self._updates.forbid(edit)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        """Stages tensors by their Hugging Face names, one or many per call. The set is committed at
-        the next step, at a repeated name or by process_weights_after_loading; if it is incomplete
-        then, IncompleteSyncError is raised and the old version serves."""
+        """Stages tensors by their Hugging Face names, one or more per call. The set is committed at
+        the next step, at a repeated name or by process_weights_after_loading. If it is incomplete
+        then, IncompleteSyncError is raised and the old version keeps serving."""
         return self._updates.load(weights)
 
     def process_weights_after_loading(self) -> None:
-        """Commits what was loaded. vLLM's function of this name calls it, and verl calls that after
-        each set."""
+        """Commits the loaded set. vLLM's function of the same name calls this, and verl calls that
+        function after each set."""
         self._updates.finish_load()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -500,7 +498,7 @@ class ServedModel(torch.nn.Module):
 def _forbidden_by(
     edit: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
 ) -> NDArray[np.int32]:
-    """The tokens that `edit` sets to -inf, tried on two rows."""
+    """Returns the tokens that `edit` sets to -inf, found by calling it with two rows."""
     given = torch.stack([torch.zeros(vocab_size), torch.arange(float(vocab_size))])
     edited = edit(given.clone())
     out = torch.isneginf(edited)
@@ -522,6 +520,6 @@ def _forbidden_by(
 
 
 def _directly(function: Callable[[], Any], deadline: float | None) -> Any:
-    """A worker has one thread, which has the engine to itself."""
+    """Calls a function directly, since a worker has one thread, which alone uses the engine."""
     del deadline
     return function()

@@ -5,9 +5,9 @@
     anything else                                the whole tensor
 
 FSDP over tensor or expert parallelism of the same dim makes a _StridedShard: the later mesh dims
-cut the dim first. That is a box too. Other DTensors are not (Partial, a _StridedShard from a view,
-one that does not divide its dim): they are all-gathered by full_tensor(), one at a time, which is a
-collective of the trainer's mesh.
+cut the dim first. Its local tensor is a box too. The local tensors of other DTensors are not boxes
+(Partial, a _StridedShard from a view or with unequal parts): full_tensor() gathers these DTensors
+one at a time, in a collective of the trainer's mesh.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def _dims(name: str, value: Any) -> Dims:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What this rank holds of one tensor, for trainers that shard without DTensor; for
-    Generator.sync_weights where ranks are processes. Every rank with a source names the same
-    tensors in the same order; a rank that holds nothing of a tensor gives an empty array.
+    """The part of one tensor that this rank holds, for trainers that shard without DTensor and call
+    Generator.sync_weights with processes as ranks. Every rank with a source names the same tensors
+    in the same order; a rank that holds no part of a tensor gives an empty array.
 
-    array    torch or NumPy, with as many dims as the tensor; not copied
-    shape    of the whole tensor, in elements
-    offsets  of array[0, …, 0] in the whole tensor, in elements
+    array    a torch tensor or NumPy array with as many dims as the whole tensor; it is not copied
+    shape    shape of the whole tensor, in elements
+    offsets  position of array[0, …, 0] in the whole tensor, in elements
 
     Raises LayoutError if the array is not inside the shape, UnsupportedTensorError if it is not an
     array.
@@ -90,7 +90,7 @@ class Piece:
         )
 
     def whole(self) -> Any:
-        """The array if it is the whole tensor; else LayoutError."""
+        """Returns the array if it is the whole tensor; otherwise raises LayoutError."""
         if self.sizes != self.shape:
             raise LayoutError(
                 f"expected the whole tensor, got {self._where()}; only sync_weights over "
@@ -104,8 +104,8 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """The tensor as the engine reads it: a DTensor is gathered, autograd is dropped. LayoutError
-    for a Piece of a part."""
+    """Returns the tensor in the form that the engine reads: gathers a DTensor and detaches it from
+    autograd. Raises LayoutError for a Piece that is not the whole tensor."""
     if isinstance(tensor, Piece):
         tensor = tensor.whole()
     elif is_sharded(tensor):
@@ -123,12 +123,12 @@ class Part:
     dtype: str
     shape: Dims
     offsets: Dims
-    sizes: Dims  # with a 0: this rank holds nothing of it
-    array: Callable[[], NDArray[Any]]  # of `sizes`, C-contiguous
+    sizes: Dims  # contains a 0 if this rank holds no part of the tensor
+    array: Callable[[], NDArray[Any]]  # returns a C-contiguous array of these sizes
 
 
 def part_of(name: Any, tensor: Any) -> Part:
-    """Describes an entry. Calls no collective; copies no contiguous CPU tensor. Raises
+    """Describes an entry, without calling a collective or copying a contiguous CPU tensor. Raises
     UnexpectedKeyError, UnsupportedTensorError, DTypeError, ShapeError or LayoutError."""
     if not isinstance(name, str):
         raise UnexpectedKeyError(f"a weight's name: expected a str, got {shown(name)}")
@@ -159,8 +159,8 @@ def _shape(tensor: Any) -> Dims:
 
 
 def _offsets_of(tensor: Any) -> Dims | None:
-    """Offsets of a DTensor's local tensor; None where it is no box, which all ranks see alike.
-    Zeros if the local tensor is empty."""
+    """Returns the offsets of a DTensor's local tensor, zeros if the local tensor is empty. Returns
+    None if the local tensor is not a box; all ranks get the same answer."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -181,12 +181,13 @@ def _offsets_of(tensor: Any) -> Dims | None:
 
 
 def _is_box(tensor: Any) -> bool:
-    """A _StridedShard is one where its split_factor is the number of parts that later mesh dims
-    make of the same dim, and all parts of the dim are equal."""
+    """Returns whether the local tensor is a box. A _StridedShard gives a box if its split_factor is
+    the number of parts into which later mesh dims cut the same dim, and all these parts are
+    equal."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    parts: dict[int, int] = {}  # of a dim, by the mesh dims from here on
+    parts: dict[int, int] = {}  # dim → number of parts that the mesh dims from here on make of it
     strided: set[int] = set()
     for size, placement in zip(
         reversed(tensor.device_mesh.shape), reversed(tensor.placements), strict=True

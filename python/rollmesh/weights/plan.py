@@ -1,9 +1,9 @@
-"""The plan of one sync: the entries that its names were resolved to (`_core.SyncEntry`). Each name
-is resolved once and each tensor is taken once (by DLPack or as a NumPy array); checking, copying,
-listing faults and undoing a failed push work on these entries.
+"""The plan of one sync: the entries to which its names were resolved (`_core.SyncEntry`). Each name
+is resolved once and each tensor is taken once (by DLPack or as a NumPy array). These entries are
+then checked and copied, and a failed push is undone entry by entry.
 
-A source that holds its tensors (weights/transport/tensors.py) is checked as a whole first, and the
-entries keep its tensors until they are copied. Every other mapping is read twice.
+A source that holds all its tensors (weights/transport/tensors.py) is checked as a whole first, and
+the entries keep its tensors until they are copied. Every other mapping is read twice.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from rollmesh.weights.transport.tensors import entries_of, holds_tensors
 ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
 MAX_LISTED = 50  # faults listed in one message
 MAX_NAME = 120  # characters of a name in a message
-BATCH_BYTES = 2 << 30  # of tensors in one call of the engine; a Ctrl-C is seen between two calls
-# Bytes of gathered tensors in one call. With a deadline, which is checked between calls, of all.
+# Bytes of tensors in one call of the engine. Ctrl-C takes effect between two calls.
+BATCH_BYTES = 2 << 30
+# Bytes of gathered tensors in one call, and of all tensors if there is a deadline, which is checked
+# between two calls.
 GATHERED_BYTES = 256 << 20
 Faults = dict[type[Error], list[str]]
 
@@ -46,15 +48,16 @@ class Plan:
         self._entries: dict[str, _core.SyncEntry] = {}
 
     def entry(self, name: Any) -> _core.SyncEntry:
-        """Returns the entry of a name; one without parameters is skipped. UnexpectedKeyError or
-        LimitError for a name that the model does not have."""
+        """Returns the entry of a name; an entry without parameters is skipped later. Raises
+        UnexpectedKeyError or LimitError for a name that the model does not have."""
         found = self._entries.get(name) if isinstance(name, str) else None
         if found is None:
             found = self._entries[name] = self._engine.sync_resolve(name, not self._strict)
         return found
 
     def forget(self) -> None:
-        """Gives back all tensors: the sync has failed, and its error may live long."""
+        """Drops the references to all tensors after a failed sync, since its error may be kept for
+        a long time."""
         self._entries.clear()
 
     def _take(self, name: Any, tensor: Any) -> _core.SyncEntry:
@@ -64,7 +67,7 @@ class Plan:
         return entry
 
     def push(self, name: Any, tensor: Any) -> None:
-        """Copies one tensor. On an error the entry keeps nothing of it."""
+        """Copies one tensor. After an error the entry keeps no reference to it."""
         entry = self._take(name, tensor)
         try:
             self._engine.sync_push([entry])
@@ -83,7 +86,7 @@ class Plan:
             )
         keeps = holds_tensors(source)
         faults: Faults = {}
-        spelled: dict[int, str] = {}  # parameter → its name in the source
+        spelled: dict[int, str] = {}  # index of a parameter → its name in the source
         for name, tensor in entries_of(source):
             try:
                 for index in self.entry(name).params:
@@ -107,22 +110,22 @@ class Plan:
                 if required and index not in spelled
             ]
             if any(manifest[index][0] == HEAD and not manifest[index][3] for index in spelled):
-                # tied: one matrix, which has come as lm_head
+                # The matrices are tied, and the source has the shared matrix as lm_head.
                 missing = [name for name in missing if name != EMBEDDING]
             if missing:
                 faults[MissingKeyError] = missing
         _raise_faults(faults)
 
     def push_mapping(self, source: Mapping[str, Any], deadline: float | None) -> None:
-        """Copies every entry. NonFiniteError and TiedWeightError are only known after reading the
-        values; the error lists all of them."""
+        """Copies every entry. Raises NonFiniteError or TiedWeightError, which list all offending
+        tensors; these errors are found only when the values are read."""
         faults: Faults = {}
         for batch in self._batches(source, deadline):
             try:
                 self._engine.sync_push(batch)
                 continue
             except (NonFiniteError, TiedWeightError):
-                pass  # no entry was pushed; pushing one by one names each tensor
+                pass  # the whole batch was undone; the loop below finds each offending tensor
             for entry in batch:
                 try:
                     self._engine.sync_push([entry])
@@ -134,7 +137,8 @@ class Plan:
     def _batches(
         self, source: Mapping[str, Any], deadline: float | None
     ) -> Iterator[list[_core.SyncEntry]]:
-        """The entries with their tensors, one by one unless the source holds its tensors."""
+        """Yields lists of entries with their tensors: single entries unless the source holds all
+        its tensors."""
         holds = holds_tensors(source)
         batch: list[_core.SyncEntry] = []
         held = gathered = 0
@@ -159,10 +163,10 @@ class Plan:
     def push_all(
         self, entries: Iterable[Any], listing: bool, deadline: float | None
     ) -> Exception | None:
-        """push_entries where ranks are processes. Iterates over all entries even after an error, so
-        that all ranks take part in the exchanges behind them; all ranks stop at the same number of
-        an iterator that does not end. Returns the error. listing: list all non-finite and tied
-        values, as push_mapping does."""
+        """Like push_entries, for ranks that are processes. Returns the error instead of raising it.
+        Iterates over all entries even after an error, so that all ranks take part in the exchanges
+        of the iterator; if the iterator does not end, all ranks stop at the same entry. listing:
+        list all non-finite and tied values, as push_mapping does."""
         fault: Exception | None = None
         faults: Faults = {}
         limit = self._most_entries()
@@ -209,8 +213,8 @@ def _listed(things: list[str], most: int) -> str:
 
 
 def _raise_faults(faults: Faults) -> None:
-    """Raises one error that lists all faults of one class, names before tensors, and counts those
-    of other classes."""
+    """Raises one error that lists all faults of one class and counts those of the other classes.
+    Faults of names come before faults of tensors."""
     for kind in (UnexpectedKeyError, DuplicateKeyError, MissingKeyError, *faults):
         if kind not in faults:
             continue
@@ -225,6 +229,6 @@ def _raise_faults(faults: Faults) -> None:
                 "; it is a buffer, which parameters() and torchtitan's to_hf leave out: push the "
                 "module's own state_dict()"
             )
-        # a missing cast=True is a fault of every tensor
+        # Without cast=True every tensor may have this fault, so only a few are listed.
         most = 3 if kind is DTypeError else MAX_LISTED
         raise kind(f"{len(names)} of the weights: {head}{_listed(names, most)}{tail}")

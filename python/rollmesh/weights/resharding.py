@@ -1,15 +1,15 @@
-"""Resharding: from the shards of a trainer's ranks to the shards of a generator's ranks, in the
-same processes, without gathering tensors.
+"""Resharding: sends the shards of a trainer's ranks to the generator's ranks in the same processes,
+without gathering whole tensors.
 
-For each entry of the source every rank sends a description of the piece that it holds (pieces.py);
-the shard that it needs follows from the name. csrc/weights/resharding.c plans the copies, the same
-on all ranks, and one all_to_all moves what a rank needs and does not hold. The rank then pushes an
-array of the whole shape in which only its shard was written. The other pages were never written and
-take no memory, so the engine reads the array like any other.
+For each entry of the source, every rank sends a description of the piece that it holds (pieces.py).
+The shard that a rank needs follows from the name. csrc/weights/resharding.c plans the copies, the
+same on all ranks, and one all_to_all moves the parts that a rank needs and does not hold. The rank
+then pushes an array of the whole shape in which only its shard was written; pages that were never
+written take no memory.
 
-Errors that all ranks see (different names or shapes, an element that no rank holds) are the same on
-all. If one rank's source fails, the rank sends the reason instead of an entry: it raises its own
-error, the others SyncAbortedError.
+If names or shapes differ, or no rank holds an element, all ranks raise the same error. If one
+rank's source fails, the rank sends the reason instead of an entry and raises its own error; the
+other ranks raise SyncAbortedError.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, 
 
 Array = NDArray[Any]
 Described = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
-AHEAD = 16  # entries per exchange of a source that holds its tensors; 1 for others
+AHEAD = 16  # entries per exchange if the source holds all its tensors; otherwise 1
 MAX_PLANS = 256
 BOX_DIMS = 4
 ALIKE = "all ranks with a source give the same names in the same order"
 
 
 class Source:
-    """One rank's source, iterated once. `is_sharded`: it has DTensors or Pieces. For an iterator
-    the first entry decides; if all ranks' first entries are whole tensors, a later DTensor is
-    gathered and a later Piece refused."""
+    """One rank's source, iterated once. `is_sharded`: whether the source has DTensors or Pieces.
+    For an iterator the first entry decides; if the first entries of all ranks are whole tensors, a
+    later DTensor is gathered and a later Piece is refused."""
 
     def __init__(self, source: Any):
         self.holds, self.is_sharded = holds_tensors(source), False
@@ -58,7 +58,7 @@ class Source:
                     for entry in first
                 )
                 self._entries = chain(first, self._entries)
-        except Exception as error:  # noqa: BLE001 (raised in place of the entry)
+        except Exception as error:  # noqa: BLE001 (raised instead of returning the entry)
             self._fault = error
 
     def __iter__(self) -> Iterator[Any]:
@@ -67,7 +67,8 @@ class Source:
         return self._entries
 
     def take(self, count: int) -> list[Part | Exception]:
-        """Returns the next entries, fewer at the end. An exception comes last."""
+        """Returns the next entries, fewer at the end of the source. An exception of the source is
+        the last element."""
         parts: list[Part | Exception] = []
         try:
             for entry in islice(iter(self), count):
@@ -85,7 +86,7 @@ def _described(part: Part | Exception) -> Described:
 
 
 def _row(rank: int, offsets: list[int], sizes: list[int]) -> list[int]:
-    """A part in the form of csrc/weights/resharding.h."""
+    """Returns a part as a row of the table in csrc/weights/resharding.h."""
     missing = BOX_DIMS - len(sizes)
     return [rank, *offsets, *[0] * missing, *sizes, *[1] * missing]
 
@@ -93,7 +94,8 @@ def _row(rank: int, offsets: list[int], sizes: list[int]) -> list[int]:
 def _slices(
     box: NDArray[np.int64], n_dims: int, origin: Dims = (0,) * BOX_DIMS
 ) -> tuple[slice, ...]:
-    """A box as slices of an array at `origin`. box: [firsts, sizes]."""
+    """Returns a box as slices of an array whose first element is at `origin`. box: int64
+    [2, BOX_DIMS], first indices and sizes."""
     return tuple(
         slice(f - o, f - o + n)
         for f, n, o in zip(box[:n_dims].tolist(), box[BOX_DIMS:].tolist(), origin, strict=False)
@@ -101,7 +103,8 @@ def _slices(
 
 
 def _packed(views: list[Array]) -> NDArray[np.uint8]:
-    """The bytes of arrays one after another; a single contiguous one is not copied."""
+    """Returns the bytes of all arrays, one after another. A single contiguous array is not
+    copied."""
     if not views:
         return np.empty(0, np.uint8)
     return bytes_of(
@@ -113,9 +116,9 @@ def _packed(views: list[Array]) -> NDArray[np.uint8]:
 
 def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
     """Yields the entries that this rank pushes. If all ranks have a source of whole tensors, each
-    uses its own and nothing is sent. Otherwise each rank receives its shards: from all ranks with
-    pieces, or, if no source is sharded, from the first rank with a source. An exception of a
-    source ends the sync on all ranks."""
+    rank reads its own source and receives nothing. Otherwise each rank receives its shards from all
+    ranks with pieces or, if the sources are not sharded, from the first rank with a source. An
+    exception of a source ends the sync on all ranks."""
     own = None if source is None else Source(source)
     kind = None if own is None else [own.holds, own.is_sharded]
     told = ranks.all_gather(f"the beginning of a sync with {options}", kind)
@@ -133,22 +136,24 @@ def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterator
 def _own(ranks: RankEngine, source: Source) -> Iterator[tuple[str, Any]]:
     try:
         yield from source
-    except Exception as error:  # noqa: BLE001 (told to all ranks by barrier, then raised)
+    except Exception as error:  # noqa: BLE001 (barrier sends it to all ranks and raises it)
         ranks.fault = error
 
 
 class Resharding:
-    """One rank's part in the exchanges of one sync."""
+    """The exchanges of one sync, on one rank."""
 
     def __init__(self, plan: Plan, ranks: RankEngine):
         self._plan, self._ranks = plan, ranks
-        self._copies: dict[tuple[Any, ...], NDArray[np.int64]] = {}  # layers are alike
-        # Where received parts are put together; used again by the next layer.
+        # Planned copies; all layers share them.
+        self._copies: dict[tuple[Any, ...], NDArray[np.int64]] = {}
+        # Arrays that collect the parts of a tensor; the next layer uses them again.
         self._places: dict[tuple[Dims, str], Array] = {}
 
     def entries(self, source: Source | None, ahead: int) -> Iterator[tuple[str, Any]]:
-        """Yields what this rank pushes: arrays of whole tensors, in which the parts that it needs
-        are valid. `ahead` is equal on all ranks."""
+        """Yields the entries that this rank pushes: arrays of whole shapes, in which only the parts
+        that the rank needs are valid. `ahead`, the number of entries per exchange, is equal on all
+        ranks."""
         while True:
             mine = None if source is None else source.take(ahead)
             everyone = self._ranks.all_gather(
@@ -178,7 +183,7 @@ class Resharding:
             wanted = entry.wanted() if entry.shape == shape else None
         except Error:
             wanted = None
-        if wanted is None:  # the push raises on every rank, from name and shape alone
+        if wanted is None:  # the name or shape is wrong: the push raises the error on every rank
             return name, np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
         held = np.array(
             [
@@ -206,8 +211,8 @@ class Resharding:
     def _moved(
         self, copies: NDArray[np.int64], dtype: str, shape: Dims, mine: Part | None, world: int
     ) -> Array:
-        """What this rank has and what it gets, at its place in an array of the whole shape. The
-        rest of that was never written to."""
+        """Returns an array of the whole shape with the parts that this rank holds or receives. The
+        other elements are not valid."""
         me, n_dims = self._ranks.rank, len(shape)
         array = None if mine is None or 0 in mine.sizes else mine.array()
         has_all = array is not None and mine is not None and mine.sizes == shape
@@ -235,7 +240,7 @@ class Resharding:
         return self._places[shape, dtype]
 
     def _exchange(self, give: list[list[Array]], take: list[list[Array]]) -> None:
-        """give[r] to rank r, and from it into the views take[r]."""
+        """Sends give[r] to rank r and writes the bytes that rank r sends into the views take[r]."""
         sent = [_packed(views) for views in give]
         straight = [len(views) == 1 and views[0].flags.c_contiguous for views in take]
         got = [

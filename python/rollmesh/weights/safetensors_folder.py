@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint folder as a mapping: `gen.sync_weights(SafetensorsFolder(path))`.
 
-Only the headers are read at first, then the pages of each entry when it is accessed, so a
+Opening a folder reads only the headers; the pages of an entry are read when it is accessed, so a
 checkpoint may be larger than memory. The library `safetensors` checks the headers.
 """
 
@@ -31,15 +31,15 @@ def _state(status: os.stat_result) -> tuple[int, ...]:
 
 
 class SafetensorsFolder(Mapping[str, Any]):
-    """The tensors of a folder (with its index, or all its *.safetensors) or of one file, by name.
+    """The tensors of a folder or of one file, by name. In a folder the files are those of its index
+    or, without an index, all *.safetensors.
 
-    ignore: names of tensors that are left out, with * for any characters. Names that match no
-    tensor are allowed.
+    ignore: names of tensors to leave out, with * for any characters. A name may match no tensor.
 
-    Values are torch tensors where torch is installed, else NumPy arrays (bfloat16 then needs
+    Values are torch tensors if torch is installed, otherwise NumPy arrays (bfloat16 then needs
     ml_dtypes). Raises FormatError for a file that is missing, truncated or malformed, and
-    ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file. A file
-    that is written to or truncated later is a FormatError at the next access.
+    ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file. If a file
+    is written to or truncated later, the next access raises FormatError.
     """
 
     def __init__(self, path: str | Path, ignore: Collection[str] = ()):
@@ -48,7 +48,7 @@ class SafetensorsFolder(Mapping[str, Any]):
             raise ConfigError(f"ignore: expected a tuple of names of tensors, got {shown(ignore)}")
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
-        self._states: dict[Path, tuple[int, ...]] = {}  # when they were opened
+        self._states: dict[Path, tuple[int, ...]] = {}  # state of each file when it was opened
         try:
             every = self._names().items()
             self._where = {name: file for name, file in every if not is_ignored(name, ignore)}
@@ -68,7 +68,7 @@ class SafetensorsFolder(Mapping[str, Any]):
             ) from error
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """safetensors' name of the dtype, and the shape; reads no data."""
+        """Returns the dtype, by safetensors' name, and the shape, without reading data."""
         part = self._open(self._where[name]).get_slice(name)
         return part.get_dtype(), tuple(part.get_shape())
 
@@ -86,7 +86,7 @@ class SafetensorsFolder(Mapping[str, Any]):
             return self._indexed(index)
         where: dict[str, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
-            for name in self._open(file).keys():  # noqa: SIM118  (a safe_open is no dict)
+            for name in self._open(file).keys():  # noqa: SIM118 (a safe_open is not a dict)
                 if name in where:
                     raise FormatError(f"{name} is in {where[name].name} and in {file.name}")
                 where[name] = file
@@ -129,7 +129,7 @@ class SafetensorsFolder(Mapping[str, Any]):
                 ) from error
             except OSError as error:
                 raise FormatError(f"{plain(file)}: {plain(error)}") from error
-            if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for its writer
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
                 raise FormatError(
                     f"{plain(file)}: expected a regular file, "
                     f"got mode {stat.filemode(status.st_mode)}"
@@ -142,8 +142,8 @@ class SafetensorsFolder(Mapping[str, Any]):
         return self._files[file]
 
     def _require_unchanged(self, file: Path) -> None:
-        """FormatError if a mapped file was written to or cut, which changes the mapped tensors. A
-        file that was removed, or replaced by a rename, stays mapped as it was."""
+        """Raises FormatError if a mapped file was written to or truncated, which changes the mapped
+        tensors. A file that was removed, or replaced by a rename, stays mapped unchanged."""
         try:
             now = _state(os.stat(file))
         except OSError:
@@ -160,5 +160,5 @@ class SafetensorsFolder(Mapping[str, Any]):
         if importlib.util.find_spec("torch"):
             return "pt"
         if importlib.util.find_spec("ml_dtypes"):
-            importlib.import_module("ml_dtypes")  # makes NumPy understand the name bfloat16
+            importlib.import_module("ml_dtypes")  # registers the dtype bfloat16 with NumPy
         return "np"

@@ -1,7 +1,7 @@
-"""The self-test of a sync: do trainer and generator compute the same function? Tokens are sampled
-with the new weights, the trainer scores them, and the largest difference of logprobs is compared
-with a threshold. A wrong name, a transposed matrix or a stale copy gives a difference of order 1;
-rounding is far below that (float32: 1e-3, bfloat16: 0.1).
+"""The self-test of a sync: checks that trainer and generator compute the same function. It samples
+tokens with the new weights, lets the trainer score them, and compares the largest difference of
+logprobs with a threshold. A wrong name, a transposed matrix or a stale copy gives a difference of
+about 1; rounding stays far below that (float32: 1e-3, bfloat16: 0.1).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class Generates(Protocol):
-    """What a self-test uses of a generator."""
+    """The part of a generator that a self-test uses."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -44,8 +44,8 @@ class Generates(Protocol):
 
 
 def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-    """float32 [len − 1] logprobs of each sequence by a torch module that returns `.logits`, one
-    sequence at a time."""
+    """Returns float32 [len − 1] logprobs for each sequence, computed one sequence at a time by a
+    torch module that returns `.logits`."""
     import torch
 
     scores = []
@@ -68,9 +68,8 @@ def generate_for_test(
     generator: Generates, prompts: Sequence[Any] | None, max_tokens: int, seed: int
 ) -> list[RequestOutput]:
     """Generates the tokens of a self-test. Ranks without a scorer call this too."""
-    params = SamplingParams(
-        max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0
-    )  # checks the seed
+    # SamplingParams checks the seed.
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)
     if prompts is None:
         length = min(8, max(1, generator.max_model_len - max_tokens))
         prompts = list(
@@ -143,7 +142,8 @@ def run_self_test(
 
 
 def _floats(values: Any) -> NDArray[np.float32]:
-    """Logprobs as a flat float32 array; a torch tensor on any device is brought over."""
+    """Returns logprobs as a flat float32 array on the host; `values` may be a torch tensor on any
+    device."""
     if values is None:
         return np.zeros(0, np.float32)
     if callable(getattr(values, "detach", None)):

@@ -64,8 +64,8 @@ class SyncOptions:
         object.__setattr__(self, "version", int(version))
 
     def __repr__(self) -> str:
-        """The text that ranks compare. Not dataclass's repr: after a Ctrl-C inside it, that one
-        shows `...` for a later object at the same address."""
+        """Returns the text that ranks compare. dataclass's own repr is not used: if a Ctrl-C
+        interrupts it, it later shows `...` for another object at the same address."""
         return (
             f"SyncOptions({', '.join(f'{name}={value!r}' for name, value in asdict(self).items())})"
         )
@@ -82,8 +82,8 @@ class SyncOptions:
 
     @property
     def at_commit(self) -> str:
-        """The engine's name for `inflight` at the commit. With "wait" no request runs by then;
-        the engine refuses to commit otherwise."""
+        """The engine's name for `inflight` at the commit. With "wait" all requests have finished by
+        then; the engine refuses the commit if one still runs."""
         return {"wait": "refuse", "keep": "keep_kv" if self.keep_kv else "keep"}.get(
             self.inflight, self.inflight
         )
@@ -103,14 +103,14 @@ def report_of(values: SyncValues) -> SyncReport:
 
 
 def source_of_follower(source: Callable[[int | None], Any], version: int | None) -> Any:
-    """Returns what a follower brings to a sync. If the function raises, every rank sees the error
-    on the first entry."""
+    """Returns the source that a follower gives to a sync. If the function raises, every rank gets
+    the error at the first entry."""
     try:
         made = source(version)
         if made is not None:
             check_source(made)
         return made
-    except Exception as error:  # noqa: BLE001 (raised where ranks exchange)
+    except Exception as error:  # noqa: BLE001 (raised when the ranks exchange entries)
         return map(_raise, [error])
 
 
@@ -119,5 +119,5 @@ def _raise(error: Exception) -> tuple[str, Any]:
 
 
 def lent(source: Any) -> AbstractContextManager[Callable[[], None]]:
-    """Holds a source's loan open while its tensors are read (weights/transport/loans.py)."""
+    """Keeps the loan of a source open while its tensors are read (weights/transport/loans.py)."""
     return source.lent() if isinstance(source, LentSource) else nullcontext(lambda: None)

@@ -1,5 +1,5 @@
-"""The weights of one generator: which version serves, whether a sync is open, and the order of the
-engine's calls for each kind of source. The package's docstring states the protocol.
+"""The weights of one generator: the serving version, the open sync, and the order of the engine's
+calls for each kind of source. The docstring of the package states the protocol.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class Weights:
 
     @followed("options", collective=True)
     def sync(self, source: Any, options: SyncOptions, deadline: float | None = None) -> SyncReport:
-        """Copies and commits a whole set. Where ranks are processes, a rank that fails still
-        iterates over all entries, so that all ranks report their errors at the same points."""
+        """Copies and commits a whole set. If ranks are processes, a rank that fails still iterates
+        over all entries, so that all ranks report their errors at the same points."""
         engine, plan = self._engine, Plan(self._engine, options)
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
         told = self._open_together(BEGINNING, [kind, deadline is not None], options)
-        # lists: a Ctrl-C in a generator would be lost
+        # Lists, because a generator expression may swallow a Ctrl-C.
         kinds, timed = [its for its, _ in told], True in [its for _, its in told]
         givers = [rank for rank, its in enumerate(kinds) if its is not None]
         voting = False
         try:
-            with ExitStack() as loans:  # a lent source is given back once all ranks have committed
+            with ExitStack() as loans:  # loans end after all ranks have committed
                 if options.mode == "inplace":
                     self._finish_running(options, engine.own_deadline(deadline))
-                checks: list[Callable[[], None]] = []  # that the source is still lent
+                checks: list[Callable[[], None]] = []  # each raises if the loan has ended
                 fault = _error_of(options.begin, engine) or _error_of(
                     lambda: checks.append(loans.enter_context(lent(source)))
                 )
@@ -86,7 +86,7 @@ class Weights:
                 report = self._commit(options, engine.own_deadline(deadline))
                 voting = False
             return report
-        except BaseException as error:  # also of a loan that could not be given back
+        except BaseException as error:  # includes errors of closing the loan
             self._abort()
             engine.abort_unless_shared(error, voting)
             fault = None
@@ -95,15 +95,15 @@ class Weights:
             raise
 
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
-        """Returns every rank's value when all ranks have accepted the version number, and drops an
-        open sync."""
+        """Drops an open sync once all ranks have accepted the version number. Returns every rank's
+        value."""
         everyone = self._all_gather(where, value, _error_of(self._check_version, options))
         self.reset("a later sync began")
         return everyone
 
     def _check_deadlines(self, options: SyncOptions, timed: bool, deadline: float | None) -> None:
-        """Where ranks are processes, they check their deadlines together, after running requests
-        have finished. timed: some rank has a deadline."""
+        """Checks the deadlines of all ranks together, after running requests have finished; only if
+        ranks are processes. timed: whether any rank has a deadline."""
         if timed and self._engine.has_peers:
             self._finish_running(options, None)
             self._engine.barrier(
@@ -111,9 +111,9 @@ class Weights:
             )
 
     def begin(self, sync: Sync) -> None:
-        """Opens the sync of a handle and drops another one that is open."""
+        """Opens the sync of a handle, and drops another sync that is open."""
         options = sync.options
-        # Ranks may differ in the version: the two-phase commit compares it.
+        # The version is left out here, because the two-phase commit compares it.
         told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
         try:
             self._engine.require_equal("a set of weights", told)
@@ -141,7 +141,7 @@ class Weights:
         return self._open is sync
 
     def push(self, sync: Sync, name: str, tensor: Any, fault: Exception | None = None) -> None:
-        """Copies one tensor. fault: the error that gathering it raised."""
+        """Copies one tensor. fault: the error that gathering the tensor raised, or None."""
         sync.require_open()
         try:
             if fault is None:
@@ -154,11 +154,12 @@ class Weights:
             raise
 
     def _all_gather_push(self, sync: Sync, at: str, fault: Exception | None = None) -> set[str]:
-        """Exchanges with every rank its place in the sync and its error. An error of one rank ends
-        the sync on all, unless all ranks refuse the same push. Returns the places."""
+        """Sends this rank's place in the sync and its error to every rank, and returns the set of
+        all places. An error of one rank ends the sync on all ranks, unless all ranks refuse the
+        same push."""
         everyone = self._engine.all_gather_push(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
-        # a list, as above
+        # A list, for the same reason as in `sync`.
         refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]
         if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
@@ -166,7 +167,8 @@ class Weights:
         return {its_at for its_at, _ in everyone}
 
     def abort(self, sync: Sync, error: BaseException | None) -> None:
-        """Drops the sync of a handle, if it is open. error: what ended its `with` block."""
+        """Drops the sync of a handle, if it is open. error: the exception that ended its `with`
+        block, or None."""
         if self._open is not sync:
             return
         self.reset("it was aborted", only=sync)
@@ -178,7 +180,7 @@ class Weights:
             self._engine.abort_unless_shared(error)
 
     def finish(self, sync: Sync, deadline: float | None) -> SyncReport:
-        """Commits the open sync. It is closed afterwards, also when this raises."""
+        """Commits the open sync. The sync is closed afterwards, even if this raises."""
         sync.require_open()
         self._open, sync.closed = None, "it failed"
         voting = False
@@ -186,9 +188,9 @@ class Weights:
             if self._engine.has_peers:
                 at = "commit" if deadline is None else TIMED
                 while not {"commit", TIMED}.issuperset(places := self._all_gather_push(sync, at)):
-                    pass  # other ranks still push
+                    pass  # other ranks are still pushing
                 self._check_deadlines(sync.options, TIMED in places, deadline)
-                deadline = None  # it was checked together
+                deadline = None  # already checked, together with the other ranks
             voting = True
             sync.report = self._commit(sync.options, deadline)
         except BaseException as error:
@@ -199,14 +201,14 @@ class Weights:
         return sync.report
 
     def reset(self, why: str, only: Sync | None = None) -> None:
-        """Drops the open sync, if there is one (with `only`: if it is that one)."""
+        """Drops the open sync, if there is one. only: drop the sync only if it is this one."""
         if self._open is not None and only in (None, self._open):
             self._abort(why)
 
     @followed("parts", "offload", collective=True)
     def sleep(self, parts: int, offload: bool) -> None:
-        """Frees the memory of `parts`; no sync is open. offload: serving weights move to host
-        memory. If one rank cannot, none sleeps."""
+        """Frees the memory of `parts` while no sync is open. offload: copy the serving weights to
+        host memory first. If this fails on one rank, all ranks stay awake."""
         try:
             if offload:
                 self._require_host_room()
@@ -218,17 +220,17 @@ class Weights:
             raise
 
     def _free_offloaded(self) -> None:
-        """Frees the host's copy of weights that are awake."""
+        """Frees the host copy of the weights if the weights are awake."""
         if not self._engine.stats()["asleep"] & PARTS["weights"]:
             self._engine.offload_weights(False)
         self.refresh()
 
     def _require_host_room(self) -> None:
-        """CapacityError on all ranks unless each machine has room for what all its ranks need.
-        Checked before any rank allocates."""
+        """Raises CapacityError on all ranks unless each machine has enough free memory for all its
+        ranks. Runs before any rank allocates."""
         if not self._engine.has_peers:
             return
-        # of a machine's memory, or of a control group's limit: (rank, needed, available)
+        # Machine or control group → (rank, bytes needed, bytes available) of each of its ranks.
         pools: dict[int, list[tuple[int, int, int]]] = {}
         for rank, (needed, its_pools) in enumerate(
             self._all_gather("the room of its host", list(self._engine.host_room()))
@@ -247,13 +249,13 @@ class Weights:
 
     @followed("parts", collective=True)
     def wake(self, parts: int) -> None:
-        """Allocates the memory of `parts` again, on all ranks or none. Offloaded weights serve
-        again."""
+        """Allocates the memory of `parts` again, on all ranks or on none. Offloaded weights are
+        copied back and serve again."""
         asleep = parts & self._engine.stats()["asleep"]
         try:
             self.on_all_ranks("wake", self._engine.wake, parts)
         except BaseException:
-            if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank could not
+            if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank failed
                 self._engine.sleep(woken | OFFLOAD)
             raise
         try:
@@ -263,8 +265,8 @@ class Weights:
             raise
 
     def _all_gather(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
-        """Returns every rank's value. fault: this rank's error; it is raised here, and
-        SyncAbortedError on the other ranks."""
+        """Returns every rank's value. fault: this rank's error, or None. This rank raises the
+        error, and the other ranks raise SyncAbortedError."""
         try:
             return self._engine.all_gather_or_raise(where, value, fault)
         except BaseException as error:
@@ -272,14 +274,14 @@ class Weights:
             raise
 
     def require_equal(self, what: str, value: str) -> None:
-        """CollectiveMismatchError on all ranks unless all have the same value."""
-        if self.role is not None:  # rank 0's
+        """Raises CollectiveMismatchError on all ranks unless all ranks have the same value."""
+        if self.role is not None:  # all ranks use the value of rank 0
             return
         self._engine.require_equal(what, self._all_gather(what, value))
 
     def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank
-        raises its error and the others SyncAbortedError with the rank and its reason."""
+        raises its error, and the others raise SyncAbortedError with the rank and the reason."""
         fault: Exception | None = None
         try:
             result = action(*args)
@@ -292,7 +294,7 @@ class Weights:
         return result
 
     def forget(self) -> None:
-        """The generator is being closed."""
+        """Closes the open sync because the generator is being closed."""
         if self._open is not None:
             self._open.closed, self._open = "the generator was closed", None
         self.version = None
@@ -314,13 +316,13 @@ class Weights:
             self._follow(before, options)
             return report
         except BaseException:
-            # a Ctrl-C may have come when the new version served already
+            # A Ctrl-C may arrive after the engine has swapped to the new version.
             self._follow(before, options)
             raise
 
     def _follow(self, before: int | None, options: SyncOptions) -> None:
-        """Updates Python's state if the engine serves another version than `before`. Calling it
-        twice is harmless."""
+        """Updates the state kept in Python if the engine serves another version than `before`. May
+        be called twice."""
         self.refresh()
         if self.version not in (None, before):
             self._last = self.version
@@ -328,15 +330,15 @@ class Weights:
                 self._requests.rewind()
 
     def _check_version(self, options: SyncOptions) -> None:
-        """The engine checks the version too, but only after an open sync of another handle has been
-        dropped."""
+        """Raises VersionError unless the version is newer than the last one. The engine checks this
+        too, but only after the open sync of another handle was dropped."""
         if options.version is not None and options.version <= self._last:
             raise VersionError(
                 f"version {options.version} does not exceed {self._last}, the last one"
             )
 
     def _finish_running(self, options: SyncOptions, deadline: float | None) -> None:
-        """With inflight="wait", finishes running requests on the old version."""
+        """If inflight is "wait", finishes running requests on the old version."""
         while options.inflight == "wait" and (left := self._engine.unfinished()):
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
@@ -348,7 +350,8 @@ class Weights:
 
 
 def _error_of(call: Callable[..., None], *args: Any) -> Exception | None:
-    """Returns the exception that a call raises, or None, to be raised once all ranks know it."""
+    """Makes a call and returns the exception that it raises, or None. The caller raises it after
+    sending it to all ranks."""
     try:
         call(*args)
     except Exception as error:  # noqa: BLE001
@@ -357,21 +360,21 @@ def _error_of(call: Callable[..., None], *args: Any) -> Exception | None:
 
 
 def _clear_own_frames(error: BaseException) -> None:
-    """Clears the locals of this package's frames in an error's traceback: one of them is the error,
-    and the cycle would keep the caller's tensors. The caller's own frames stay as they are, for
-    debuggers."""
+    """Clears the local variables of this package's frames in an error's traceback. One of them is
+    the error itself, and this cycle would keep the caller's tensors alive. The caller's own frames
+    are kept for debuggers."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").startswith("rollmesh."):
-            with suppress(RuntimeError):  # it is still running
+            with suppress(RuntimeError):  # the frame is still running
                 frame.clear()
 
 
 class Sync:
-    """One sync whose tensors the caller pushes; made by Generator.begin_sync.
+    """A sync whose tensors the caller pushes; created by Generator.begin_sync.
 
-    As a context manager it commits when the block ends and aborts when the block raises. Without
-    `with`: push …, then commit() or abort(). Until the commit the old version serves; the next
-    sync drops one that is still open.
+    A context manager: commits when the block ends, and aborts when the block raises. Without a
+    `with` block, call push for each tensor, then commit() or abort(). The old version serves until
+    the commit. Beginning another sync drops one that is still open.
     """
 
     def __init__(
@@ -380,33 +383,34 @@ class Sync:
         exclusive: Callable[[Callable[[], Any], float | None], Any],
         options: SyncOptions,
     ):
-        """exclusive: runs a function that alone uses the engine, by a deadline."""
+        """exclusive: runs a function with exclusive use of the engine, until a deadline."""
         self._weights, self._exclusive = weights, exclusive
         self.options = options
         self.plan = Plan(weights._engine, options)
-        self.closed: str | None = None  # why it is closed; None while open
+        self.closed: str | None = None  # why the sync is closed; None while it is open
         self.report: SyncReport | None = None
 
     def push(self, name: str, tensor: Any) -> None:
-        """Copies one tensor into the staged weights. An error leaves the sync open. Where ranks are
-        processes, a tensor that only some ranks refuse ends the sync on all; SyncAbortedError when
-        another rank ended it."""
+        """Copies one tensor into the staged weights. An error leaves the sync open. If ranks are
+        processes, a tensor that only some ranks refuse ends the sync on all of them; the other
+        ranks raise SyncAbortedError."""
         local, fault = None, None
         try:
             local = local_tensor(tensor)  # gathering a DTensor is a collective of the trainer
-        except Exception as error:  # noqa: BLE001 (raised by push, once all ranks know)
+        except Exception as error:  # noqa: BLE001 (push raises it after sending it to all ranks)
             fault = error
         self._exclusive(lambda: self._weights.push(self, name, local, fault), None)
 
     def commit(self, timeout: float | None = None) -> SyncReport:
-        """Commits the set. IncompleteSyncError if a required parameter is missing; the old version
-        keeps serving then."""
+        """Commits the set: the new version serves. Raises IncompleteSyncError if a required
+        parameter is missing; the old version then keeps serving. timeout: seconds until
+        DeadlineError; None: no limit."""
         deadline = deadline_of(timeout)
         report: SyncReport = self._exclusive(lambda: self._weights.finish(self, deadline), deadline)
         return report
 
     def abort(self) -> None:
-        """Drops what was pushed. Does nothing if the sync is closed already."""
+        """Drops the pushed tensors. Does nothing if the sync is already closed."""
         self._abort(None)
 
     def _abort(self, error: BaseException | None) -> None:

@@ -1,13 +1,13 @@
-"""rollmesh's attention as a backend of vLLM's own model runner: vLLM allocates the KV cache and its
-blocks and says which rows of a step belong to which sequence; norms, RoPE, the KV write and
-attention are two ops of the contract.
+"""rollmesh's attention as a backend of vLLM's own model runner. vLLM allocates the KV cache and its
+blocks, and assigns the rows of a step to sequences. Two ops of the contract compute norms, RoPE,
+the KV write and attention.
 
 The ops use vLLM's KV tensor in place. For one layer it is [blocks, kv heads, block positions, 2 ·
-head_dim], contiguous. A block of vLLM's has the bytes of one page of K and one of V, so block b has
-its K in page 2b and its V in page 2b + 1: the op's K cache is the tensor without its last page, its
-V cache the tensor without its first, and both are indexed by 2b. What vLLM does to a whole block
-(zero it, copy it) stays correct, which two halves of the tensor would not allow. head_dim must
-be a multiple of 32, since it is not padded.
+head_dim], contiguous. A block has the bytes of one page of K and one page of V, so block b has its
+K in page 2b and its V in page 2b + 1. The op's K cache is the tensor without its last page, its V
+cache the tensor without its first page, and both are indexed by 2b. vLLM may zero or copy whole
+blocks; with K and V in two halves of the tensor this would be wrong. head_dim must be a multiple of
+32, since it is not padded.
 
 q, k and v come straight from the projection; the op applies norms and RoPE.
 """
@@ -42,7 +42,7 @@ BLOCK_POSITIONS, HEAD_DIMS = 16, 32  # block_size and head_dim are multiples of 
 class Rope:
     """The rope table, shared by all layers. how: threads and isa of the ops."""
 
-    cos: torch.Tensor  # float32 [positions, rotary_dim / 2]; [positions, 0]: rope turns nothing
+    cos: torch.Tensor  # float32 [positions, rotary_dim / 2]; [positions, 0] without rope
     sin: torch.Tensor
     eps: float
     how: Mapping[str, Any]
@@ -50,13 +50,13 @@ class Rope:
 
 @dataclass
 class PagedRows:
-    """A step's arguments of the ops, the same for all layers."""
+    """The arguments of the ops in one step, the same for all layers."""
 
     num_rows: int
     positions: NDArray[np.int32]  # [rows]
-    slots: NDArray[np.int64]  # [rows] in pages as above, −1: the KV is not kept
+    slots: NDArray[np.int64]  # [rows] in the pages described above; −1: the KV is not stored
     seq_of_row: NDArray[np.int32]  # [rows]
-    block_tables: NDArray[np.int32]  # [sequences, pages] as above
+    block_tables: NDArray[np.int32]  # [sequences, pages], the pages described above
     flags: NDArray[np.uint8]  # [rows] bit 0: a k or v was not finite; or-ed over the layers
 
 
@@ -85,9 +85,9 @@ class RollmeshMetadataBuilder(AttentionMetadataBuilder[PagedRows]):  # type: ign
 
 
 class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
-    """Attention of one layer. weights: returns the layer's serving arrays ("q_norm", "k_norm", if
-    it has them). group, head0: as in ops.attention. all_squares: makes head_squares of this rank's
-    heads those of all; None: q and k are not normed over all heads."""
+    """Attention of one layer. weights: returns the layer's serving arrays ("q_norm" and "k_norm",
+    if the layer has them). group, head0: as in ops.attention. all_squares: gathers head_squares
+    from all ranks; None: q and k are not normed over all heads."""
 
     def __init__(
         self,
@@ -139,10 +139,10 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [rows, heads, head_dim], key and value [rows, kv heads, head_dim] of the
-        projection; output is query's shape.
+        """Computes attention of query [rows, heads, head_dim], key and value [rows, kv heads,
+        head_dim], as the projection returns them. output has the shape of query.
 
-        Without metadata (vLLM's profiling pass) it reads no cache and returns zeros."""
+        Without metadata (in vLLM's profiling pass) it does not read the cache and returns zeros."""
         if output_scale is not None or output_block_scale is not None:
             raise ConfigError(
                 "output_scale: expected none, got a value; the output is not quantized"

@@ -1,23 +1,24 @@
-"""The families of docs/models.md as out-of-tree classes under vLLM's own model runner
-(VLLM_PLUGINS=rollmesh_model). vLLM schedules, batches, allocates the KV cache and samples; the
-forward pass is rollmesh's, op by op in the order of csrc/model/model.c, so that the logits are
-rm.Generator's, bit for bit. It shows rollmesh's numbers in an otherwise unchanged vLLM; the worker
-(VLLM_PLUGINS=rollmesh) is faster, since it makes one call of the C engine for all of this.
+"""The families of docs/models.md as out-of-tree classes for vLLM's own model runner
+(VLLM_PLUGINS=rollmesh_model). vLLM schedules, batches, allocates the KV cache and samples; rollmesh
+computes the forward pass, op by op in the order of csrc/model/model.c, so that the logits are
+bit-identical to rm.Generator's. This gives rollmesh's numbers in an otherwise unchanged vLLM. The
+worker (VLLM_PLUGINS=rollmesh) is faster, since it calls the C engine once for the whole pass.
 
-Weights: the constructor allocates none, on no device (vLLM also makes models on the meta device);
-the RoPE table is a buffer that is complete at once. A Generator that never generates stores the
-weights: `load_weights` stages, checks and packs like every sync (weight_updates.py), and the ops
-read the serving copy.
+Weights: the constructor allocates no weights on any device (vLLM also makes models on the meta
+device), but fills the buffer of the RoPE table. A Generator that never generates stores the
+weights: `load_weights` stages, checks and packs them like every sync (weight_updates.py), and the
+ops read the serving copy.
 
     load_weights(pairs), any number of times ─► committed at the next forward pass or at a repeated
     name
 
-vLLM's prefix cache knows no versions here: call reset_prefix_cache after each set, as with vLLM's
-own models.
+vLLM's prefix cache does not distinguish versions of the weights: call reset_prefix_cache after each
+set, as with vLLM's own models.
 
-Each tensor parallel rank holds the shards of rollmesh's placement, experts whole
-(enable_expert_parallel) or cut, and ranks gather what they computed (columns.py). In vLLM's runner
-no request fails alone, so a value that is not finite raises NumericsError.
+Each tensor parallel rank holds the shards of rollmesh's placement, with whole experts
+(enable_expert_parallel) or sharded ones, and the ranks gather the columns that they compute
+(columns.py). vLLM's runner cannot fail a single request, so a value that is not finite raises
+NumericsError.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ VOCAB_BLOCK = 128  # vocabulary entries per (max, sum) pair
 
 
 class Block(torch.nn.Module):
-    """One layer. It has no parameters: `weights` are views of the serving copy, replaced after each
-    commit."""
+    """One layer. It has no torch parameters: `weights` are views of the serving copy, replaced
+    after each commit."""
 
     def __init__(self, model: Model, index: int, prefix: str):
         super().__init__()
@@ -82,7 +83,8 @@ class Block(torch.nn.Module):
         )
 
     def attend(self, model: Model, x: Array) -> Array:
-        """x [rows, hidden], normed → attention's output after o_proj."""
+        """Returns the output of attention after o_proj, [rows, hidden]. x: normed, [rows,
+        hidden]."""
         w, here, spec = self.weights, model.columns, model.spec
         qkv = ops.gemm(x, w["qkv"], sum(self.sizes), bias=w.get("qkv_bias"), **model.how)
         attended = array_of(
@@ -93,7 +95,8 @@ class Block(torch.nn.Module):
         return here.whole(out, "hidden")
 
     def mix(self, model: Model, x: Array) -> Array:
-        """x [rows, hidden], normed → the output of the MLP, or of the mixture of experts."""
+        """Returns the output of the MLP or the mixture of experts, [rows, hidden]. x: normed,
+        [rows, hidden]."""
         return self._mix_experts(model, x) if self.is_moe else self._mix_dense(model, x)
 
     def _mix_dense(self, model: Model, x: Array) -> Array:
@@ -158,7 +161,7 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Common to all families. Made by vLLM."""
+    """The base class of all families; vLLM creates the objects."""
 
     model_type = ""
 
@@ -190,7 +193,7 @@ class Model(torch.nn.Module):
             spec, mesh, comm.torch(group.cpu_group) if group else None, self.dtype, self.how
         )
         self._updates = WeightUpdates(self._store._engine, vllm_config, rank)
-        self._served: int | None = None  # the version of the layers' views
+        self._served: int | None = None  # version of the layers' views
         self._ends: Mapping[str, Any] = {}  # embed, final_norm, lm_head
 
     def _refuse(self) -> None:
@@ -229,9 +232,9 @@ class Model(torch.nn.Module):
 
     # ------------------------------------------------------------------------------------- weights
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        """Stages tensors by their Hugging Face names, in one call or in many; see
-        WeightUpdates.load. A wrong tensor raises at once, a missing one at the commit
-        (IncompleteSyncError); the old version serves."""
+        """Stages tensors by their Hugging Face names, in one call or several; see
+        WeightUpdates.load. A wrong tensor raises at once; a missing tensor raises
+        IncompleteSyncError at the commit, and the old version keeps serving."""
         return self._updates.load(weights)
 
     @property
@@ -240,8 +243,8 @@ class Model(torch.nn.Module):
         return self._updates.weight_version()
 
     def commit_weights(self) -> int | None:
-        """Commits what load_weights has staged, if anything, and returns the serving version. Each
-        forward pass calls it."""
+        """Commits the tensors that load_weights has staged, if any, and returns the serving
+        version. Each forward pass calls this."""
         self._updates.commit_open_sync()
         if self._served != self.version:
             self._ends = self._store._engine.weights() or {}
@@ -263,8 +266,8 @@ class Model(torch.nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Hidden states [rows, hidden] after the final norm. NotSyncedError without weights, except
-        in vLLM's profiling pass, which gets zeros."""
+        """Returns the hidden states after the final norm, [rows, hidden]. Raises NotSyncedError
+        without weights, except in vLLM's profiling pass, for which it returns zeros."""
         if intermediate_tensors is not None or kwargs:
             raise ConfigError(
                 "expected no intermediate_tensors and no other arguments, got "
@@ -307,7 +310,8 @@ class Model(torch.nn.Module):
         return self._before(self._ends["final_norm"], residual, x)
 
     def _before(self, weight: Array | None, residual: Array, x: Array | None) -> Array:
-        """residual += x, normed; without a weight as it is."""
+        """Adds x to the residual and returns the normed residual; without a weight the residual
+        itself."""
         normed: Array = ops.rms_norm(residual, weight, eps=self.spec.rms_norm_eps, x=x, **self.how)
         return normed
 
@@ -318,8 +322,8 @@ class Model(torch.nn.Module):
         return normed
 
     def _embed(self, ids: NDArray[np.int32]) -> Array:
-        """Each rank looks up its own entries (entry 0 for others); then every row is taken from the
-        rank that owns it."""
+        """Returns the embeddings of ids. Each rank looks up the entries that it owns (entry 0 for
+        other ids); then each row is taken from the rank that owns its entry."""
         here, hidden = self.columns.here.vocab, self.spec.hidden_size
         local = np.where((ids >= here.start) & (ids < here.stop), ids - here.start, 0).astype(
             np.int32
@@ -343,7 +347,8 @@ class Model(torch.nn.Module):
         return np.uint16 if self.dtype == "bfloat16" else np.float32
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, vocab] on every rank, with the statistics for logprobs (logits.py)."""
+        """Returns float32 [rows, vocab] on every rank, with the statistics for logprobs
+        (logits.py)."""
         vocab, rows = self.spec.vocab_size, len(hidden_states)
         if self._served is None:
             return torch.zeros(rows, vocab)  # vLLM's profiling pass
@@ -364,7 +369,7 @@ class Model(torch.nn.Module):
             raise NumericsError(
                 f"logits of row {int(head.row_flags.argmax())} of {rows} are not finite"
             )
-        # The likeliest token's logprob is (max − max) − log Σ.
+        # The logprob of the likeliest token is (max − max) − log Σ.
         _, best = ops.top_logprobs(logits, head.stats, 1, **self.how)
         return logits_with(
             torch.from_numpy(logits),
@@ -377,7 +382,7 @@ class Model(torch.nn.Module):
             raise NotSyncedError("weights: expected a call of load_weights first, got none")
 
 
-# A class for each family, by transformers' name, under which vLLM looks for it here.
+# One class for each family, under transformers' name, by which vLLM looks it up in this module.
 for _name, _family in FAMILIES.items():
     globals()[_family.architecture] = type(
         _family.architecture, (Model,), {"model_type": _name, "__module__": __name__}
@@ -385,7 +390,7 @@ for _name, _family in FAMILIES.items():
 
 
 def _step_of(layer_name: str) -> Any:
-    """The metadata of the step of vLLM's runner; None in its profiling pass."""
+    """Returns the metadata of the current step of vLLM's runner, or None in its profiling pass."""
     if not is_forward_context_available():
         return None
     metadata = get_forward_context().attn_metadata
@@ -395,7 +400,7 @@ def _step_of(layer_name: str) -> Any:
 def _store(
     spec: ModelSpec, mesh: Mesh, ranks: Any, dtype: str, how: Mapping[str, Any]
 ) -> Generator:
-    """A generator that only stores weights: one page of KV, one row of activations."""
+    """Returns a generator that only stores weights: one page of KV, one row of activations."""
     heads = max(len(place.kv_heads) for place in placements(spec, mesh.tp, mesh.dp, mesh.ep))
     page = 8 * spec.num_hidden_layers * heads * STORE_PAGE * (-(-spec.head_dim // 32) * 32)
     return Generator(

@@ -1,6 +1,6 @@
 """Gathers the columns that each rank of vLLM's tensor parallel group has computed, between the ops
-of the out-of-tree model (causal_lm.py). It sums nothing, so the bits do not depend on the number of
-ranks (docs/numerics.md). It is csrc/model/shard.h over vLLM's group.
+of the out-of-tree model (causal_lm.py). It does not add numbers, so results do not depend on the
+number of ranks (docs/numerics.md). It does the same as csrc/model/shard.h, over vLLM's group.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Array = NDArray[Any]
 
 
 class Columns:
-    """group: a torch.distributed group for CPU tensors; None: one rank. places: each rank's
-    placement."""
+    """The gathers of one rank. group: a torch.distributed group for CPU tensors; None: one rank.
+    places: the placement of each rank."""
 
     def __init__(self, group: Any, rank: int, places: Sequence[Placement]):
         self._group, self.rank, self.places = group, rank, tuple(places)
@@ -32,15 +32,15 @@ class Columns:
         return len(self.places)
 
     def whole(self, part: Array, cut: str, unit: int = 1, axis: int = 1) -> Array:
-        """All ranks' parts, joined along an axis. cut: the field of Placement that divides it;
-        unit: array entries per entry."""
+        """Returns the parts of all ranks, joined along an axis. cut: the field of Placement that
+        divides the axis; unit: array elements per entry of that field."""
         if self.size == 1:
             return part
         return self.joined(part, [unit * len(getattr(place, cut)) for place in self.places], axis)
 
     def all_squares(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """head_squares of all heads and all KV heads, of which the first of a rank may be its
-        neighbour's last."""
+        """Returns head_squares of all heads and all KV heads. The first KV head of a rank may be
+        the last one of the previous rank."""
         if self.size == 1:
             return q, k
         ends = [0, *(place.kv_heads.stop for place in self.places)]
@@ -48,7 +48,8 @@ class Columns:
         return self.whole(q, "heads"), self.joined(k[:, k.shape[1] - new[self.rank] :], new, axis=1)
 
     def joined(self, part: Array, sizes: Sequence[int], axis: int = 0) -> Array:
-        """All ranks' parts of given sizes, padded to the largest for the all_gather."""
+        """Returns the parts of all ranks, which have the given sizes. The all_gather pads them to
+        the largest size."""
         shape = list(part.shape)
         shape[axis] = max(sizes)
         mine = np.zeros(shape, part.dtype)

@@ -1,9 +1,9 @@
-"""Logits with rollmesh's own log_softmax.
+"""Logits that use rollmesh's log_softmax.
 
-vLLM's sampler computes logprobs by torch's log_softmax, whose order of summation is torch's. Here a
-logprob has one definition (docs/numerics.md, section 6), so this tensor carries the row statistics
-of lm_head and computes log_softmax from them. After any other operation (a grammar's mask, a
-temperature) it is a plain tensor.
+vLLM's sampler computes logprobs with torch's log_softmax, which sums in a different order. rollmesh
+has one definition of a logprob (docs/numerics.md, section 6), so this tensor keeps the row
+statistics of lm_head and computes log_softmax from them. The result of any other operation (a
+grammar's mask, a temperature) is a plain tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Logits(torch.Tensor):
-    """float32 [rows, vocab]; made by logits_with."""
+    """A float32 tensor [rows, vocab] with the statistics of its rows; made by logits_with."""
 
     _max: torch.Tensor | None  # [rows, 1]
     _log_sum: torch.Tensor  # [rows, 1]
@@ -34,7 +34,8 @@ class Logits(torch.Tensor):
 
 
 def logits_with(logits: torch.Tensor, maximum: torch.Tensor, log_sum: torch.Tensor) -> Logits:
-    """maximum, log_sum: [rows]; a row's logprobs are (logit − maximum) − log_sum."""
+    """Returns logits with statistics. maximum, log_sum: [rows]; the logprobs of a row are
+    (logit − maximum) − log_sum."""
     made = logits.as_subclass(Logits)
     made._max, made._log_sum = maximum[:, None], log_sum[:, None]
     return made
@@ -46,13 +47,14 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_plain(logits: Logits) -> torch.Tensor:
-    """The same tensor without the statistics."""
+    """Returns the same tensor without the statistics."""
     plain: torch.Tensor = _plainly(torch.Tensor.as_subclass, (logits, torch.Tensor), {})
     return plain
 
 
 def _is_over_the_vocabulary(args: Any, kwargs: Any) -> bool:
-    """Whether log_softmax is of unchanged logits, over the last dim, in float32."""
+    """Returns whether these are the arguments of a log_softmax of unchanged logits over the last
+    dim, in float32."""
     if not args or not isinstance(args[0], Logits) or args[0]._max is None:
         return False
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)

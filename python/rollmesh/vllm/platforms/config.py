@@ -1,11 +1,11 @@
-"""Reads vLLM's configuration: which options are refused, which are changed, and what the engine is
-made from.
+"""Reads vLLM's configuration: refuses unsupported options, changes others, and returns the options
+from which the engine is made.
 
-Options that would change the results and are not supported are refused by a ConfigError in the
-user's own LLM(…) call. Options that choose among vLLM's kernels (compilation, CUDA graphs, custom
-all-reduce, load_format) have no effect here and are accepted.
+Unsupported options that would change the results raise ConfigError in the user's own LLM(…) call.
+Options that choose among vLLM's kernels (compilation, CUDA graphs, custom all-reduce, load_format)
+are accepted without effect.
 
-Options that vLLM does not have go into additional_config, which vLLM has for platforms:
+Options that vLLM does not have belong in additional_config, which vLLM provides for platforms:
 LLM(…, additional_config={"rollmesh": {"threads": 8}}); see `Options`.
 """
 
@@ -32,14 +32,12 @@ from rollmesh.runtime.devices import CUDA_FAMILIES
 from rollmesh.runtime.messages import listed, shown
 
 WORKER = "rollmesh.vllm.worker.worker.Worker"
-SCHEDULER, ASYNC_SCHEDULER = (
-    "rollmesh.vllm.scheduler.Scheduler",
-    "rollmesh.vllm.scheduler.AsyncScheduler",
-)
+SCHEDULER = "rollmesh.vllm.scheduler.Scheduler"
+ASYNC_SCHEDULER = "rollmesh.vllm.scheduler.AsyncScheduler"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 DTYPES = ("bfloat16", "float32")
 EXCHANGES = ("host", "nccl")
-BACKEND = "rollmesh"  # of weight transfer
+BACKEND = "rollmesh"  # name of the weight transfer backend
 OMP_SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 
 
@@ -47,8 +45,8 @@ OMP_SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 class Options:
     """additional_config["rollmesh"], a dict with some of these keys.
 
-    threads            of a worker; None: the cores that this process may use, divided by the
-                       workers of the machine
+    threads            number of threads of a worker; None: the cores that this process may use,
+                       divided by the number of workers on the machine
     ep_backend         the token dispatcher with enable_expert_parallel; see rm.Generator
     sequence_parallel  see rm.Generator
     isa                see rm.Generator
@@ -64,14 +62,14 @@ class Options:
 
 
 class _Rule(NamedTuple):
-    """An option of which only some values are accepted."""
+    """An option for which only some values are accepted."""
 
-    path: str  # of attributes, from the VllmConfig
+    path: str  # attributes, starting at the VllmConfig
     accepted: tuple[Any, ...]
     why: str
 
 
-# Features of vLLM that are not supported. A None on the path means that the feature is off.
+# Features of vLLM that are not supported. If an attribute on the path is None, the feature is off.
 _RULES = (
     _Rule("model_config.runner_type", ("generate",), "pooling models are not supported"),
     _Rule("model_config.is_multimodal_model", (False,), "only text is supported"),
@@ -127,8 +125,8 @@ _ABSENT = {
 
 # ----------------------------------------------------------------------------------------- refuse
 def check(vllm_config: Any) -> None:
-    """ConfigError for the first unsupported option. Without a model (in vLLM's own tests) nothing
-    is checked."""
+    """Raises ConfigError for the first unsupported option. Does nothing without a model, as in
+    vLLM's own tests."""
     if vllm_config.model_config is None:
         return
     for name, what in _ABSENT.items():
@@ -187,7 +185,7 @@ def _check_cache(cache_config: Any, dtype: str) -> None:
 
 
 def _check_sizes(vllm_config: Any) -> None:
-    """The engine's own limits, checked before a worker is started."""
+    """Checks the engine's own limits before a worker is started."""
     scheduler = vllm_config.scheduler_config
     engine_integer("max_model_len", vllm_config.model_config.max_model_len)
     engine_integer("max_num_seqs", scheduler.max_num_seqs)
@@ -201,9 +199,9 @@ def _check_sizes(vllm_config: Any) -> None:
 
 # ----------------------------------------------------------------------------------------- change
 def update(vllm_config: Any) -> None:
-    """Sets rollmesh's worker and scheduler and switches compilation off. Idempotent.
+    """Sets rollmesh's worker and scheduler, and disables compilation. Idempotent.
 
-    The user's own worker or scheduler class stays if it derives from rollmesh's.
+    Keeps the user's own worker or scheduler class if it derives from rollmesh's.
     """
     from vllm.config.compilation import CompilationMode, CUDAGraphMode
 
@@ -234,12 +232,12 @@ def _check_derived(option: str, value: Any, base: str) -> None:
 
 # ------------------------------------------------------------------------------------------- read
 def model_spec(vllm_config: Any) -> ModelSpec:
-    """The model, from the config that vLLM read (with hf_overrides)."""
+    """Returns the model's spec, from the config that vLLM has read (with hf_overrides)."""
     return ModelSpec.from_hf(vllm_config.model_config.hf_config)
 
 
 def dtype_name(dtype: Any) -> str:
-    """ "bfloat16" or "float32" for a torch.dtype; ConfigError for any other."""
+    """Returns "bfloat16" or "float32" for a torch.dtype. Raises ConfigError for any other."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"dtype: expected {' or '.join(DTYPES)}, got {shown(name)}")
@@ -247,23 +245,20 @@ def dtype_name(dtype: Any) -> str:
 
 
 def mesh_of(parallel_config: Any, is_moe: bool) -> Mesh:
-    """vLLM's degrees as a mesh. vLLM runs replicas of a dense model as separate engines, so each is
-    a mesh with dp = 1."""
-    tp, dp = (
-        parallel_config.tensor_parallel_size,
-        parallel_config.data_parallel_size if is_moe else 1,
-    )
+    """Returns vLLM's degrees as a mesh. vLLM runs replicas of a dense model as separate engines, so
+    each replica is a mesh with dp = 1."""
+    tp = parallel_config.tensor_parallel_size
+    dp = parallel_config.data_parallel_size if is_moe else 1
     return Mesh(
         tp=tp, dp=dp, ep=dp * tp if is_moe and parallel_config.enable_expert_parallel else 1
     )
 
 
 def options(vllm_config: Any) -> Options:
-    """Reads additional_config["rollmesh"]; ConfigError for unknown keys and wrong values."""
+    """Reads additional_config["rollmesh"]. Raises ConfigError for unknown keys and wrong values."""
     extra = vllm_config.additional_config
-    if isinstance(extra, dict) and set(extra) - {
-        "rollmesh"
-    }:  # a SupportsHash object is for the user's own classes
+    # A SupportsHash object instead of a dict is for the user's own classes.
+    if isinstance(extra, dict) and set(extra) - {"rollmesh"}:
         raise ConfigError(
             f'additional_config: expected "rollmesh" alone, got {listed(list(extra.items()))}'
         )
@@ -284,13 +279,11 @@ def options(vllm_config: Any) -> Options:
         raise ConfigError(
             f"sequence_parallel: expected a bool, got {shown(chosen.sequence_parallel)}"
         )
-    if chosen.isa is not None and not isinstance(
-        chosen.isa, str
-    ):  # its name is checked on the worker's machine, if that is another
+    # The name is checked on the worker's machine, which may be another one.
+    if chosen.isa is not None and not isinstance(chosen.isa, str):
         raise ConfigError(f"isa: expected a str or None, got {shown(chosen.isa)}")
-    from vllm.platforms import (
-        current_platform,
-    )  # not at the top: it is being made when this module is imported
+    # Imported here because vLLM is creating the platform when it imports this module.
+    from vllm.platforms import current_platform
 
     if chosen.isa is not None and _workers_are_here(vllm_config):
         choice(
@@ -305,7 +298,7 @@ def options(vllm_config: Any) -> Options:
 
 
 def total_memory() -> int:
-    """This machine's memory in bytes."""
+    """Returns this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -314,7 +307,8 @@ def _workers_are_here(vllm_config: Any) -> bool:
 
 
 def num_threads(vllm_config: Any) -> int:
-    """Threads of one worker: the option, or its share of the cores.
+    """Returns the number of threads of one worker: the option, or the worker's share of the cores.
+
 
     OMP_NUM_THREADS counts only if vLLM set it to divide the cores; torchrun always sets it to 1.
     """
@@ -329,14 +323,12 @@ def num_threads(vllm_config: Any) -> int:
 
 
 def cuda_ordinal(parallel: Any, local_rank: int, devices: int) -> int:
-    """A worker's CUDA ordinal in this process: the GPU that vLLM assigned, else by the worker's
-    number on this machine."""
+    """Returns the CUDA ordinal of a worker in this process: the GPU that vLLM assigned or, without
+    an assignment, the worker's number on this machine."""
     assigned = getattr(parallel, "assigned_physical_gpu_ids", None)
     if assigned:
-        physical, visible = (
-            str(assigned[local_rank]),
-            os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","),
-        )
+        physical = str(assigned[local_rank])
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         return visible.index(physical) if physical in visible else int(physical)
     return (
         int((parallel.data_parallel_rank_local or 0) * parallel.local_world_size + local_rank)
@@ -357,6 +349,7 @@ def _share_of_vllm() -> Iterator[int]:
 
 
 def engine_seed(vllm_config: Any) -> int:
-    """The seed for requests without one. Replicas that are separate engines have different ones."""
+    """Returns the seed for requests without one. Replicas that are separate engines get different
+    seeds."""
     parallel = vllm_config.parallel_config
     return int((vllm_config.model_config.seed + parallel.data_parallel_index) % 2**64)

@@ -2,12 +2,13 @@
 worker computes.
 
 It is an out-of-tree platform (`is_out_of_tree()`), since vLLM's own CPU platform needs kernels that
-only vLLM's CPU build has. vLLM lets it check the whole configuration once
-(`check_and_update_config`, in the user's own LLM(…) call) and each request (`validate_request`).
+only vLLM's CPU build has. vLLM calls it to check the whole configuration once
+(`check_and_update_config`, in the user's own LLM(…) call) and to check each request
+(`validate_request`).
 
-vLLM calls some functions of torch.accelerator on every platform but its own CPU one, and they raise
-if torch has no accelerator. The platform replaces them by no-ops then, as vLLM's CPU model runner
-does.
+On every platform except its own CPU platform, vLLM calls some functions of torch.accelerator, which
+raise if torch has no accelerator. In this case the platform replaces them by no-ops, as vLLM's CPU
+model runner does.
 """
 
 from __future__ import annotations
@@ -35,16 +36,14 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
-    # a worker takes one Ray resource of this name: ray start --num-gpus=N sets their number
+    # A worker takes one Ray resource of this name; `ray start --num-gpus=N` sets their number.
     ray_device_key = "GPU"
-    simple_compile_backend = "eager"  # for small functions of vLLM's; a compiler would take seconds
-    device_control_env_var = (
-        "ROLLMESH_VISIBLE_DEVICES"  # vLLM sets it for each data parallel rank; not read
-    )
+    simple_compile_backend = "eager"  # for small functions of vLLM; a compiler would take seconds
+    # vLLM sets this variable for each data parallel rank; rollmesh does not read it.
+    device_control_env_var = "ROLLMESH_VISIBLE_DEVICES"
     engine_device = "cpu"  # as rm.Generator's `device`
-    logprobs_modes: ClassVar[set[str]] = (
-        set()
-    )  # of this process's engines; a request does not name its engine
+    # Modes of all engines of this process, since a request does not name its engine.
+    logprobs_modes: ClassVar[set[str]] = set()
 
     def __init__(self) -> None:
         if not torch.accelerator.is_available():
@@ -53,8 +52,8 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        """Called before a server's command line is parsed: adds serve.Reasons to the default of
-        --middleware."""
+        """Adds serve.Reasons to the default of --middleware. vLLM calls this before it parses a
+        server's command line."""
         if (
             parser is not None
             and (given := parser.get_default("middleware")) is not None
@@ -74,21 +73,19 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        from rollmesh.vllm.worker import (
-            sampling,
-        )  # not at the top: vLLM's config is being imported when the platform is
+        # Imported here because the platform is imported while vLLM's config is being imported.
+        from rollmesh.vllm.worker import sampling
 
         sampling.refuse_inputs(processed_inputs)
         sampling.refuse(params)
-        for mode in (
-            cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ()
-        ):  # with two modes the worker checks it
+        # With two modes the worker checks the request.
+        for mode in cls.logprobs_modes if len(cls.logprobs_modes) == 1 else ():
             sampling.refuse_mode(params, mode)
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """dtype="auto" takes the first for float16 and float32 models, so that weights are
-        not rounded unless the user asks for it."""
+        """The supported dtypes. dtype="auto" selects the first one for float16 and float32 models,
+        so that weights are rounded only if the user requests it."""
         return [torch.float32, torch.bfloat16]
 
     def is_sleep_mode_available(self) -> bool:
@@ -109,7 +106,7 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """There is only one."""
+        """Does nothing, since there is only one device."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
@@ -123,11 +120,11 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def import_kernels(cls) -> None:
-        """vLLM's kernels are not used."""
+        """Does nothing, since vLLM's kernels are not used."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """vLLM's kernels are not used."""
+        """Does nothing, since vLLM's kernels are not used."""
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
@@ -135,7 +132,7 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: Any) -> None:
-        """Unchanged: vLLM has no attention layers here."""
+        """Does not change the block size, since the model has no attention layers of vLLM."""
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -151,4 +148,4 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces functions of torch.accelerator."""
+    """Does nothing; replaces functions of torch.accelerator."""

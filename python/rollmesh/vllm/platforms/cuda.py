@@ -1,9 +1,9 @@
 """The vLLM platform of VLLM_PLUGINS=rollmesh on a machine with an NVIDIA GPU: each worker's engine
 has a CUDA device.
 
-vLLM's own side stays on the host (its torch device is the CPU): it schedules and edits logits, for
-which it needs no tensor on a GPU. So neither vLLM's CUDA platform nor its kernels are loaded, and
-any build of torch works.
+vLLM's own code stays on the host (its torch device is the CPU): it schedules and edits logits,
+which needs no tensors on a GPU. vLLM's CUDA platform and kernels are not loaded, so any build of
+torch works.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Sampling controls that the C engine does not have, applied to logits on the host before the
-engine draws.
+"""Sampling options that the C engine does not have, applied to logits on the host before the engine
+draws.
 
 The steps and their order are those of vLLM's Sampler (vllm/v1/sample/sampler.py), with vLLM's own
 functions: grammar, allowed ids, bad words, processors (min_tokens, logit_bias, the user's own),
 penalties. Temperature, min_p, top_k and top_p follow in the engine, so a user's processor that vLLM
 would apply after temperature (`is_argmax_invariant`) is refused.
 
-vLLM's processors keep state per row of a persistent batch and are told its changes. `Batch` keeps
-that batch: a request has a slot as long as every call of `edit` has a row of it, and the slots in
-use have no gaps.
+vLLM's processors keep state for each row of a persistent batch and receive its changes. `Batch` is
+this batch: a request has a slot as long as every call of `edit` has a row of it, and the used slots
+have no gaps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollmesh.errors import ConfigError
 Logits = NDArray[np.float32]
 Ids = NDArray[np.int32]
 NONE = np.zeros(0, np.int32)
-FREED = ""  # in the slot of a request that has ended
+FREED = ""  # marks the slot of a request that has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +45,22 @@ class HostRow:
     name: str
     params: Any  # vllm.SamplingParams
     prompt_ids: Ids
-    output_ids: list[int]  # so far
-    bitmask: Ids | None = (
-        None  # [ceil(vocab / 32)] of its grammar: bit v of the row is set where token v may come
-    )
+    output_ids: list[int]  # tokens so far
+    # [ceil(vocab / 32)] from its grammar: bit v of the row is set if token v is allowed
+    bitmask: Ids | None = None
 
 
 @dataclass(slots=True)
 class _Known:
-    """The arguments that the processors got for a slot. They keep a reference to the list."""
+    """The arguments that the processors received for a slot. The processors keep a reference to
+    output_ids."""
 
     params: Any
     output_ids: list[int]
 
     def is_continued_by(self, row: HostRow) -> bool:
-        """False if another request has its name now, or if vLLM dropped tokens of it, so that state
-        made from them is stale."""
+        """Returns False if another request has this name now, or if vLLM dropped some of its
+        tokens, so that the processors' state is stale."""
         return self.params is row.params and len(self.output_ids) <= len(row.output_ids)
 
 
@@ -72,8 +72,8 @@ class Batch:
     known: dict[str, _Known] = field(default_factory=dict)
 
     def update(self, rows: Sequence[HostRow]) -> BatchUpdate | None:
-        """Changes the slots to those of `rows`: new requests take freed slots, then the last slots
-        fill the remaining gaps."""
+        """Changes the slots to the requests of `rows`: new requests take freed slots, then requests
+        from the last slots fill the remaining gaps. Returns the changes, or None."""
         current = {row.name: row for row in rows}
         for name, known in list(self.known.items()):
             if name in current and known.is_continued_by(current[name]):
@@ -112,9 +112,10 @@ class HostLogits:
         self._processors = [
             one for one in processors.all if not isinstance(one, MinPLogitsProcessor)
         ]
+        # The user's own processors, which may edit any row.
         self.custom = [
             one for one in self._processors if type(one) not in BUILTIN_LOGITS_PROCESSORS
-        ]  # they may edit any row
+        ]
         for processor in self.custom:
             if processor.is_argmax_invariant():
                 raise ConfigError(
@@ -125,8 +126,9 @@ class HostLogits:
         self._batch = Batch()
 
     def edit(self, raw: Logits, rows: Sequence[HostRow], never_drawn: Ids = NONE) -> Logits:
-        """raw [n, vocab] with n ≥ 1 rows → the edited logits as a new array; −inf: may not be
-        drawn. never_drawn: tokens that the model's compute_logits sets to −inf, before all else."""
+        """Returns the edited logits as a new array, with −inf for tokens that must not be drawn.
+        raw: [n, vocab] with n ≥ 1 rows. never_drawn: tokens that the model's compute_logits sets to
+        −inf, before all other edits."""
         update = self._batch.update(rows)
         for processor in self._processors:
             processor.update_state(update)
@@ -164,14 +166,13 @@ class HostLogits:
     def _penalize(
         self, rows: Sequence[HostRow], logits: torch.Tensor, outputs: list[list[int]]
     ) -> None:
-        """Only rows with penalties; the others would keep their bits anyway."""
+        """Applies penalties to the rows that have any."""
         chosen = [slot for slot, row in enumerate(rows) if _has_penalties(row.params)]
         if not chosen:
             return
         longest = max(len(rows[slot].prompt_ids) for slot in chosen)
-        prompts = torch.full(
-            (len(chosen), longest), self._vocab, dtype=torch.int64
-        )  # pads with an id outside the vocabulary
+        # Padding is an id outside the vocabulary.
+        prompts = torch.full((len(chosen), longest), self._vocab, dtype=torch.int64)
         for line, slot in zip(prompts, chosen):
             line[: len(rows[slot].prompt_ids)] = torch.from_numpy(rows[slot].prompt_ids)
         values = [
@@ -187,8 +188,8 @@ class HostLogits:
 
 
 def bitmask_rows(grammar: Any) -> dict[str, Ids]:
-    """The row of each request in vLLM's GrammarOutput. One per request, since there is no
-    speculation."""
+    """Returns the row of each request in vLLM's GrammarOutput. Without speculation a request has
+    one row."""
     return (
         {}
         if grammar is None
@@ -197,7 +198,7 @@ def bitmask_rows(grammar: Any) -> dict[str, Ids]:
 
 
 def _allowed(bitmask: Ids, vocab: int) -> NDArray[np.bool_]:
-    """bool [vocab]"""
+    """Returns bool [vocab]: which tokens the bitmask allows."""
     little_endian = np.ascontiguousarray(bitmask, dtype="<i4")
     return np.unpackbits(little_endian.view(np.uint8), count=vocab, bitorder="little").astype(
         np.bool_

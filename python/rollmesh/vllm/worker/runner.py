@@ -1,13 +1,14 @@
 """Turns vLLM's SchedulerOutput into one step of the engine (csrc/scheduler/external_scheduler.h)
 and its result into a ModelRunnerOutput.
 
-vLLM sends changes only: new requests whole, new pages of running ones, names of finished ones. The
-engine keeps tokens, random streams, records and block tables; this file keeps a request's number
-and parameters. A preempted request comes back either as a cached one (with new pages and all its
-tokens) or as a new one (with its tokens so far); either way its name is known here.
+vLLM sends only changes: whole new requests, new pages of running requests, and names of finished
+requests. The engine keeps tokens, random streams, records and block tables; this file keeps the
+number and parameters of each request. A preempted request comes back as a cached request (with new
+pages and all its tokens) or as a new one (with its tokens so far); in both cases its name is known
+here.
 
-A request that fails ends alone: its name and reason go back with the step's output (scheduler.py).
-Without weights, or while weights or KV are asleep, all requests of the step fail.
+A request can fail without ending others: its name and reason are returned with the step's output
+(scheduler.py). Without weights, or while weights or KV are asleep, all requests of the step fail.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ from rollmesh.vllm.weight_updates import WeightUpdates
 from rollmesh.vllm.worker import sampling
 from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
 
-HAS_FAILED, EXTERNAL_DRAWS = -2, -3  # in place of a token: csrc/scheduler/external_scheduler.h
-NO_STEP = (NotSyncedError, StateError)  # the step fails on all ranks, before it changes anything
+HAS_FAILED, EXTERNAL_DRAWS = -2, -3  # instead of a token: csrc/scheduler/external_scheduler.h
+NO_STEP = (NotSyncedError, StateError)  # the step fails on all ranks before it changes anything
 LOGGER = init_logger("vllm.rollmesh")  # vLLM shows loggers below "vllm"
-MOST_FAILED = 4096  # failed requests whose reason is kept for why_failed
+MOST_FAILED = 4096  # number of failed requests whose reason is kept for why_failed
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request of vLLM's, and its number in the engine."""
+    """A request of vLLM and its number in the engine."""
 
     number: int
     params: Any
     prompt: NDArray[np.int32]
     logprobs: int | None  # number of most likely tokens beside the drawn one; None: no logprobs
     prompt_logprobs: int | None  # the same for the prompt
-    prompt_given: bool  # vLLM has its prompt logprobs
-    external_draws: bool  # its logits are edited on the host before the draw
-    routed: int  # positions whose routing vLLM has, or does not want
+    prompt_given: bool  # whether vLLM has received its prompt logprobs
+    external_draws: bool  # whether its logits are edited on the host before the draw
+    routed: int  # number of positions whose routing vLLM has, or did not request
 
 
 class _Part(NamedTuple):
@@ -70,7 +71,7 @@ class _Part(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """One entry for each part of a step, in order."""
+    """The draws of a step, with one entry for each part, in order."""
 
     tokens: NDArray[np.int32]  # −1: not drawn
     logprobs: NDArray[np.float32]
@@ -91,17 +92,16 @@ class Runner:
         processed: bool,
         routed: bool,
     ):
-        """processed: logprobs of drawn tokens are of the distribution drawn from, not the model's.
-        routed: return routed experts."""
+        """processed: return logprobs of drawn tokens under the distribution they were drawn from,
+        not under the model's. routed: return routed experts."""
         self._engine, self._updates, self._host = engine, updates, host
         self._spec, self._vocab_size, self._max_model_len = spec, spec.vocab_size, max_model_len
         self._processed, self._routed = processed, routed
-        self.model, self.vllm_config = (
-            updates.model,
-            updates.vllm_config,
-        )  # for TRL and verl, which push weights into the model
+        # TRL and verl use both attributes to push weights into the model.
+        self.model = updates.model
+        self.vllm_config = updates.vllm_config
         self._requests: dict[str, _Request] = {}
-        self._accepted = 0  # requests so far; the seed of a request without one is made from it
+        self._accepted = 0  # number of requests so far; used for the seed of a request without one
         self._scheduled: Any = None
         self._failed: dict[str, str] = {}  # the last requests that failed, and why
 
@@ -109,8 +109,8 @@ class Runner:
     def execute_model(
         self, scheduled: Any, intermediate_tensors: None = None
     ) -> ModelRunnerOutput | None:
-        """The step itself runs in sample_tokens, which gets the grammars. Without rows only
-        finished requests are released."""
+        """Stores the scheduled step for sample_tokens, which receives the grammars and runs it. If
+        the step has no rows, only releases finished requests."""
         if scheduled.total_num_scheduled_tokens:
             self._scheduled = scheduled
             return None
@@ -165,20 +165,20 @@ class Runner:
         return output
 
     def idle_step(self) -> None:
-        """A step without rows of this rank, in which other ranks may have some."""
+        """Takes part in a step in which this rank has no rows but other ranks may have some."""
         try:
             if self._commit_open_sync() is None:
                 self._step([], None)
         except NO_STEP:
-            pass  # the other ranks cannot make it either
+            pass  # the other ranks cannot run the step either
         except BaseException as error:
             self._engine.abort_unless_shared(error)
             raise
 
     def _commit_open_sync(self) -> Error | None:
-        """Commits what load_weights has pushed. Returns the error of a bad set, which all ranks
-        get; it ends this step's requests only. It is logged too: a trainer that reads tokens alone,
-        as TRL does, does not see why there are none."""
+        """Commits the set that load_weights has pushed. Returns the error of a wrong set, which is
+        the same on all ranks and ends only the requests of this step. Also logs the error, since a
+        trainer that reads only tokens, such as TRL, would not show it."""
         try:
             self._updates.commit_open_sync()
         except ALONE:
@@ -189,8 +189,8 @@ class Runner:
         return None
 
     def _remember(self, failed: dict[str, str]) -> None:
-        """Keeps the first reason of each: vLLM may schedule a failed request once more before it
-        learns of it."""
+        """Keeps the first reason of each failed request. vLLM may schedule a failed request once
+        more before it reads the failure."""
         if not failed:
             return
         for name, why in failed.items():
@@ -199,8 +199,8 @@ class Runner:
             del self._failed[name]
 
     def why_failed(self, name: str) -> str | None:
-        """The reason of the newest request of that id. The server's cmpl-7 may be several requests
-        here: 1_cmpl-7-0-93d2a0ff is the second sample of its first prompt."""
+        """Returns why the newest request of this id failed, or None. The server's cmpl-7 may be
+        several requests here: 1_cmpl-7-0-93d2a0ff is the second sample of its first prompt."""
         part = re.compile(rf"(\d+_)?{re.escape(name)}([-_]\d+)?(-[0-9a-f]{{8}})?")
         return next(
             (
@@ -249,7 +249,7 @@ class Runner:
         if len(waiting):
             assert logits is not None
             assert stats is not None
-            rows = drawn.ranks[waiting]  # the row of each; a failed request has one, too
+            rows = drawn.ranks[waiting]  # the row of each request, including failed ones
             self._draw(
                 [parts[i] for i in waiting], logits[rows], stats[rows], grammar, drawn, waiting
             )
@@ -264,7 +264,7 @@ class Runner:
         drawn: _Drawn,
         places: Any,
     ) -> None:
-        """Edits logits on the host, then lets the engine draw from them. Rows are in the order of
+        """Edits logits on the host, then makes the engine draw from them. Rows are in the order of
         the parts."""
         masks = bitmask_rows(grammar)
         rows = [
@@ -286,7 +286,8 @@ class Runner:
 
     # -------------------------------------------------------------------------------- vLLM's input
     def _release_finished(self, scheduled: Any) -> None:
-        """In the order of numbers, since the order of vLLM's sets differs between processes."""
+        """Releases finished requests in the order of their numbers, since the order of vLLM's sets
+        differs between processes."""
         ended = [
             self._requests.pop(name)
             for name in scheduled.finished_req_ids
@@ -300,7 +301,7 @@ class Runner:
                 self._engine.external_preempt(self._requests[name].number)
 
     def _parts(self, scheduled: Any, failed: dict[str, str]) -> list[_Part]:
-        """The parts of a step, in vLLM's order. Requests that the engine refuses go into
+        """Returns the parts of a step, in vLLM's order. Adds requests that the engine refuses to
         `failed`."""
         rows, cached = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
         parts: dict[str, _Part] = {}
@@ -335,10 +336,8 @@ class Runner:
         return [parts[name] for name in rows if name in parts]
 
     def _add(self, new: Any) -> _Request:
-        params, prompt = (
-            new.sampling_params,
-            sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size),
-        )
+        params = new.sampling_params
+        prompt = sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size)
         sampling.refuse(params)
         sampling.refuse_mode(params, "processed_logprobs" if self._processed else "raw_logprobs")
         most = min(
@@ -375,7 +374,7 @@ class Runner:
         return request
 
     def _resumed(self, new: Any) -> _Request | None:
-        """The known request, if vLLM sends a preempted one as a new one."""
+        """Returns the known request if vLLM sends a preempted request as a new one."""
         request = self._requests.get(new.req_id)
         if request is not None:
             if not np.array_equal(new.prompt_token_ids, request.prompt):
@@ -388,15 +387,14 @@ class Runner:
         return request
 
     def _set_tokens(self, request: _Request, tokens: Iterable[int]) -> None:
-        """Sets the tokens that vLLM has of a request. Tokens that vLLM dropped are drawn again."""
+        """Sets the tokens of a request to those that vLLM has. Tokens that vLLM dropped are drawn
+        again."""
         known = np.array(list(tokens)[len(request.prompt) :], np.int32)
         self._engine.external_tokens(request.number, known)
         request.routed = min(request.routed, len(request.prompt) + len(known) - 1)
-        if not len(known):  # vLLM has dropped what was sent with the first token
-            request.routed, request.prompt_given = (
-                min(request.routed, request.params.routed_experts_prompt_start),
-                False,
-            )
+        if not len(known):  # vLLM has dropped the records sent with the first token
+            request.routed = min(request.routed, request.params.routed_experts_prompt_start)
+            request.prompt_given = False
 
     # ------------------------------------------------------------------------------- vLLM's output
     def _generated(self, request: _Request) -> list[int]:
@@ -408,7 +406,7 @@ class Runner:
     def _logprobs(
         self, index: dict[str, int], parts: list[_Part], drawn: _Drawn
     ) -> LogprobsLists | None:
-        """One row per request: the drawn token first, then the most likely ones."""
+        """Returns one row per request: the drawn token first, then the most likely ones."""
         asking = [
             (i, part)
             for i, part in enumerate(parts)
@@ -417,10 +415,8 @@ class Runner:
         if not asking:
             return None
         most = max(part.request.logprobs or 0 for _, part in asking)
-        ids, values = (
-            np.zeros((len(index), most + 1), np.int32),
-            np.zeros((len(index), most + 1), np.float32),
-        )
+        ids = np.zeros((len(index), most + 1), np.int32)
+        values = np.zeros((len(index), most + 1), np.float32)
         ranks = np.zeros(len(index), np.int32)
         here, there = [i for i, _ in asking], [index[part.name] for _, part in asking]
         ids[there, 0], ranks[there] = drawn.tokens[here], drawn.ranks[here]
@@ -434,8 +430,8 @@ class Runner:
         return LogprobsLists(ids, values, ranks)
 
     def _experts(self, request: _Request) -> AuxRequestOutput:
-        """Routed experts of the positions since the last token: [n, layers, k], 0 in layers without
-        experts."""
+        """Returns the routed experts of the positions since the last token: [n, layers, k], 0 in
+        layers without experts."""
         start = request.routed
         rows = self._engine.external_routed(request.number, start)
         request.routed += len(rows)
@@ -445,20 +441,16 @@ class Runner:
         return AuxRequestOutput(start, all_layers)
 
     def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:
-        """Returns the logprobs of all prompt tokens but the first. They are sent with the first
+        """Returns the logprobs of all prompt tokens except the first. They are sent with the first
         token after the prompt."""
         view, k = self._engine.request(request.number), request.prompt_logprobs or 0
         request.prompt_given = True
-        ids, values = (
-            np.empty((len(request.prompt) - 1, k + 1), np.int32),
-            np.empty((len(request.prompt) - 1, k + 1), np.float32),
-        )
+        ids = np.empty((len(request.prompt) - 1, k + 1), np.int32)
+        values = np.empty((len(request.prompt) - 1, k + 1), np.float32)
         ids[:, 0], values[:, 0] = request.prompt[1:], _present(view["prompt_logprobs"])
         if k:
-            ids[:, 1:], values[:, 1:] = (
-                _present(view["prompt_top_ids"]),
-                _present(view["prompt_top_logprobs"]),
-            )
+            ids[:, 1:] = _present(view["prompt_top_ids"])
+            values[:, 1:] = _present(view["prompt_top_logprobs"])
         return LogprobsTensors(*map(_tensor, (ids, values, _present(view["prompt_ranks"]))))
 
 
@@ -468,8 +460,8 @@ def _present(array: NDArray[Any] | None) -> NDArray[Any]:
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
-    """torch.from_numpy gives an empty array (of a prompt of one token) strides of 0, which vLLM
-    cannot serialise."""
+    """Converts an array to a tensor. torch.from_numpy gives an empty array (for a prompt of one
+    token) strides of 0, which vLLM cannot serialise."""
     tensor = torch.from_numpy(array)
     return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype)
 

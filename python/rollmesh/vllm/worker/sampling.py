@@ -1,9 +1,9 @@
-"""vLLM's SamplingParams, field by field, and who implements each. Unsupported values are
-refused in the front end (`refuse`, raised by generate() or sent as HTTP 400), and again
-by the worker.
+"""The fields of vLLM's SamplingParams, and the part that implements each. Unsupported values are
+refused in the front end (`refuse`, raised by generate() or sent as HTTP 400), and again by the
+worker.
 
-    ENGINE   the C engine draws and records with it
-    HOST     edits the logits before the draw: host_logits.py, with vLLM's own functions
+    ENGINE   the C engine, which draws and records tokens
+    HOST     host_logits.py, which edits the logits before the draw with vLLM's own functions
     VLLM     vLLM's front end or scheduler
     REFUSED  not supported; only the default is accepted
 """
@@ -25,7 +25,7 @@ from rollmesh.runtime.messages import shown
 
 GREEDY_BELOW = 1e-5  # vLLM's limit
 MAX_SEED = 2**64 - 1
-MOST = 2**63  # what vLLM's messages carry
+MOST = 2**63  # limit of integers in vLLM's messages
 
 
 class By(Enum):
@@ -33,7 +33,7 @@ class By(Enum):
 
 
 WHO = {
-    "n": By.VLLM,  # each sample is a request of its own, with seed + i
+    "n": By.VLLM,  # each sample is a separate request, with seed + i
     "presence_penalty": By.HOST,
     "frequency_penalty": By.HOST,
     "repetition_penalty": By.HOST,
@@ -101,7 +101,7 @@ _IDS = ("stop_token_ids", "allowed_token_ids")
 
 
 class RefusedError(RequestError, VLLMValidationError):  # type: ignore[misc]
-    """A RequestError that is also vLLM's: HTTP 400 with the parameter's name."""
+    """A RequestError that is also vLLM's validation error: HTTP 400 with the parameter's name."""
 
     def __init__(self, message: str, parameter: str | None = None):
         super().__init__(message)
@@ -110,7 +110,7 @@ class RefusedError(RequestError, VLLMValidationError):  # type: ignore[misc]
 
 # ----------------------------------------------------------------------------------------- refuse
 def refuse(params: Any) -> None:
-    """RefusedError for unsupported parameters and values of a wrong type."""
+    """Raises RefusedError for unsupported parameters and values of a wrong type."""
     if isinstance(params, PoolingParams):
         raise RefusedError(
             "expected SamplingParams, got a pooling request: only generation is supported"
@@ -150,7 +150,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def refuse_mode(params: Any, logprobs_mode: str) -> None:
-    """RefusedError for logprobs that this logprobs_mode cannot give."""
+    """Raises RefusedError for logprobs that are not available with this logprobs_mode."""
     if logprobs_mode == "processed_logprobs" and params.logprobs not in (None, 0):
         raise RefusedError(
             "logprobs: expected None or 0 with logprobs_mode='processed_logprobs', got "
@@ -161,7 +161,7 @@ def refuse_mode(params: Any, logprobs_mode: str) -> None:
 
 
 def refuse_inputs(inputs: Any) -> None:
-    """RefusedError unless the prompt is token ids, or text that vLLM has tokenized."""
+    """Raises RefusedError unless the prompt is token ids, or text that vLLM has tokenized."""
     kind = inputs.get("type", "token") if isinstance(inputs, dict) else "token"
     if kind != "token":
         raise RefusedError(f"prompt: expected text or token ids, got type {shown(kind)}")
@@ -174,8 +174,8 @@ def refuse_inputs(inputs: Any) -> None:
 
 # -------------------------------------------------------------------------------------- translate
 def needs_host_logits(params: Any, custom_processors: bool = False) -> bool:
-    """Whether the host edits its logits before the draw. The user's own logits processors may edit
-    any row."""
+    """Returns whether the host edits the request's logits before the draw. The user's own logits
+    processors may edit any row."""
     return bool(
         custom_processors
         or params.presence_penalty != 0.0
@@ -196,13 +196,13 @@ def engine_request(
     custom_processors: bool = False,
     never_draws: bool = False,
 ) -> EngineRequest:
-    """The engine's form of a request with one sample.
+    """Converts a request with one sample to the engine's form.
 
-    number        the request's number, the same on all ranks; without a seed, its seed is made from
-                  this and the engine's seed
-    max_tokens    how many tokens vLLM can still ask for
-    never_draws   the banned tokens are the ones that a request may never draw; vLLM's processor
-                  applies min_tokens
+    number        the request's number, the same on all ranks; the seed of a request without one is
+                  made from it and the engine's seed
+    max_tokens    number of tokens that vLLM can still request
+    never_draws   whether the banned tokens may never be drawn; vLLM's processor then applies
+                  min_tokens
     """
     external = needs_host_logits(params, custom_processors) or (
         never_draws and params.min_tokens > 0
@@ -233,8 +233,8 @@ def engine_request(
 
 
 def token_ids(what: str, ids: Any, vocab_size: int) -> NDArray[np.int32]:
-    """int32 [n]; RequestError for an id outside the vocabulary, which vLLM does not check without a
-    tokenizer."""
+    """Returns token ids as int32 [n]. Raises RequestError for an id outside the vocabulary, which
+    vLLM does not check without a tokenizer."""
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:
         raise RequestError(
             f"{what}: expected token ids in [0, {vocab_size}), got {shown(wrong[0])}"
@@ -243,8 +243,8 @@ def token_ids(what: str, ids: Any, vocab_size: int) -> NDArray[np.int32]:
 
 
 def banned_ids(params: Any, vocab_size: int) -> NDArray[np.int32]:
-    """Ascending token ids that may not be drawn before min_tokens: all stop tokens of vLLM's
-    scheduler."""
+    """Returns the token ids that must not be drawn before min_tokens, ascending: all stop tokens of
+    vLLM's scheduler."""
     return token_ids(
         "the stop tokens",
         sorted(params.all_stop_token_ids) if params.min_tokens else [],
@@ -253,5 +253,5 @@ def banned_ids(params: Any, vocab_size: int) -> NDArray[np.int32]:
 
 
 def _count(value: int | None, vocab_size: int, none: int) -> int:
-    """vLLM's number of most likely tokens, where -1 means all, as the engine's."""
+    """Converts vLLM's number of most likely tokens, where -1 means all, to the engine's number."""
     return none if value is None else vocab_size if value == -1 else value

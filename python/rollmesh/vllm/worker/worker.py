@@ -5,9 +5,9 @@ calls, in this order:
     initialize_from_config ─► steps …
 
 Weights come from a trainer (weight_updates.py), not from a file. The engine is made in
-initialize_from_config, once the number of KV pages is known. Ranks communicate by shared memory if
-all are on one machine, else over vLLM's own Gloo group; with additional_config={"rollmesh":
-{"exchange": "nccl"}} activations travel by NCCL.
+initialize_from_config, when the number of KV pages is known. Ranks communicate through shared
+memory if all are on one machine, otherwise over vLLM's own Gloo group; with
+additional_config={"rollmesh": {"exchange": "nccl"}} NCCL sends activations.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rollmesh.vllm.weight_updates import WeightUpdates, answers
 from rollmesh.vllm.worker.host_logits import HostLogits
 from rollmesh.vllm.worker.runner import Runner
 
-LAYOUT = "LBNHC"  # only a name for vLLM; the engine lays out its pages itself
+LAYOUT = "LBNHC"  # a name that vLLM requires; the engine has its own layout of pages
 NAME_BYTES = 32
 
 
 def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For calls that fail on all workers alike: only one raises. Also for wrong arguments
-    (TypeError); weight_updates.py says why."""
+    """Makes only one worker raise, for calls that fail in the same way on all workers, including
+    wrong arguments (TypeError). weight_updates.py explains why."""
 
     @wraps(method)
     def call(self: Worker, *args: Any, **options: Any) -> Any:
@@ -61,7 +61,7 @@ def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_updates(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of Worker that calls this method of its WeightUpdates."""
+    """Returns a method of Worker that calls this method of its WeightUpdates."""
 
     @wraps(method)
     def call(self: Worker, *args: Any, **options: Any) -> Any:
@@ -79,14 +79,14 @@ class _Made(NamedTuple):
 
 
 class Worker(WorkerBase):  # type: ignore[misc]
-    """One rank. vLLM may call any method by name between steps (collective_rpc)."""
+    """The worker of one rank. vLLM may call any method by name between steps (collective_rpc)."""
 
     model_runner: Runner | None
     _made: _Made | None = None
     _nccl: str | None = None  # version and path of the library in use
 
     def init_device(self) -> None:
-        """Joins vLLM's process groups, over which ranks find each other."""
+        """Joins vLLM's process groups, over which the ranks connect."""
         from vllm.distributed.parallel_state import (
             ensure_model_parallel_initialized,
             init_distributed_environment,
@@ -112,7 +112,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     @_one_answers
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Loads nothing: the weights come later, from the trainer."""
+        """Loads no weights; the trainer sends them later."""
         if load_dummy_weights:
             raise ConfigError(
                 "load_dummy_weights: expected False, got True; weights come from a trainer only"
@@ -123,8 +123,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------- the KV cache
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """All layers have the same spec, so that they share one block table. Also for sliding
-        windows, whose pages are not freed early."""
+        """Returns the same spec for all layers, so that they share one block table. This includes
+        sliding windows, whose pages are not freed early."""
         heads = max(
             len(rank.kv_heads)
             for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)
@@ -144,8 +144,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return [LAYOUT]
 
     def determine_available_memory(self) -> int:
-        """Bytes for KV: kv_cache_memory_bytes, or this worker's share of the free memory less two
-        copies of its weights."""
+        """Returns the bytes for KV: kv_cache_memory_bytes, or this worker's share of the free
+        memory minus two copies of its weights."""
         if self.cache_config.kv_cache_memory_bytes is not None:
             return int(self.cache_config.kv_cache_memory_bytes)
         mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
@@ -163,7 +163,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return int(share - 2 * weights)
 
     def _available_memory(self) -> float:
-        """This worker's share of its device's free memory, in bytes."""
+        """Returns this worker's share of its device's free memory, in bytes."""
         library, workers = _device().cuda_library, config.local_workers(self.parallel_config)
         if library is None:
             lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -226,8 +226,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return CompilationTimes(0.0, 0.0)
 
     def _index(self) -> int:
-        """This rank's number in the mesh: vLLM orders ranks by data parallel rank first, as rm.Mesh
-        does."""
+        """Returns this rank's number in the mesh. vLLM orders ranks by data parallel rank first,
+        like rm.Mesh."""
         return int(self._group().rank_in_group)
 
     def _group(self) -> Any:
@@ -245,9 +245,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
             self._nccl = str(nccl.library)
             nccl.place(Device(options.cuda_library, options.cuda_ordinal), self.mesh)
             options = replace(options, nccl_library=nccl.library.path, nccl_gpu=nccl.gpu)
-        return join(
-            values, options, group, self.mesh, may_differ=("seed",)
-        )  # each data parallel rank has its own
+        # Each data parallel rank has a different seed.
+        return join(values, options, group, self.mesh, may_differ=("seed",))
 
     def _comm(self) -> comm.Comm:
         from vllm.distributed.parallel_state import in_the_same_node_as
@@ -280,26 +279,27 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return self.made.runner.sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:
-        """Other data parallel ranks step: takes part if experts are spread over all of them."""
+        """Takes part in a step of other data parallel ranks, if experts are spread over all of
+        them."""
         self.made.runner.idle_step()
 
     def take_draft_token_ids(self) -> None:
-        """There are none."""
+        """Returns None, since draft tokens are not supported."""
 
     def synchronize_device(self) -> None:
-        """A step is over when it returns."""
+        """Does nothing, since a step has finished when its call returns."""
 
     def reset_mm_cache(self) -> None:
-        """There is none."""
+        """Does nothing, since only text is supported."""
 
     def reset_encoder_cache(self) -> None:
-        """There is none."""
+        """Does nothing, since only decoders are supported."""
 
     def get_model(self) -> torch.nn.Module:
         return self.updates.model
 
     def check_health(self) -> None:
-        """Raises if the mesh was aborted."""
+        """Raises an exception if the mesh was aborted."""
         self.made.engine.stats()
 
     @_one_answers
@@ -310,7 +310,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     @_one_answers
     def list_loras(self) -> set[int]:
-        """There are none."""
+        """Returns an empty set, since LoRA is not supported."""
         return set()
 
     @_one_answers
@@ -324,7 +324,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     @_one_answers
     def metrics(self) -> dict[str, Any]:
-        """The engine's counters, sizes and times, as Generator.metrics:
+        """Returns the engine's counters, sizes and times, like Generator.metrics. Call it by
         collective_rpc("metrics")."""
         return {
             **self.made.engine.stats(),
@@ -334,7 +334,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     @_one_answers
     def why_failed(self, name: str) -> str | None:
-        """Why a request failed, by the id that the server gave it; None if unknown."""
+        """Returns why a request failed, by the server's id for it; None if unknown."""
         return self.made.runner.why_failed(name)
 
     # ------------------------------------------------------------------------------ weight updates
@@ -356,7 +356,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     discard = _of_updates(WeightUpdates.discard)
 
     def shutdown(self) -> None:
-        """Frees everything. Idempotent."""
+        """Frees all resources. Idempotent."""
         made, self._made, self.model_runner = self._made, None, None
         if made is not None:
             made.updates.shutdown()
@@ -364,7 +364,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
 
 def _device() -> Device:
-    """The device that the platform chose for engines."""
+    """Returns the device that the platform selected for engines."""
     from vllm.platforms import current_platform
 
     return device_of(current_platform.engine_device)

@@ -15,12 +15,12 @@
                   (ReceivedTensors in loans.py)
     8  receiver   checks that the loan is still open, closes the allocations, marks its byte as
                   read, commits
-    9  sender     waits until no reader has the loan open; then it may change its tensors
+    9  sender     waits until all readers have closed the loan; then it may change its tensors
 
 A trainer on another machine writes versions to a folder that both see: whole sets, and the
 differences between versions (delta.py, delta_folder.py).
 
-A process that dies leaves no lock behind: a reader raises RankLostError and drops what it has read,
-a sender stops waiting. Nothing here unpickles, listens on a port, or imports torch before it is
-needed.
+The locks of a process end with it. If the sender dies, a reader raises RankLostError and drops what
+it has read; if a reader dies, the sender stops waiting. The package does not unpickle data or
+listen on a port, and it imports torch only when it is needed.
 """

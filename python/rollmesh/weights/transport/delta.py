@@ -1,26 +1,27 @@
-"""Versions of weights as differences: what an optimizer step has changed, for generators that are
-not beside their trainer.
+"""Versions of weights as differences: the changes of an optimizer step, for generators on other
+machines than their trainer.
 
     trainer     encoder = DeltaEncoder()                      generator   decoder = DeltaDecoder()
                 message = encoder.encode(state_dict, 7)                   version =
                                                                           decoder.apply(message)
-                … any way of bytes …                                      gen.sync_weights(decoder,
+                … send the bytes …                                        gen.sync_weights(decoder,
                                                                           version=version)
 
-A message is a whole set, or the changes against the version before it: for each tensor the places
-that changed and old XOR new, or XOR for all places where too many did. Both sides keep one copy of
-the last version in host memory. Apply is whole or not at all: a message is checked before anything
-changes, and each tensor by its checksum afterwards. XOR undoes itself, so no second copy is needed.
+A message is a whole set, or the changes against the previous version. The changes of a tensor are
+the changed places with old XOR new or, if many places changed, XOR for all places. Both sides keep
+one copy of the last version in host memory. `apply` takes a whole message or raises and changes
+nothing: it checks the message first and the checksum of each tensor afterwards. XOR undoes itself,
+so the undo needs no second copy.
 
     magic [8] · size of the header [8] · blake2b of the header [8] · header, JSON · payload
     header   {run, base (null: whole), version, bytes, sum (of the payload), tensors: [[name, dtype,
              shape, kind, changed, sizes, sum], …]}
-    kind     "same": nothing; "places": gaps (uint32) and XOR of so many changed words; "words": XOR
+    kind     "same": unchanged; "places": gaps (uint32) and XOR of the changed words; "words": XOR
              of all words
-    payload  for each tensor its streams: byte planes (all low bytes first), each stream a frame of
+    payload  the streams of each tensor: byte planes (all low bytes first), each stream a frame of
              zstd
 
-Alternatives, measured by benchmarks/deltas.py: new values in place of XOR, and streams without byte
+Alternatives measured by benchmarks/deltas.py, new values instead of XOR and streams without byte
 planes, take more bytes.
 """
 
@@ -67,7 +68,7 @@ START = 24  # bytes before the header
 MAX_HEADER = 1 << 28
 MAX_VERSION = 2**63 - 1
 LEVEL = 1  # of zstd
-DENSE_SHARE = 8  # from one changed word in so many on, all words are sent
+DENSE_SHARE = 8  # all words are sent if at least one in this many has changed
 WORDS: dict[int, Any] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 GAP = np.dtype("<u4")
 MAX_GAP = 2**32 - 1
@@ -90,14 +91,14 @@ def _words(array: Array) -> Array:
 
 
 def _planes(words: Array) -> bytes:
-    """All lowest bytes, then all second ones, …: most high bytes are equal, and a run of them takes
-    next to nothing."""
+    """Returns all lowest bytes, then all second ones, and so on. Most high bytes are equal, and
+    zstd compresses a run of equal bytes to almost nothing."""
     return np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.dtype.itemsize).T).tobytes()
 
 
 def _from_planes(data: bytes, dtype: np.dtype[Any], count: int) -> Array:
     planes = np.frombuffer(data, np.uint8).reshape(dtype.itemsize, count)
-    return np.array(planes.T, order="C").reshape(-1).view(dtype)  # a copy, which can be written to
+    return np.array(planes.T, order="C").reshape(-1).view(dtype)  # a writable copy
 
 
 def _header_sum(header: bytes) -> bytes:
@@ -105,7 +106,7 @@ def _header_sum(header: bytes) -> bytes:
 
 
 def check_version(version: Any, last: int | None) -> int:
-    """A version number above the last one."""
+    """Returns the version number as an int. Raises VersionError unless it exceeds the last one."""
     if (
         isinstance(version, bool)
         or not isinstance(version, (int, np.integer))
@@ -121,32 +122,33 @@ def check_version(version: Any, last: int | None) -> int:
 
 # ------------------------------------------------------------------------------------ the trainer
 class Encoded(NamedTuple):
-    """A version as the trainer's side keeps it."""
+    """The copy of a version that the trainer's side keeps."""
 
     arrays: dict[str, Array]  # owned
     sums: dict[str, str]
     version: int | None
-    base: int | None  # of its message; None: a whole set
+    base: int | None  # version that its message is a delta against; None: a whole set
 
 
 class DeltaEncoder:
     """The trainer's side. Keeps a copy of the last version, in its dtypes, in host memory."""
 
     def __init__(self, threads: int | None = None):
-        """threads: that compare and compress; None: one for each core that this process may use.
-        ConfigError without zstandard."""
+        """threads: number of threads that compare and compress; None: one for each core that this
+        process may use. Raises ConfigError if zstandard is not installed."""
         self._compressor, self._threads = _zstd().ZstdCompressor, thread_count(threads)
         self.run = secrets.token_hex(16)
-        self.last = Encoded({}, {}, None, None)  # replaced in one assignment, for a Ctrl-C
+        # Replaced in one assignment, so that a Ctrl-C cannot leave a mixture of two versions.
+        self.last = Encoded({}, {}, None, None)
 
     @property
     def version(self) -> int | None:
-        """The number of the version encoded last."""
+        """Number of the version encoded last."""
         return self.last.version
 
     @property
     def base(self) -> int | None:
-        """The base of the message made last; None: it is a whole set."""
+        """Base of the last message; None if that message is a whole set."""
         return self.last.base
 
     def encode(
@@ -156,14 +158,14 @@ class DeltaEncoder:
         *,
         whole: bool = False,
     ) -> bytes:
-        """The message of a version: its changes against the version encoded last, or all of it at
-        first, with whole=True, and where names, shapes or dtypes have changed. Tensors of torch (on
-        any device) or NumPy, in the dtype in
-        which they are sent. Each tensor is copied before the next one is asked for.
+        """Returns the message of a version: its changes against the version encoded last. The
+        message is a whole set for the first version, with whole=True, and if names, shapes or
+        dtypes have changed. Tensors are torch tensors (on any device) or NumPy arrays, and keep
+        their dtypes. Each tensor is copied before the next one is read.
 
-        VersionError unless the number exceeds the last one; DuplicateKeyError,
-        UnsupportedTensorError, DTypeError, LimitError for an entry. After an error, an exception of
-        the source among them, the last version is the one before.
+        Raises VersionError unless the number exceeds the last one, and DuplicateKeyError,
+        UnsupportedTensorError, DTypeError or LimitError for a wrong entry. After any error,
+        including an exception of the source, the encoder keeps its last version.
         """
         message, self.last = self.made(source, version, whole=whole)
         return message
@@ -175,7 +177,7 @@ class DeltaEncoder:
         *,
         whole: bool = False,
     ) -> tuple[bytes, Encoded]:
-        """The message of `encode`, and the version that the caller assigns to `last`."""
+        """Returns the message of `encode` and the version that the caller assigns to `last`."""
         version = check_version(version, self.version)
         check_source(source)
         new: dict[str, Array] = {}
@@ -187,8 +189,8 @@ class DeltaEncoder:
         return self._message(new, version, None if is_whole else self.version)
 
     def whole(self) -> bytes:
-        """The version encoded last as a whole set, for a receiver that lacks the base of its delta.
-        NotSyncedError if there is none."""
+        """Returns the version encoded last as a whole set, for a receiver that does not have the
+        base of its delta. Raises NotSyncedError before the first version."""
         if self.version is None:
             raise NotSyncedError("no version was encoded; call encode first")
         return self._message(self.last.arrays, self.version, None)[0]
@@ -196,7 +198,8 @@ class DeltaEncoder:
     def _message(
         self, new: dict[str, Array], version: int, base: int | None
     ) -> tuple[bytes, Encoded]:
-        """base None: a whole set. Unchanged tensors are dropped for those of the base."""
+        """Makes the message and the stored copy of a version. base None: a whole set. The copy
+        shares unchanged tensors with its base."""
         old = {} if base is None else self.last.arrays
 
         def changed(name: str) -> tuple[str, int, list[bytes], str]:
@@ -224,11 +227,10 @@ class DeltaEncoder:
     def _changes(
         self, name: str, array: Array, before: Array | None
     ) -> tuple[str, int, list[bytes], str]:
-        """Kind, changed words, streams and checksum of one tensor."""
-        compress, words = (
-            self._compressor(level=LEVEL).compress,
-            _words(array),
-        )  # a compressor is of one thread
+        """Returns kind, number of changed words, streams and checksum of one tensor."""
+        # Created here, since a compressor belongs to one thread.
+        compress = self._compressor(level=LEVEL).compress
+        words = _words(array)
         total = checksum(bytes_of(array))
         if before is None:
             return "words", words.size, [compress(_planes(words))] if words.size else [], total
@@ -258,7 +260,7 @@ def _forms(arrays: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int, ...]]
 # ---------------------------------------------------------------------------------- the generator
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One tensor of a message, checked."""
+    """One tensor of a message, after its checks."""
 
     entry: Entry
     kind: str
@@ -300,24 +302,25 @@ _NOTHING = _Version({}, {}, None, None)
 
 
 class DeltaDecoder(Mapping[str, Any], LentSource):
-    """The generator's side: a mapping of the version applied last, for Generator.sync_weights. Its
-    arrays change with the next apply."""
+    """The generator's side: a mapping of the tensors of the version applied last, for
+    Generator.sync_weights. The next `apply` changes these arrays in place."""
 
     def __init__(self, threads: int | None = None):
-        """threads: that unpack and check; None: one for each core that this process may use.
-        ConfigError without zstandard."""
+        """threads: number of threads that decompress and check; None: one for each core that this
+        process may use. Raises ConfigError if zstandard is not installed."""
         super().__init__()
         self._zstd, self._threads = _zstd(), thread_count(threads)
-        self._now = _NOTHING  # replaced in one assignment, so that a Ctrl-C leaves one or the other
+        # Replaced in one assignment, so that a Ctrl-C leaves the old version or the new one.
+        self._now = _NOTHING
 
     @property
     def version(self) -> int | None:
-        """The number of the version applied last."""
+        """Number of the version applied last."""
         return self._now.version
 
     @property
     def run(self) -> str | None:
-        """The DeltaEncoder that it is of."""
+        """Id of the DeltaEncoder that made the version applied last."""
         return self._now.run
 
     @property
@@ -336,22 +339,22 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         return len(self._arrays)
 
     def apply(self, message: Any) -> int:
-        """Makes the message's version the current one and returns its number. message: bytes, or
-        anything with a buffer.
+        """Makes the message's version the current one and returns its number. message: bytes, or an
+        object with the buffer protocol.
 
-        FormatError (cut, changed, or made for other values than the base has), VersionError (a
-        version that is not newer), BaseVersionError (a delta against a version, or of a run, that
-        is not the current one: apply a whole set, or the deltas between), CapacityError (no memory
-        for a whole set), StateError while a sync reads the current version. After an error the
-        current version is the one before, bit for bit. A
-        second interrupt during the undo discards the version; apply a whole set then.
+        Raises FormatError (the message is truncated, damaged, or made for other values than those
+        of the base), VersionError (the version is not newer), BaseVersionError (the delta is
+        against another version or run than the current one: apply a whole set, or the deltas in
+        between), CapacityError (too little memory for a whole set), or StateError while a sync
+        reads the current version. After an error the current version is unchanged, bit for bit. If
+        a second interrupt stops the undo, there is no current version; apply a whole set then.
         """
         with self._guard:
             self._require_unread(f"version {self.version}")
             return self._apply(read_header(message))
 
     def _check(self, header: Header) -> None:
-        """Checks all that is known before the payload is read."""
+        """Checks everything that can be checked before the payload is read."""
         check_version(header.version, self.version)
         if header.base is None:
             _require_room(header)
@@ -406,7 +409,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         return {row.entry.name: array for row, array in zip(header.rows, arrays, strict=True)}
 
     def _change_all(self, header: Header, then: _Version) -> None:
-        """XORs the changes into the arrays. An error undoes those that were made."""
+        """XORs the changes into the arrays. After an error, undoes the changes made so far."""
         begun: list[tuple[_Row, Any, Array]] = []
         done: set[str] = set()
 
@@ -425,10 +428,11 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
             self._now = then
         except BaseException:
             if (before := self._now) is not then:
-                # No version until all is undone, so that another Ctrl-C cannot leave wrong bits.
+                # No current version until the undo is complete, since a Ctrl-C may interrupt it.
                 self._now = _NOTHING
                 for change in begun:
-                    name = change[0].entry.name  # below: a signal may have cut its change short
+                    # The checksum is compared because a signal may have interrupted the change.
+                    name = change[0].entry.name
                     array = before.arrays[name]
                     if name in done or checksum(bytes_of(array)) != before.sums[name]:
                         _flip(array, *change[1:])
@@ -436,7 +440,8 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
             raise
 
     def _change(self, row: _Row, parts: list[memoryview]) -> tuple[_Row, Any, Array] | None:
-        """Places (None: all) and XOR of a tensor; None if nothing has changed."""
+        """Returns the places (None: all of them) and the XOR of a tensor, or None if the tensor is
+        unchanged."""
         if row.kind == "same" and row.entry.sum != self._now.sums[row.entry.name]:
             raise FormatError(
                 f"{row.entry.name}: expected checksum {row.entry.sum}, the base has "
@@ -455,7 +460,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         return row, places, self._stream(row, parts[1], row.words, row.changed)
 
     def _stream(self, row: _Row, data: memoryview, dtype: np.dtype[Any], count: int) -> Array:
-        """Its size is compared before a byte of it is unpacked."""
+        """Decompresses one stream. Checks the decompressed size before decompressing."""
         try:
             size = self._zstd.get_frame_parameters(data).content_size
             if size != count * dtype.itemsize:
@@ -479,7 +484,7 @@ def _flip(array: Array, places: Any, values: Array) -> None:
 
 
 def _parts(header: Header) -> Iterator[list[memoryview]]:
-    """The streams of each row."""
+    """Yields the streams of each row."""
     at = 0
     for row in header.rows:
         parts = []
@@ -505,10 +510,10 @@ def _require_sum(entry: Entry, array: Array) -> None:
 
 # ----------------------------------------------------------------------------------------- checks
 def read_header(message: Any) -> Header:
-    """Checks all of a message but its streams. FormatError."""
+    """Checks everything in a message except its streams. Raises FormatError."""
     try:
         data = memoryview(message).cast("B")
-    except (TypeError, ValueError) as error:  # NumPy's for its dates
+    except (TypeError, ValueError) as error:  # NumPy raises ValueError for its dates
         raise FormatError(
             f"expected the bytes of a delta, got a {type(message).__name__}"
         ) from error
@@ -517,9 +522,10 @@ def read_header(message: Any) -> Header:
     return with_payload(header, data[end:])
 
 
-# DeltaReader reads a file in these steps, so that it asks for no more than a file may need.
+# DeltaReader reads a file in these steps, so that it allocates only what a valid file may need.
 def header_size(start: bytes, num_bytes: int) -> int:
-    """The size of a header, from the first START bytes of a message of so many bytes."""
+    """Returns the size of a header in bytes. start: the first START bytes of a message of num_bytes
+    bytes."""
     size = int.from_bytes(start[8:16], "little")
     if start[:7] == MAGIC[:7] and start[:8] != MAGIC:
         raise FormatError(
@@ -535,18 +541,14 @@ def header_size(start: bytes, num_bytes: int) -> int:
 
 
 def parse_header(start: bytes, text: bytes, num_bytes: int) -> Header:
-    """The header of a message with so many bytes behind it, without its payload."""
+    """Returns the header of a message without its payload. num_bytes: bytes of the payload."""
     if _header_sum(text) != start[16:START]:
         raise FormatError("a delta's header: its checksum differs")
     try:
         values = json.loads(text)
         rows = tuple(_row(num_bytes, *row) for row in values["tensors"])
-        run, base, version, length = (
-            str(values["run"]),
-            values["base"],
-            values["version"],
-            values["bytes"],
-        )
+        run, base, version = str(values["run"]), values["base"], values["version"]
+        length = values["bytes"]
         found = str(values["sum"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"expected the header of a delta: {error!r:.200}") from error
@@ -587,7 +589,8 @@ def _row(
 ) -> _Row:
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r:.80}")
-    if len(shape) > MAX_DIMS or not all(type(n) is int for n in shape):  # before any arithmetic
+    # Checked before any arithmetic on the dims.
+    if len(shape) > MAX_DIMS or not all(type(n) is int for n in shape):
         raise ValueError(f"shape {shape[:4]!r:.80} of {shown(name)}")
     entry = Entry(
         name, dtype, tuple(shape), 0, math.prod(shape) * DTYPES[dtype].itemsize, str(total)
@@ -617,5 +620,5 @@ def _row(
 
 
 def _most(size: int) -> int:
-    """Bytes that zstd makes of so many at most."""
+    """Returns the largest number of bytes that zstd may produce from `size` bytes."""
     return size + size // 128 + 4096

@@ -1,5 +1,5 @@
-"""Versions of weights in a folder, for generators that come and go, on any machine that sees it: a
-file a version, whole or a delta.
+"""Versions of weights as files in a folder, whole sets or deltas. The generators run on any machine
+that sees the folder and may start and stop at any time.
 
     trainer     writer = DeltaWriter(folder)               generator   reader = DeltaReader(folder)
                 writer.publish(state_dict, version)                    version = reader.refresh()
@@ -9,14 +9,14 @@ file a version, whole or a delta.
     0000000000000000040.whole             a whole set: the first, and every `whole_every` versions
     0000000000000000041.after.40.delta    the changes from version 40 to 41
 
-A file is written under another name and renamed, so that a reader never sees half of one. A reader
-that starts late, or has missed versions, takes the newest whole set and the deltas behind it,
-unless the deltas behind its own version lead as far. Files older than the whole set before the
-newest are removed: a reader that has begun a chain can still finish it.
+A file is written under another name and then renamed, so that a reader never sees an incomplete
+file. A reader applies the deltas after its own version if they lead to the newest one; otherwise it
+reads the newest whole set and the deltas after it. The two newest whole sets and all later files
+are kept, so that a reader can finish a chain of deltas that it has begun.
 
-The folder belongs to one writer at a time, which holds a lock on its file `.lock` while it lives.
-Each file carries the id of its writer, the run. Files have the mode 0600, and a reader takes only
-regular files of its user or root without write permission for others.
+A folder has one writer at a time, which holds a lock on the file `.lock` until it ends. Each file
+contains the id of its writer, the run. Files have the mode 0600, and a reader accepts only regular
+files that belong to its user or root and that others cannot write.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FILE = re.compile(r"(\d{19})(?:\.whole|\.after\.(\d{1,19})\.delta)")
 TEMPORARY = ".being-written"
 LOCK = ".lock"
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-TRIES = 5  # a reader lists the folder so often while files go away under it
+TRIES = 5  # how often a reader lists the folder again if files are removed meanwhile
 
 
 class _File(NamedTuple):
@@ -72,7 +72,7 @@ class _File(NamedTuple):
 
 
 def _files(folder: Path) -> list[_File]:
-    """By version. Other names are passed over."""
+    """Returns the folder's versions in ascending order, and ignores other files."""
     found = []
     for path in folder.iterdir():
         if match := FILE.fullmatch(path.name):
@@ -90,25 +90,24 @@ def _is_own(path: Path) -> bool:
     """Whether the path names a regular file of this user."""
     try:
         status = os.lstat(path)
-    except OSError:  # removed meanwhile
+    except OSError:  # the file was removed meanwhile
         return False
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 class DeltaWriter:
-    """The trainer's side. A folder has one writer at a time, until `close` or the end of a `with`
-    block, of the object or of the process. The next writer begins with a whole set, whose version
-    has to exceed those in the folder."""
+    """The trainer's side. A folder has one writer at a time; the writer ends with `close`, with its
+    `with` block, or with its object or process. The next writer begins with a whole set, whose
+    version must exceed those in the folder."""
 
     def __init__(self, folder: str | Path, *, whole_every: int = 50):
-        """StateError: the folder has another writer. AuthError: its lock is another user's.
-        ConfigError: its file system has no locks."""
-        self._folder, self._whole_every = (
-            _checked(folder),
-            integer("whole_every", whole_every, 1, 2**31 - 1),
-        )
+        """whole_every: number of versions from one whole set to the next. Raises StateError if the
+        folder has another writer, AuthError if its lock belongs to another user, and ConfigError if
+        its file system has no locks."""
+        self._folder = _checked(folder)
+        self._whole_every = integer("whole_every", whole_every, 1, 2**31 - 1)
         self._encoder = DeltaEncoder()
-        self._since_whole = 0  # versions published since, the whole one included
+        self._since_whole = 0  # versions published since the last whole set, including it
         self._has_warned = False
         self._lock = LockedFile(self._folder / LOCK)
         self._end = weakref.finalize(self, self._lock.close)
@@ -118,24 +117,26 @@ class DeltaWriter:
             self.close()
             raise
         there = [file.version for file in _files(self._folder) if _is_own(file.path)]
-        self._found = max(there, default=None)  # of earlier writers
+        self._found = max(there, default=None)  # newest version of earlier writers
         self._clean()
 
     @property
     def version(self) -> int | None:
-        """The number of the version published last, at first the newest of earlier writers."""
+        """Number of the version published last; before the first `publish`, the newest version of
+        earlier writers."""
         return self._found if self._encoder.version is None else self._encoder.version
 
     def publish(
         self, source: Mapping[str, Any] | Iterable[tuple[str, Any]], version: int | None = None
     ) -> int:
-        """Writes a version and returns its number; None: the next one. Each tensor is copied before
-        the next one is asked for.
+        """Writes a version and returns its number. version: None takes the next number. Each tensor
+        is copied before the next one is read.
 
-        Errors: of DeltaEncoder.encode; OSError (a full disk); StateError (the writer is closed).
-        They leave the folder and the writer as before, and the call may be repeated. After an
-        interrupt, the property `version` shows whether the version was published. If old files
-        cannot be removed, the logger `rollmesh` has a warning, and the next call tries again.
+        Raises the errors of DeltaEncoder.encode, OSError (such as a full disk), and StateError (the
+        writer is closed). An error leaves the folder and the writer unchanged, and the call may be
+        repeated. After an interrupt, the property `version` shows whether the version was
+        published. If old files cannot be removed, a warning is logged to the logger `rollmesh`, and
+        the next call tries again.
         """
         if self._lock.descriptor < 0:
             raise StateError(
@@ -175,7 +176,7 @@ class DeltaWriter:
         return version
 
     def close(self) -> None:
-        """Leaves the folder to another writer. The versions stay."""
+        """Releases the folder for another writer. The versions stay in it."""
         self._lock.close()
         self._end.detach()
 
@@ -211,7 +212,7 @@ class DeltaWriter:
             )
 
     def _holds_lock(self) -> bool:
-        """Whether the folder still has the file that this writer has locked."""
+        """Whether the file that this writer has locked is still in the folder."""
         try:
             there = os.lstat(self._lock.path)
         except FileNotFoundError:
@@ -227,7 +228,8 @@ class DeltaWriter:
             os.fsync(file.fileno())
 
     def _clean(self) -> None:
-        """Removes this user's old versions, and what interrupted or killed writers have left."""
+        """Removes this user's old versions and the temporary files of interrupted or killed
+        writers."""
         there = [file for file in _files(self._folder) if _is_own(file.path)]
         wholes = [file.version for file in there if file.base is None]
         old = [file.path for file in there if len(wholes) > 1 and file.version < wholes[-2]]
@@ -241,7 +243,8 @@ class DeltaWriter:
 
 
 def _opened(file: _File) -> BinaryIO:
-    """Opens a version. FormatError unless it is a regular file, AuthError for another user's."""
+    """Opens the file of a version. Raises FormatError unless it is a regular file, and AuthError if
+    it belongs to another user."""
     path = plain(file.path)
     try:
         descriptor = os.open(file.path, READ)
@@ -268,7 +271,7 @@ def _opened(file: _File) -> BinaryIO:
 
 
 def _header(file: _File, stream: BinaryIO) -> Header:
-    """The header of a version, checked against its file's name and size."""
+    """Returns the header of a version, checked against the name and size of its file."""
     size = os.fstat(stream.fileno()).st_size
     start = stream.read(START)
     text = stream.read(header_size(start, size))
@@ -282,27 +285,27 @@ def _header(file: _File, stream: BinaryIO) -> Header:
 
 
 class DeltaReader(DeltaDecoder):
-    """The generator's side: a mapping of the version that refresh found, for
-    Generator.sync_weights. Nothing is written to the folder."""
+    """The generator's side: a mapping of the tensors of the version that `refresh` reached, for
+    Generator.sync_weights. It only reads the folder."""
 
     def __init__(self, folder: str | Path):
         super().__init__()
         self._folder = _checked(folder)
 
     def refresh(self) -> int:
-        """Reaches the newest version of the folder, by the deltas behind its own or from a whole
-        set, and returns its number.
+        """Reads the newest version of the folder and returns its number. Applies the deltas after
+        its own version, or reads a whole set.
 
-        NotSyncedError: the folder lacks a whole set, or is gone. FormatError: a file is damaged or
-        not a regular file, without a newer whole set. The version reached so far stays, and the
-        next whole set is read. AuthError: a file belongs to another user, or others may write it.
-        VersionError: the folder was begun again by another run. CapacityError: no memory
-        for a whole set. StateError: a sync reads this version. OSError: the folder cannot be
-        read."""
+        Raises NotSyncedError (the folder has no whole set, or does not exist), FormatError (a file
+        is damaged or not a regular file, and there is no newer whole set; the version reached so
+        far stays, and the next call reads the next whole set), AuthError (a file belongs to another
+        user, or others may write it), VersionError (another run has begun the folder again),
+        CapacityError (too little memory for a whole set), StateError (a sync is reading this
+        version), and OSError (the folder cannot be read)."""
         with self._guard:
             self._require_unread(f"version {self.version}")
             for _ in range(TRIES):
-                with suppress(FileNotFoundError):  # removed meanwhile: there is a newer whole set
+                with suppress(FileNotFoundError):  # a file was removed: a newer set exists
                     return self._reach()
         if not self._folder.is_dir():
             raise NotSyncedError(f"{plain(self._folder)} is gone")
@@ -332,7 +335,8 @@ class DeltaReader(DeltaDecoder):
         return self.version
 
     def _require_own_run(self, files: list[_File]) -> None:
-        """VersionError if the folder has this reader's version of another run, or only others."""
+        """Raises VersionError if this reader's version in the folder is of another run, or if all
+        versions in the folder are of other runs."""
         if files and self.version is not None and self.version not in {f.version for f in files}:
             raise VersionError(
                 f"{plain(self._folder)}: expected version {self.version}, which is served, or a "
@@ -342,7 +346,7 @@ class DeltaReader(DeltaDecoder):
         for file in files:
             if file.version != self.version:
                 continue
-            with suppress(FormatError):  # damaged since it was read
+            with suppress(FormatError):  # the file was damaged after it was read
                 with _opened(file) as stream:
                     header = _header(file, stream)
                 if header.run != self.run:
@@ -363,7 +367,7 @@ class DeltaReader(DeltaDecoder):
 
     @staticmethod
     def _chain(files: list[_File], version: int | None) -> list[_File]:
-        """The deltas behind a version, each against the one before."""
+        """Returns the chain of deltas after a version, each against the one before."""
         chain = []
         for file in files:
             if version is not None and file.base == version:
@@ -372,7 +376,8 @@ class DeltaReader(DeltaDecoder):
         return chain
 
     def _from_whole(self, files: list[_File]) -> list[_File]:
-        """The newest whole set that is newer than the own version, and the deltas behind it."""
+        """Returns the newest whole set that is newer than this reader's version, and the deltas
+        after it."""
         wholes = [
             file
             for file in files

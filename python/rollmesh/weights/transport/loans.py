@@ -1,16 +1,16 @@
-"""Tensors on GPUs that other processes of the machine read in place (CUDA IPC). A loan belongs to a
-segment (segment.py), which has its number and its readers' locks; the manifest lists the
-allocations and the tensors in them.
+"""Loans of tensors on GPUs, which other processes of the machine read in place (CUDA IPC). A loan
+belongs to a segment (segment.py), which stores the number of the loan and the locks of its readers.
+The manifest lists the allocations and the tensors in them.
 
     trainer   waits for kernels that write the tensors, keeps a reference, opens a loan of the
               segment, sends the manifest
     reader    locks its byte, checks the number, opens the allocations, reads, checks the number
               again, closes them, marks its byte
-    trainer   (optionally waits for as many marks as there are readers,) sets the number to 0 and
+    trainer   (optionally waits until every reader has marked its byte,) sets the number to 0 and
               waits for the locks
 
-A reader that finds another number drops what it has read. Locks end with their process, so each
-side notices when the other dies.
+A reader that finds another number drops what it has read. A lock ends with its process, so each
+side notices when the other side dies.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ _TOKEN = secrets.token_hex(8)
 
 
 def this_process() -> str:
-    """A name of this process: the pid differs in a fork, the token in another container."""
+    """Returns a unique name of this process. The pid differs in a forked child, and the token in
+    another container."""
     return f"{os.getpid()}-{_TOKEN}"
 
 
 class LentSource:
-    """A source that a sync holds while it reads. `lent()` keeps its tensors unchanged and yields a
-    function for the sync to call before its commit, which raises if a loan has ended."""
+    """A source that must not change while a sync reads it. `lent()` keeps its tensors unchanged and
+    yields a function that the sync calls before its commit; the function raises if a loan has
+    ended."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -72,8 +74,9 @@ class LentSource:
                 self._readers.remove(reader)
 
     def _require_unread(self, what: str) -> None:
-        """StateError if there is a reader. Callers hold `self._guard`, which keeps readers out, by
-        its own `with`: a generator between them could leave it locked after a Ctrl-C."""
+        """Raises StateError if there is a reader. Callers hold `self._guard`, which keeps readers
+        out, in their own `with` statement: a context manager made from a generator could leave it
+        locked after a Ctrl-C."""
         if self._readers:
             raise StateError(
                 f"{what}: expected no sync that reads it, got {len(self._readers)}; "
@@ -92,19 +95,19 @@ def gpus() -> _core.Gpus:
 
 
 def is_on_gpu(tensor: Any) -> bool:
-    """Asks the tensor's DLPack producer."""
+    """Whether the tensor is on a GPU, according to its `__dlpack_device__` method."""
     ask = getattr(tensor, "__dlpack_device__", None)
     if not callable(ask) or getattr(tensor, "is_meta", False):
         return False
     try:
         return ask()[0] in CUDA
-    except (ValueError, BufferError, RuntimeError):  # torch, for a device that DLPack does not have
+    except (ValueError, BufferError, RuntimeError):  # torch: the device has no number in DLPack
         return False
 
 
 # ------------------------------------------------------------------------------------ the trainer
 class Held(NamedTuple):
-    """A GPU tensor of this process that another may read; keeps it alive."""
+    """A GPU tensor of this process that another process may read; keeps the tensor alive."""
 
     name: str
     ordinal: int
@@ -120,14 +123,14 @@ class Held(NamedTuple):
 
 
 def hold(gpus: _core.Gpus, name: str, tensor: Any) -> Held:
-    """A tensor on a GPU. Kernels may still be writing it."""
+    """Describes a tensor on a GPU and keeps it alive. Kernels may still be writing it."""
     check_name(name)
     return Held(name, *gpus.lend(name, tensor))
 
 
 def describe_loan(gpus: _core.Gpus, tensors: Iterable[Held], number: int) -> dict[str, Any]:
-    """The loan's part of a manifest. Waits for kernels that write the tensors.
-    UnsupportedTensorError for memory that no other process can open."""
+    """Returns the loan's part of a manifest. Waits for kernels that write the tensors. Raises
+    UnsupportedTensorError for memory that other processes cannot open."""
     allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
     handles: list[list[Any]] = []
     described, ordinals = [], set()
@@ -162,14 +165,14 @@ def _loan(gpus: _core.Gpus, name: str, ordinal: int, address: int) -> tuple[str,
 
 
 class Lender:
-    """Decides which tensors are lent, and describes them."""
+    """Selects the tensors to lend and describes them."""
 
     def __init__(self) -> None:
-        self._gpus: _core.Gpus | None = None  # from the first tensor on a GPU
+        self._gpus: _core.Gpus | None = None  # set at the first tensor on a GPU
 
     def take(self, name: str, tensor: Any, copy: bool = False) -> NDArray[Any] | Held:
-        """A tensor on a GPU as Held, to be lent; any other as an array, copied if asked for.
-        Gathers a DTensor."""
+        """Returns a tensor on a GPU as Held, to be lent, and any other tensor as an array. copy:
+        copy such an array. Gathers a DTensor."""
         whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
         if not is_on_gpu(whole):
             return (own_array if copy else as_array)(name, whole)
@@ -184,7 +187,7 @@ class Lender:
 
 # --------------------------------------------------------------------------------------- a reader
 class Borrowed:
-    """The allocations of a loan, open; an array for each tensor that is asked for."""
+    """The open allocations of a loan. Makes an array for each requested tensor."""
 
     def __init__(self, loan: Loan):
         self._loan = loan
@@ -195,7 +198,7 @@ class Borrowed:
             for allocation in loan.allocations:
                 ordinal, address, size = self._gpus.borrow(allocation.bus, allocation.handle)
                 self._open.append((ordinal, address))
-                if size < allocation.bytes:  # it may be larger: mappings are rounded up
+                if size < allocation.bytes:  # mappings are rounded up, so it may be larger
                     raise FormatError(
                         f"expected an allocation of {allocation.bytes} bytes on cuda:{ordinal}, "
                         f"got {size}"
@@ -229,9 +232,10 @@ class Borrowed:
 
 
 class ReceivedTensors(Mapping[str, Any], LentSource):
-    """The tensors of a manifest by name: copied ones as views, lent ones within `lent()` only.
+    """The tensors of a manifest by name. Copied tensors are views; lent tensors can be read only
+    within `lent()`.
 
-    remedy  what the user can do if lent tensors cannot be opened here, for messages
+    remedy  text for error messages: what the user can do if lent tensors cannot be opened here
     """
 
     def __init__(self, *, verify: bool = True, remedy: str = ""):
@@ -245,23 +249,25 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         segment: MappedSegment | None,
         what: str,
     ) -> None:
-        """what: for messages, such as "version 3". manifest None: no tensors."""
+        """Replaces the tensors by those of a manifest (None: no tensors). what: a name of the set
+        for messages, such as "version 3"."""
         verified: set[str] = set()
         self._borrowed: Borrowed | None = None
-        # One assignment, so that a Ctrl-C leaves all of one version.
+        # One assignment, so that a Ctrl-C cannot mix two versions.
         self._manifest, self._data, self._segment, self._what, self._verified, self._has_read = (
             manifest, data, segment, what, verified, False
         )  # fmt: skip
 
     @contextmanager
     def lent(self) -> Iterator[Callable[[], None]]:
-        """Opens lent tensors for the `with` block; `sync_weights` does so itself. Yields a function
-        to call after the last read has finished, on the GPU too: it raises if the loan ended
-        before. A block without an error gives the loan back for good.
+        """Opens lent tensors for a `with` block; `sync_weights` does this itself. Yields a function
+        to call after the last read has finished (on the GPU too); it raises if the loan has ended
+        by then. If the block ends without an error, the reader returns the loan and cannot open it
+        again.
 
-        RankLostError if the trainer has ended; StateError if it took the loan back, if this reader
-        has given it back, or if this process is the trainer; ConfigError if a GPU is not visible
-        here; DeviceError with CUDA's message.
+        Raises RankLostError if the trainer has ended; StateError if the trainer took the loan back,
+        if this reader has returned it, or if this process is the trainer; ConfigError if a GPU is
+        not visible here; DeviceError with CUDA's message.
         """
         with self._reading(), self._loan_opened() as is_lent_still:
             yield is_lent_still
@@ -294,7 +300,7 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         try:
             return Borrowed(loan)
         except Error as error:
-            is_lent_still()  # if the lender has ended, raise that instead
+            is_lent_still()  # raises RankLostError instead if the lender has ended
             raise type(error)(f"{error}{self._remedy}") from error
 
     def _known(self) -> Manifest:

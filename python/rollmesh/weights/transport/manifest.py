@@ -1,11 +1,11 @@
-"""The manifest of a segment or bucket: which tensor is at which offset, and which are lent in which
-GPU allocations. It is JSON, sent with the bytes and checked completely by the reader.
+"""The manifest of a segment or bucket: the offset of each copied tensor, and the GPU allocation of
+each lent tensor. It is JSON; it is sent with the bytes, and the reader checks all of it.
 
     {"tensors": [{name, dtype, shape, offset, bytes, sum}, …],
      "lent": {number, process, allocations: [[GPU, handle, bytes], …], tensors: [[name, dtype,
      shape, strides, allocation, offset], …]}}
 
-`sum` is a checksum, "" to skip the comparison; `lent` is present only if tensors are lent
+`sum` is a checksum; with "" the comparison is skipped. `lent` is present only if tensors are lent
 (loans.py).
 """
 
@@ -27,9 +27,9 @@ from rollmesh.weights.transport.tensors import DTYPES, bytes_of, checksum, dtype
 
 MAX_ENTRIES = 1_000_000
 MAX_NAME = 1024
-NO_SUM = "0" * 16  # in the place of a checksum that is not known yet
-MAX_DIMS = 32  # NumPy's
-MAX_LENT_DIMS = 4  # what a generator reads
+NO_SUM = "0" * 16  # stands for a checksum that is not known yet
+MAX_DIMS = 32  # NumPy's limit
+MAX_LENT_DIMS = 4  # a generator's limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class LentTensor:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """What `loans.describe_loan` wrote, checked."""
+    """A loan as described by `loans.describe_loan`, after its checks."""
 
     number: int
     process: str
@@ -83,8 +83,8 @@ class Manifest:
 
 # ------------------------------------------------------------------------------------- the sender
 def lay_out(arrays: Iterable[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
-    """Returns entries without checksums for arrays one after another, and their bytes in all.
-    LimitError for what `parse` refuses."""
+    """Returns entries without checksums for arrays that are stored one after another, and the total
+    number of bytes. Raises LimitError for entries that `parse` refuses."""
     entries, at = [], 0
     for name, array in arrays:
         check_name(name)
@@ -101,8 +101,8 @@ def fill(
     *,
     sums: bool,
 ) -> list[Entry]:
-    """Copies the arrays and returns their entries, with checksums of the copies if asked for: the
-    arrays may be written to meanwhile."""
+    """Copies the arrays into the buffer and returns their entries. sums: add checksums. They are
+    checksums of the copies, since the arrays may be written to meanwhile."""
     filled = []
     for entry, (_, array) in zip(entries, arrays, strict=True):
         copy = buffer[entry.offset : entry.offset + entry.bytes]
@@ -143,8 +143,8 @@ def _check_count(count: int) -> None:
 
 
 def parse(text: bytes, num_bytes: int) -> Manifest:
-    """Reads what `describe` wrote for a segment or bucket of so many bytes. FormatError names the
-    first wrong entry; DuplicateKeyError."""
+    """Parses the text that `describe` made for a segment or bucket of num_bytes bytes. Raises
+    FormatError, which names the first wrong entry, or DuplicateKeyError."""
     try:
         values = json.loads(text)
         tensors, lent = values.pop("tensors"), values.pop("lent", None)
@@ -197,7 +197,8 @@ def _check_dtype(name: str, dtype: Any) -> None:
 
 
 def parse_loan(value: Any) -> Loan:
-    """FormatError names the first wrong entry. Every tensor returned is inside its allocation."""
+    """Parses the loan's part of a manifest. Raises FormatError, which names the first wrong entry.
+    Every tensor of the returned loan is inside its allocation."""
     try:
         number, process = value["number"], str(value["process"])
         allocations = tuple(
@@ -245,10 +246,8 @@ def _check_lent(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None
     reach = [
         (n - 1) * stride * each for n, stride in zip(tensor.shape, tensor.strides, strict=True)
     ]
-    low, high = (
-        tensor.offset + sum(min(r, 0) for r in reach),
-        tensor.offset + sum(max(r, 0) for r in reach) + each,
-    )
+    low = tensor.offset + sum(min(r, 0) for r in reach)
+    high = tensor.offset + sum(max(r, 0) for r in reach) + each
     size = allocations[tensor.allocation].bytes
     if low < 0 or high > size:
         raise FormatError(
@@ -257,7 +256,8 @@ def _check_lent(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None
 
 
 def view(entry: Entry, buffer: NDArray[np.uint8], *, verify: bool) -> NDArray[Any]:
-    """The tensor as a view of the bytes. FormatError if its checksum differs."""
+    """Returns a tensor as a view of the bytes. verify: raise FormatError if its checksum
+    differs."""
     data = buffer[entry.offset : entry.offset + entry.bytes]
     if verify and (seen := checksum(data)) != entry.sum:
         raise FormatError(f"{entry.name}: expected checksum {entry.sum}, got {seen}")

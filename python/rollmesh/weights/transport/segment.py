@@ -1,19 +1,19 @@
-"""A file of shared memory: its owner writes it, other processes of the same user and machine map
-it.
+"""A file of shared memory. Its owner writes it, and other processes of the same user and machine
+map it.
 
     0      magic
     16     nonce, 32 hex characters that the owner sends to its readers
-    48     uint64, number of the open loan, 0: none (loans.py)
-    56     uint64, bytes of the manifest in the file, 0: it is sent another way
+    48     uint64, number of the open loan (loans.py); 0 if there is none
+    56     uint64, bytes of the manifest in the file; 0 if it is sent another way
     64     one byte for each reader of the loan: FREE, READS or HAS_READ
     4160   uint64, checksum of the manifest
     4168   the manifest; at the next multiple of 64 the tensors
 
-The name is random and the mode 0600; another owner, mode or nonce is an AuthError. Locks belong to
-open file descriptions: they end with their process, and closing the same file elsewhere in the
-process does not release them. The owner holds a lock on byte 0 while it lives, a reader of a loan
-one on its own byte. The file of a killed owner is removed when the next segment is made in the same
-folder.
+The name is random and the mode is 0600; a reader raises AuthError for another owner, mode or nonce.
+Locks belong to open file descriptions: they end with their process, and closing the same file
+elsewhere in the process does not release them. The owner holds a lock on byte 0 until it ends; a
+reader of a loan holds a lock on its own byte. If an owner was killed, its file is removed when the
+next segment is made in the same folder.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Bytes = NDArray[np.uint8]
 
 FOLDER = Path("/dev/shm")
 PREFIX = "rollmesh-weights-"
-FORMAT = b"rollmesh weights"  # of the first release
+FORMAT = b"rollmesh weights"  # magic of the first release
 MAGIC = b"rollmesh-weight2"
 ALIGN = 64  # bytes; where a tensor begins
 MAX_MANIFEST = 256 << 20
@@ -61,12 +61,11 @@ HEADER = struct.Struct("<16s32sQQ")
 SUM = READERS + MAX_READERS
 HEAD = SUM + 8
 FREE, READS, HAS_READ = 0, 1, 2
-FLOCK = struct.Struct(
-    "hhqqi4x"
-)  # struct flock of Linux on x86-64: type, whence, start, length, pid
+# struct flock of Linux on x86-64: type, whence, start, length, pid
+FLOCK = struct.Struct("hhqqi4x")
 POLL_S = 0.0005
-STALE_S = 60.0  # a younger file may not be locked by its owner yet
-LOCK_S = 10.0  # another process's sweep may hold the lock of a new file for a moment
+STALE_S = 60.0  # the owner of a younger file may not have locked it yet
+LOCK_S = 10.0  # the sweep of another process may hold the lock of a new file for a moment
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -75,8 +74,8 @@ def aligned(size: int) -> int:
 
 
 def lock(descriptor: int, kind: int, at: int, length: int = 1) -> bool:
-    """kind: F_WRLCK or F_UNLCK; length 0: to the end of the file. False: another description holds
-    the lock."""
+    """Locks or unlocks bytes of a file. kind: F_WRLCK or F_UNLCK; length 0: to the end of the file.
+    Returns False if another description holds the lock."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(kind, os.SEEK_SET, at, length, 0))
     except (BlockingIOError, PermissionError):
@@ -93,8 +92,8 @@ def is_locked(descriptor: int, at: int, length: int = 1) -> bool:
 
 
 def _map(descriptor: int, size: int, *, writes: bool) -> mmap.mmap:
-    """Maps a new description of the file: a mapping keeps its description open, and with it its
-    locks."""
+    """Maps the file through a new description, since a mapping keeps its description open and a
+    description keeps its locks."""
     again = os.open(
         f"/proc/self/fd/{descriptor}", (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC
     )
@@ -116,8 +115,8 @@ class LockedFile:
         _open.add(self)
 
     def close(self) -> None:
-        """Unlocks first: a child that has not closed its copy of the descriptor yet would keep the
-        locks."""
+        """Unlocks the file, then closes it. A child that has not yet closed its copy of the
+        descriptor would otherwise keep the locks."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             try:
@@ -128,7 +127,7 @@ class LockedFile:
         _open.discard(self)
 
     def close_in_child(self) -> None:
-        """Leaves the locks to the parent."""
+        """Closes the descriptor without releasing the parent's locks."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -146,16 +145,15 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _sweep(folder: Path) -> None:
-    """Removes this user's files whose owner has ended."""
+    """Removes the files of this user's processes that have ended."""
     for path in folder.glob(PREFIX + "*"):
-        with suppress(OSError):  # another user's, in use, or removed meanwhile
+        with suppress(OSError):  # of another user, in use, or removed meanwhile
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 if not lock(descriptor, fcntl.F_WRLCK, OWNER):
                     continue
-                status = os.fstat(
-                    descriptor
-                )  # no link: its owner has renamed another version over it since
+                # The link count is 0 if the owner has renamed another version over the file.
+                status = os.fstat(descriptor)
                 if status.st_nlink > 0 and time.time() - status.st_mtime > STALE_S:
                     path.unlink()
             finally:
@@ -164,7 +162,7 @@ def _sweep(folder: Path) -> None:
 
 # -------------------------------------------------------------------------------------- the owner
 class _OwnedFile(LockedFile):
-    """Also unlinks the file, in the owner's process only."""
+    """A locked file whose `close` also unlinks it, in the owner's process only."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -181,8 +179,8 @@ class _OwnedFile(LockedFile):
 
 
 class Segment:
-    """The owner's end. `unlink` it once the readers have opened it; `close`, or the end of the
-    object or the process, removes it."""
+    """The owner's end of a segment. Call `unlink` once the readers have opened the file; otherwise
+    `close`, or the end of the object or the process, removes it."""
 
     def __init__(
         self,
@@ -192,20 +190,17 @@ class Segment:
         nonce: str | None = None,
         manifest: bytes = b"",
     ):
-        """size: bytes of tensors."""
+        """size: number of bytes of all tensors."""
         folder = folder or FOLDER
         if len(manifest) > MAX_MANIFEST:
             raise LimitError(
                 f"the manifest of the weights has {len(manifest)} bytes; the limit is "
                 f"{MAX_MANIFEST}"
             )
-        self.name, self.nonce, self.size = (
-            PREFIX + secrets.token_hex(16),
-            nonce or secrets.token_hex(16),
-            size,
-        )
-        self.data: Bytes | None = None  # of the tensors
-        self._memory: Bytes | None = None  # of the whole file
+        self.name, self.nonce = PREFIX + secrets.token_hex(16), nonce or secrets.token_hex(16)
+        self.size = size
+        self.data: Bytes | None = None  # bytes of the tensors
+        self._memory: Bytes | None = None  # bytes of the whole file
         self._loans = 0
         self._file = file = _OwnedFile(folder / self.name)
         self._end = weakref.finalize(self, file.close)
@@ -215,9 +210,8 @@ class Segment:
             file.open(os.O_CREAT | os.O_EXCL | os.O_RDWR)
             self._lock_as_owner()
             os.fchmod(file.descriptor, 0o600)  # regardless of the umask
-            os.posix_fallocate(
-                file.descriptor, 0, start + size
-            )  # otherwise a write could end in a SIGBUS
+            # Allocates all pages now, since a later write without memory would raise SIGBUS.
+            os.posix_fallocate(file.descriptor, 0, start + size)
             memory = _map(file.descriptor, start + size, writes=True)
             HEADER.pack_into(memory, 0, MAGIC, self.nonce.encode(), 0, len(manifest))
             self._memory = np.frombuffer(memory, np.uint8)
@@ -241,7 +235,8 @@ class Segment:
             time.sleep(POLL_S)
 
     def describe(self, manifest: bytes) -> None:
-        """Writes the manifest, or another one of the same size, while the tensors are mapped."""
+        """Writes the manifest, or replaces it by another one of the same size. The tensors must
+        still be mapped."""
         assert self._memory is not None
         words = np.frombuffer(manifest, np.uint8)
         self._memory[HEAD : HEAD + words.size] = words
@@ -252,12 +247,12 @@ class Segment:
         return self._file.path
 
     def rename(self, path: Path) -> None:
-        """Replaces the file at `path`. The caller removes that name."""
+        """Renames the file to `path`, replacing the file there. The caller removes that name."""
         os.rename(self._file.path, path)
         self._file.is_linked = False
 
     def unmap(self) -> None:
-        """All bytes are written: drops the mapping."""
+        """Drops the mapping after all bytes were written."""
         self.data = self._memory = None
 
     def unlink(self) -> None:
@@ -266,7 +261,7 @@ class Segment:
     def close(self) -> None:
         self.unmap()
         self._file.close()
-        self._end.detach()  # not called by it: a Ctrl-C within a finalizer would be lost
+        self._end.detach()  # a Ctrl-C within a finalizer would be swallowed
 
     # --------------------------------------------------------------------------------------- loans
     @property
@@ -274,15 +269,15 @@ class Segment:
         return self._loans + 1
 
     def lend(self) -> int:
-        """Opens a loan and returns its number; a segment's loans count from 1."""
+        """Opens a loan and returns its number. The loans of a segment are numbered from 1."""
         self._loans = self.next_loan
         os.pwrite(self._file.descriptor, bytes(MAX_READERS), READERS)
         os.pwrite(self._file.descriptor, self._loans.to_bytes(8, "little"), LOAN)
         return self._loans
 
     def take_back(self, seconds: float) -> bool:
-        """Ends the loan: no reader can begin, and one that is reading fails at its end. Returns
-        whether all readers have closed it within so many seconds; only then may the owner change
+        """Ends the loan: new readers are refused, and a reader that is reading fails at its end.
+        Returns whether all readers closed the loan within `seconds`; only then may the owner change
         the tensors."""
         if self._file.descriptor < 0:
             return True
@@ -298,15 +293,15 @@ class Segment:
         return is_locked(self._file.descriptor, READERS, MAX_READERS)
 
     def num_read(self) -> int:
-        """Number of readers that have finished reading the open loan."""
+        """Returns the number of readers that have finished reading the open loan."""
         return self._states().count(HAS_READ)
 
     def num_reading(self) -> int:
         return sum(state == READS and self._is_held(i) for i, state in enumerate(self._states()))
 
     def lost_reader(self) -> bool:
-        """Whether a reader's process ended while it read the open loan. Reports each such reader
-        once."""
+        """Returns whether a reader's process ended while it was reading the open loan. Reports each
+        such reader once."""
         for i, state in enumerate(self._states()):
             if state != READS or self._is_held(i) or self._states()[i] != READS:
                 continue
@@ -323,14 +318,15 @@ class Segment:
 
 # --------------------------------------------------------------------------------------- a reader
 class MappedSegment:
-    """A reader's end, opened read-only; views stay valid after close(). Reading a loan opens a
-    second descriptor that can write this reader's byte. FileNotFoundError if there is no file."""
+    """A reader's end of a segment, opened read-only. Views stay valid after close(). Reading a loan
+    opens a second descriptor, which can write this reader's byte. Raises FileNotFoundError if the
+    file does not exist."""
 
     def __init__(self, path: Path, nonce: str):
         self.path, self._file = path, LockedFile(path)
         self._marks = LockedFile(path)  # opened by the first `reading`
-        self._reader = -1  # the byte that is locked
-        self._marked = (0, -1)  # number of the loan read last, and the byte that records it
+        self._reader = -1  # index of the locked byte
+        self._marked = (0, -1)  # number of the loan read last, and index of the byte that marks it
         try:
             self._file.open(os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -340,7 +336,7 @@ class MappedSegment:
                 f"{path}: {error.strerror}"
             ) from error
         self._end = weakref.finalize(self, _close_both, self._marks, self._file)
-        self._end.atexit = False  # the process's end closes them anyway
+        self._end.atexit = False  # the end of the process closes the files anyway
         try:
             self._memory, described = self._mapped(nonce)
         except BaseException as error:
@@ -350,7 +346,7 @@ class MappedSegment:
             raise
         self._start = aligned(HEAD + described)
         self.manifest = self._memory[HEAD : HEAD + described].tobytes()
-        self.size = self._memory.size - self._start  # bytes of tensors
+        self.size = self._memory.size - self._start  # bytes of all tensors
 
     def _mapped(self, nonce: str) -> tuple[Bytes, int]:
         status = os.fstat(self._descriptor)
@@ -390,16 +386,17 @@ class MappedSegment:
         return self._file.descriptor
 
     def tensors(self, size: int) -> Bytes:
-        """A view of the first `size` bytes of tensors. FormatError if the file has fewer."""
+        """Returns a view of the first `size` bytes of the tensors. Raises FormatError if the file
+        has fewer."""
         self.require_whole()
         if size > self.size:
             raise FormatError(f"{self.path}: expected {size} bytes of weights, got {self.size}")
         return self._memory[self._start : self._start + size]
 
     def require_whole(self) -> None:
-        """FormatError if the file has been truncated: an access to a lost page would end the
+        """Raises FormatError if the file was truncated: an access to a missing page would end the
         process with SIGBUS."""
-        if self._descriptor >= 0:  # -1: closed, while views are still read
+        if self._descriptor >= 0:  # -1: closed, but views are still in use
             held = os.fstat(self._descriptor).st_size - self._start
             if held < self.size:
                 raise FormatError(
@@ -407,23 +404,23 @@ class MappedSegment:
                 )
 
     def is_current(self) -> bool:
-        """Whether the path still names the file that was mapped."""
+        """Returns whether the path still names the mapped file."""
         try:
             return self._descriptor >= 0 and _identity(os.lstat(self.path)) == self._identity
         except OSError:
             return False
 
     def is_owned(self) -> bool:
-        """Whether the owner is alive and has not closed its end."""
+        """Returns whether the owner's process is alive and has not closed its end."""
         return is_locked(self._descriptor, OWNER)
 
     @contextmanager
     def reading(self, number: int, what: str) -> Iterator[Callable[[], None]]:
-        """Holds this reader's lock on a loan, whose owner waits meanwhile. Yields a function that
-        raises if the loan has ended: StateError if its owner took it back, RankLostError if its
-        owner has ended. A block without an error marks the loan as read, once per reader. After an
-        error this reader still counts as reading until it tries again or is closed. ConfigError if
-        the file is not writable."""
+        """Holds this reader's lock on a loan; the owner waits for this lock. Yields a function that
+        raises if the loan has ended: StateError if the owner took it back, RankLostError if the
+        owner's process has ended. A block that ends without an error marks the loan as read, once
+        per reader. After an error this reader counts as reading until it tries again or is closed.
+        Raises ConfigError if the file is not writable."""
         if self._reader < 0:
             self._reader = self._claim(number, what)
         try:
@@ -441,7 +438,7 @@ class MappedSegment:
         self._leave(HAS_READ)
 
     def _claim(self, number: int, what: str) -> int:
-        """Locks a free byte, or this reader's own if it has read this loan before."""
+        """Locks a free byte, or the byte that this reader used before for the same loan."""
         if self._marks.descriptor < 0:
             self._open_marks(what)
         marks, (loan, mine) = self._marks.descriptor, self._marked
@@ -454,7 +451,8 @@ class MappedSegment:
         raise LimitError(f"{what} has {MAX_READERS} readers, which is the limit")
 
     def _open_marks(self, what: str) -> None:
-        self._marks.path = Path(f"/proc/self/fd/{self._descriptor}")  # the file may be unlinked
+        # Opened through /proc, since the file may be unlinked.
+        self._marks.path = Path(f"/proc/self/fd/{self._descriptor}")
         try:
             self._marks.open(os.O_RDWR)
         except OSError as error:
@@ -482,7 +480,7 @@ class MappedSegment:
             raise RankLostError(f"the trainer that lends {what} has ended")
 
     def close(self) -> None:
-        """Ends a read; a finished one still counts as read."""
+        """Closes the files and ends a read. A finished read still counts as read."""
         if self._descriptor >= 0:
             self._leave(FREE)
             _close_both(self._marks, self._file)

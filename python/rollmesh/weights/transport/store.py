@@ -1,16 +1,16 @@
-"""A trainer's weights for generators in other processes of the same machine and user.
+"""Weights of a trainer for generators in other processes of the same machine and user.
 
     trainer     writer = SharedWriter()                 generator   reader = SharedReader(address)
                 send writer.address once                            version = reader.refresh()
                 writer.publish(state_dict, version)                 gen.sync_weights(reader,
                                                                     version=version)
 
-A version is a segment (segment.py) that is filled and then renamed to the path in the address. So a
-reader finds a whole version or the previous one, and a mapped version never changes. Tensors on
-GPUs are copied through the host, or lent (loans.py):
+A version is a segment (segment.py) that is filled and then renamed to the path in the address. A
+reader therefore finds a complete version, and a mapped version never changes. Tensors on GPUs are
+copied through the host, or lent (loans.py):
 
     trainer     writer.publish(state_dict, version, lend_to=1)
-                writer.wait_until_read(timeout=60)              before a tensor is written to again
+                writer.wait_until_read(timeout=60)              before writing to a tensor again
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from rollmesh.weights.transport.tensors import (
 
 MAX_VERSION = 2**63 - 1
 POLL_SECONDS = 0.002
-FIRST_LOAN = 1  # number of a segment's first loan
+FIRST_LOAN = 1  # number of the first loan of a segment
 
 
 class SharedWriter:
     """The trainer's side. `close`, the end of a `with` block, or the end of the process removes the
-    current version; readers keep what they have mapped. The file of a killed process is removed by
-    the next writer in the folder."""
+    current version; readers keep the versions that they have mapped. If the process is killed, the
+    next writer in the folder removes its file."""
 
     def __init__(self, folder: str | Path = FOLDER):
         if not os.path.isdir(folder):
@@ -74,17 +74,16 @@ class SharedWriter:
         self._end = weakref.finalize(self, _remove, self._path, os.getpid())
         self._nonce = secrets.token_hex(16)
         self._lender = Lender()
-        self._segment: Segment | None = None  # of the current version
+        self._segment: Segment | None = None  # segment of the current version
         self._kept: list[Held] = []
-        self._lent_to = (
-            0  # number of readers that the current version is lent to; 0: it is not lent
-        )
+        self._lent_to = 0  # number of readers of the current version's loan; 0: it is not lent
         self.version: int | None = None
         self._closed, self._process = False, os.getpid()
 
     @property
     def address(self) -> str:
-        """What a reader needs. Whoever has it, and access to the file, can read the weights."""
+        """Address for SharedReader. Any process that has the address and may open the file can read
+        the weights."""
         return f"{self._path}:{self._nonce}"
 
     def publish(
@@ -96,19 +95,20 @@ class SharedWriter:
     ) -> int:
         """Copies the tensors into a new version and makes it the current one. Returns its number.
 
-        Takes NumPy arrays and torch tensors on any device. Each tensor of an iterator, or of a
-        mapping that is not a dict, is copied before the next one is asked for, which takes host
-        memory for a second copy of the set. VersionError if the number does not increase or is not
-        an integer below 2^63; DuplicateKeyError for a repeated name; LimitError for a name that is
-        not a str, empty or too long; CapacityError without memory. On any error the current version
-        stays.
+        The tensors are NumPy arrays or torch tensors on any device. Each tensor of an iterator, or
+        of a mapping that is not a dict, is copied before the next one is read; this takes host
+        memory for a second copy of the set.
 
-        lend_to: the number of readers that will read tensors on GPUs (of any library, by DLPack)
-        where they are. This call waits for kernels that still write them; afterwards they must not
-        change, and are kept alive, until `wait_until_read` or `take_back`, before which nothing
-        else can be published (StateError). If no tensor is on a GPU, nothing is lent and nothing is
-        waited for. UnsupportedTensorError for GPU memory that no other process can open;
-        ConfigError if this build has no CUDA library.
+        lend_to: number of readers that will read tensors on GPUs (of any library, by DLPack) in
+        place. This call waits for kernels that still write these tensors. They are kept alive and
+        must not change until `wait_until_read` or `take_back` returns; publishing before that
+        raises StateError. If all tensors are on the CPU, they are copied as usual.
+
+        Raises VersionError if the number does not increase or is not an integer below 2^63;
+        DuplicateKeyError for a repeated name; LimitError for a name that is not a str, empty or too
+        long; CapacityError if memory is short; with lend_to, UnsupportedTensorError for GPU memory
+        that other processes cannot open, and ConfigError if this build has no CUDA library. After
+        any error the current version stays.
         """
         if self._closed:
             raise StateError("the writer is closed")
@@ -173,9 +173,9 @@ class SharedWriter:
         before, new = (self._segment, self.version, self._kept, self._lent_to), segment.path
         try:
             self._segment, self.version, self._kept, self._lent_to = segment, version, held, readers
-            segment.rename(self._path)  # no Ctrl-C can come between these two lines
+            segment.rename(self._path)  # a Ctrl-C cannot interrupt between these two lines
         except BaseException:
-            if os.path.lexists(new):  # the rename did not happen
+            if os.path.lexists(new):  # the file was not renamed
                 self._segment, self.version, self._kept, self._lent_to = before
             raise
         finally:
@@ -183,14 +183,14 @@ class SharedWriter:
                 before[0].close()
 
     def wait_until_read(self, timeout: float | None = 600.0) -> None:
-        """Waits until all readers have finished with the lent version; returns at once if none is
-        lent. Then the tensors may change again, and there is no current version until the next
-        `publish`.
+        """Waits until all readers have read the lent version. Returns at once if the current
+        version is not lent. Afterwards the tensors may change again, and there is no current
+        version until the next `publish`.
 
-        DeadlineError after `timeout` seconds (None: no limit), RankLostError if a reader's process
-        ended while it read (once for each). The version stays lent then, for another wait or for
-        `take_back`. A reader that ends before it begins is not noticed, since another may come in
-        its place; the timeout ends that wait.
+        Raises DeadlineError after `timeout` seconds (None: no limit), and RankLostError if a
+        reader's process ended while it was reading (once for each reader). The version then stays
+        lent: wait again, or call `take_back`. A reader that ends before it begins to read is not
+        noticed, since another reader may replace it; the timeout ends that wait.
         """
         deadline = deadline_of(timeout)
         while self._lent_to:
@@ -210,8 +210,8 @@ class SharedWriter:
 
     def take_back(self) -> None:
         """Ends the loan: the version is no longer current, and a reader that is reading it fails
-        before its commit. Its memory must not be freed before that reader has closed it. Does
-        nothing if nothing is lent."""
+        before its commit. The memory must not be freed before that reader has closed the loan. Does
+        nothing if the current version is not lent."""
         if self._lent_to:
             assert self._segment is not None
             _remove(self._path, self._process)
@@ -239,18 +239,18 @@ class SharedWriter:
 
 
 def _remove(path: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a forked child
+    if os.getpid() == process:  # False in a forked child
         path.unlink(missing_ok=True)
 
 
 class SharedReader(ReceivedTensors):
-    """The generator's side: the tensors of the version that `refresh` mapped, by name, as views of
-    shared memory. Lent tensors can be read by `Generator.sync_weights`, or within `lent()`. Where
-    ranks are processes, give each rank a reader, and it reads its shards directly; otherwise the
-    ranks get their shards from a rank with a reader, through its host memory.
+    """The generator's side: maps names to the tensors of the version that `refresh` mapped, as
+    views of shared memory. Lent tensors can be read by `Generator.sync_weights`, or within
+    `lent()`. If ranks are processes, give each rank a reader, so that it reads its shards directly;
+    ranks without a reader get their shards from a rank with one, through that rank's host memory.
 
-    Each tensor's checksum is compared at its first access (verify=False: never). `close` the
-    reader, or leave its `with` block, at the end.
+    The checksum of each tensor is compared at its first access (verify=False: never). Call `close`
+    at the end, or use the reader in a `with` block.
     """
 
     def __init__(self, address: str, *, verify: bool = True):
@@ -267,12 +267,13 @@ class SharedReader(ReceivedTensors):
 
     @property
     def version(self) -> int | None:
-        """The number of the mapped version; None before the first `refresh` and after `close`."""
+        """Number of the mapped version; None before the first `refresh` and after `close`."""
         return None if self._manifest is None else int(self._manifest.values["version"])
 
     def refresh(self) -> int:
-        """Maps the current version, unless it is mapped already, and returns its number.
-        NotSyncedError if nothing is published; StateError while a sync reads this version."""
+        """Maps the current version, unless it is already mapped, and returns its number. Raises
+        NotSyncedError if there is no current version, and StateError while a sync reads the mapped
+        one."""
         with self._guard:
             self._require_unread(f"version {self.version}")
             return self._refresh()
@@ -308,7 +309,7 @@ class SharedReader(ReceivedTensors):
             raise NotSyncedError(f"{self._path} has no published version") from error
 
     def close(self) -> None:
-        """Ends this reader. StateError within `lent()`."""
+        """Closes this reader. Raises StateError within `lent()`."""
         with self._guard:
             self._require_unread(f"version {self.version}")
             segment = self._segment

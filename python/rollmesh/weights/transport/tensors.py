@@ -1,12 +1,12 @@
-"""Tensors as bytes, for the transports: views as NumPy arrays, checksums, buckets of bounded size.
+"""Tensors as bytes, for the transports: NumPy views, checksums and buckets of bounded size.
 
-When a source is read: a dict, a list, a tuple or a dict's items() holds all its tensors at once,
-and views of them are kept until the call ends. Every other source, an iterator or a mapping of
-another class, may use the memory of an entry again for the next one. Such a source is read entry by
-entry, and each tensor is consumed (written, sent or copied) before the next one is asked for.
+How a source is read: a dict, a list, a tuple or the items() of a dict holds all its tensors at
+once, so views of the tensors are kept until the call ends. Any other source (an iterator or a
+mapping of another class) may use the memory of an entry again for the next one, so each tensor is
+written, sent or copied before the next one is read.
 
-NumPy has no bfloat16. Here it is uint16 with metadata in the dtype, which views and slices keep and
-which Generator.sync_weights reads as bfloat16 (ext/tensor.c).
+NumPy has no bfloat16. Here bfloat16 is uint16 with metadata in the dtype. Views and slices keep the
+metadata, and Generator.sync_weights reads such arrays as bfloat16 (ext/tensor.c).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _HOLDING: tuple[type, ...] = (dict, OrderedDict, list, tuple, *_VIEWS)
 
 
 def as_array(name: str, tensor: Any) -> NDArray[Any]:
-    """A C-contiguous array of a dtype in DTYPES; a view if possible. Torch tensors may be on any
-    device."""
+    """Returns a C-contiguous array of a dtype in DTYPES, a view if possible. `tensor` may be a
+    torch tensor on any device."""
     if isinstance(tensor, np.ndarray):
         if is_masked(tensor):
             raise UnsupportedTensorError(
@@ -45,8 +45,8 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
             )
         if tensor.dtype.metadata and tensor.dtype.metadata.get("rollmesh") == "bfloat16":
             return np.asarray(tensor, order="C").view(BF16)
-        array = np.asarray(tensor, order="C")  # ascontiguousarray would make [1] of a scalar
-        if array.dtype.name == "bfloat16":  # ml_dtypes
+        array = np.asarray(tensor, order="C")  # ascontiguousarray would change shape [] to [1]
+        if array.dtype.name == "bfloat16":  # the dtype of ml_dtypes
             return array.view(np.uint16).view(BF16)
         if array.dtype.isnative and array.dtype.name in DTYPES:
             return array
@@ -72,15 +72,14 @@ def is_torch(tensor: Any) -> bool:
 
 
 def dense(name: str, tensor: Any) -> Any:
-    """A dense torch tensor on its device, without autograd, of a dtype in DTYPES; a DTensor is
-    gathered."""
+    """Returns a dense torch tensor on its device, of a dtype in DTYPES and detached from autograd.
+    Gathers a DTensor."""
     if (what := _objection(tensor)) is not None:
         raise UnsupportedTensorError(f"{name}: expected a dense tensor, got {what}")
     if callable(getattr(tensor, "full_tensor", None)):
         tensor = tensor.full_tensor()
-    if (
-        tensor.numel() and tensor.untyped_storage().nbytes() == 0
-    ):  # resized to 0, as sharded trainers do; NumPy would read freed memory
+    # Sharded trainers resize the storage to 0; NumPy would then read freed memory.
+    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
         raise LayoutError(f"{name}: the tensor's storage is empty (0 bytes)")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {tensor.dtype}")
@@ -92,7 +91,8 @@ def _from_gpu(tensor: _core.DeviceArray) -> NDArray[Any]:
 
 
 def _objection(tensor: Any) -> str | None:
-    """Why a torch tensor has no dense memory, on any device; in the words of ext/tensor.c."""
+    """Returns why a torch tensor has no dense memory, or None. Uses the wording of
+    ext/tensor.c."""
     if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
         return "a fake tensor, which has no data"
     if type(tensor).__name__ == "MaskedTensor":
@@ -113,12 +113,14 @@ def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def checksum(data: NDArray[np.uint8]) -> str:
-    """A 64-bit checksum of bytes and their places; csrc/base/checksum.h says what it detects."""
+    """Returns a 64-bit checksum of bytes and their places. csrc/base/checksum.h lists the errors
+    that it detects."""
     return f"{_core.checksum(data):016x}"
 
 
 def check_source(source: Any) -> None:
-    """Refuses what is neither a mapping nor an iterable of (name, tensor) pairs, and a module."""
+    """Raises an error for a module and for any other object that is neither a mapping nor an
+    iterable of (name, tensor) pairs."""
     if callable(getattr(source, "state_dict", None)):
         raise UnsupportedTensorError(
             f"source: expected a state dict, got a {type(source).__name__}; pass its state_dict()"
@@ -131,7 +133,7 @@ def check_source(source: Any) -> None:
 
 
 def pair_of(entry: Any) -> tuple[Any, Any]:
-    """An entry of a source, also of a mapping's items()."""
+    """Returns the name and tensor of an entry of a source or of a mapping's items()."""
     if not isinstance(entry, (tuple, list)) or len(entry) != 2:
         raise UnsupportedTensorError(
             f"weights: expected pairs (name, tensor), got a {type(entry).__name__}"
@@ -140,24 +142,25 @@ def pair_of(entry: Any) -> tuple[Any, Any]:
 
 
 def entries_of(source: Mapping[str, Any] | Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """The pairs of a source, each read once."""
+    """Returns an iterator over the pairs of a source; each pair is read once."""
     return map(pair_of, source.items() if isinstance(source, Mapping) else source)
 
 
 def holds_tensors(source: Any) -> bool:
-    """Whether a source holds all its tensors at once, so that views of them may be kept."""
+    """Returns whether a source holds all its tensors at once, so that views may be kept."""
     return type(source) in _HOLDING
 
 
 def own(tensor: Any) -> Any:
-    """A copy of a NumPy array or torch tensor, on its device; anything else as it is."""
+    """Returns a copy of a NumPy array or torch tensor on its device, and any other object
+    unchanged."""
     if isinstance(tensor, np.ndarray):
         return tensor.copy()
     return tensor.detach().clone() if is_torch(tensor) else tensor
 
 
 def own_array(name: str, tensor: Any) -> NDArray[Any]:
-    """Returns a copy, in the form of as_array."""
+    """Returns a copy in the form that as_array returns."""
     array = as_array(name, tensor)
     is_made = is_torch(tensor) and tensor.device.type != "cpu"
     return array if is_made or isinstance(tensor, _core.DeviceArray) else array.copy()
@@ -166,7 +169,8 @@ def own_array(name: str, tensor: Any) -> NDArray[Any]:
 def bucketed(
     entries: Iterable[tuple[str, Any]], bucket_bytes: int
 ) -> Iterator[list[tuple[str, Any]]]:
-    """Consecutive entries in buckets of at most bucket_bytes. A larger entry has its own bucket.
+    """Yields consecutive entries in buckets of at most bucket_bytes bytes. A larger entry has its
+    own bucket.
 
     Copies the tensors unless `entries` is a dict's items(), a list or a tuple: an iterator may use
     the memory of an entry again for the next one.
@@ -180,7 +184,7 @@ def bucketed(
 def grouped(
     entries: Iterable[tuple[str, Any]], bucket_bytes: int
 ) -> Iterator[list[tuple[str, Any]]]:
-    """Groups as bucketed does, without copies."""
+    """Groups entries as `bucketed` does, without copying them."""
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)):
         raise ConfigError(f"bucket_bytes: expected a number of bytes, got {shown(bucket_bytes)}")
     if bucket_bytes <= 0:
