@@ -252,7 +252,7 @@ def pieces(rank: Rank) -> Any:
     """Pushes tensors one by one; one rank fails at push number `at`."""
     how, at = rank.job["how"], rank.job["at"]
 
-    def fail(generator: rm.Generator, sync: Any, name: str) -> None:
+    def fail(generator: rm.Generator, sync: Any, name: str, value: Any) -> None:
         if how == "shape":
             sync.push(name, np.zeros(3, np.float32))
         elif how == "gather":
@@ -270,7 +270,7 @@ def pieces(rank: Rank) -> Any:
 
             setattr(generator._engine, "sync_push", push)  # noqa: B010 (of an instance)
             try:
-                sync.push(name, np.zeros(3, np.float32))
+                sync.push(name, value)
             finally:
                 delattr(generator._engine, "sync_push")
 
@@ -280,7 +280,7 @@ def pieces(rank: Rank) -> Any:
         with generator.begin_sync(cast=True) as sync:
             for i, (name, value) in enumerate(items):
                 if i == number and rank.victim:
-                    fail(generator, sync, name)
+                    fail(generator, sync, name, value)
                     break
                 if not (rank.job.get("others_stop") and i == number):
                     sync.push(name, value)
