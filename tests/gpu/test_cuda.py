@@ -191,7 +191,9 @@ def test_kernels_compute_with_the_contracts_operations_alone(tmp_path: Path, arc
     """Detects what the fibres cannot show: missing flags, a contraction, an intrinsic, a double, or
     a preprocessor branch for one architecture."""
     flags = re.search(
-        r"^CUDA_FLAGS = \[(.*?)\]", (cuda_build.ROOT / "setup.py").read_text(), re.MULTILINE
+        r"^CUDA_FLAGS = \[(.*?)\]",
+        (cuda_build.ROOT / "setup.py").read_text(),
+        re.MULTILINE | re.DOTALL,
     )[1]  # type: ignore[index]
     words = [word for word in re.findall(r'"([^"]*)"', flags) if not word.startswith("-Xptxas")]
 

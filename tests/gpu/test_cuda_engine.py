@@ -411,7 +411,7 @@ def test_tensors_of_the_device_are_read_where_they_are(
             rm.UnsupportedTensorError,
             "a capsule whose tensor is not on the __dlpack_device__",
         ),
-        ({"shift": 1}, rm.LayoutError, "no multiple of the 4 bytes of an element"),
+        ({"shift": 1}, rm.LayoutError, "is not a multiple of the 4 bytes of an element"),
     ],
 )
 def test_tensors_of_the_device_that_are_refused(
