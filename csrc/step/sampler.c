@@ -39,7 +39,7 @@ static int needs_logits(const rm_out_row *out) {
 
 // Returns whether one rank of a tp group can do the row's work for all ranks: if tokens are drawn
 // from the row and it has no other records of logits, which every rank makes.
-static int one_rank_does(const rm_out_row *out) {
+static int is_for_one_rank(const rm_out_row *out) {
   const rm_sequence_group *group = out->seq->group;
   if (group->top_logprobs || group->logits_out || group->score_sampling || group->external_draws)
     return 0;
@@ -53,7 +53,7 @@ static rm_logits_pass pass_at(const rm_runner *runner, int64_t first) {
     const rm_out_row *out = out_row(runner, &pass, i);
     pass.has_logits |= needs_logits(out);
     pass.has_targets |= out->target >= 0;
-    pass.own_rows &= one_rank_does(out);
+    pass.own_rows &= is_for_one_rank(out);
   }
   return pass;
 }

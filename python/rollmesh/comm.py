@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from rollmesh.distributed.comm import Comm, Ends, Nccl, Shm, Torch, nccl, shm, threads, torch
+from rollmesh.distributed.comm import Comm, Endpoints, Nccl, Shm, Torch, nccl, shm, threads, torch
 
-__all__ = ["Comm", "Ends", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]
+Ends = Endpoints  # deprecated name, until 1.0
+
+__all__ = [
+    "Comm", "Endpoints", "Ends", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch",
+]  # fmt: skip

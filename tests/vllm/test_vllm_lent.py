@@ -187,18 +187,18 @@ def test_what_is_lent_is_not_copied(
 
     class Gpus:
         def __init__(self, made: _core.Gpus) -> None:
-            self._made = made
+            self._parts = made
 
         def borrow(self, bus: str, handle: bytes) -> tuple[int, int, int]:
-            ordinal, address, size = self._made.borrow(bus, handle)
+            ordinal, address, size = self._parts.borrow(bus, handle)
             opened.append((ordinal, address))
             return ordinal, address, size
 
         def give_back(self, ordinal: int, address: int) -> None:
-            back(self._made, ordinal, address)
+            back(self._parts, ordinal, address)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._made, name)
+            return getattr(self._parts, name)
 
     opened, give_back, make = (
         list[tuple[int, int]](),
@@ -583,7 +583,7 @@ def test_a_loan_is_opened_after_its_tensors_were_written_and_described() -> None
 
     class Lender(loans.Lender):
         def take(self, name: str, tensor: Any, copy: bool = False) -> Any:
-            return loans.Held(name, 0, 64, "float32", (1,), (1,), None)
+            return loans.OwnedTensor(name, 0, 64, "float32", (1,), (1,), None)
 
         def describe(self, tensors: Any, number: int) -> dict[str, Any]:
             numbers.extend((number, open_loan()))

@@ -130,7 +130,7 @@ def check_group(group: Any) -> None:
         ) from error
 
 
-class Ends(NamedTuple):
+class Endpoints(NamedTuple):
     """This rank's end of each group; None for a group of one rank."""
 
     tp: _core.Comm | None
@@ -160,7 +160,7 @@ class Comm:
         self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
         self._used = self._closed = False
 
-    def connect(self, mesh: Mesh) -> Ends:
+    def connect(self, mesh: Mesh) -> Endpoints:
         """Connects the groups of a mesh and returns this rank's ends. May be called once."""
         if mesh.world != self.world:
             raise ConfigError(
@@ -178,7 +178,7 @@ class Comm:
             self.close()
             raise
 
-    def _connect(self, mesh: Mesh) -> Ends:
+    def _connect(self, mesh: Mesh) -> Endpoints:
         raise NotImplementedError
 
     def handshake_values(self) -> dict[str, str]:
@@ -212,11 +212,11 @@ class Shm(Comm):
             )
         self.name = name
 
-    def _connect(self, mesh: Mesh) -> Ends:
+    def _connect(self, mesh: Mesh) -> Endpoints:
         nonce = int.from_bytes(
             hashlib.sha256(f"{os.getuid()} {self.name}".encode()).digest()[:8], "little"
         )
-        return Ends(
+        return Endpoints(
             *_core.attach(self.name, self.rank, nonce, mesh.tp, mesh.dp, mesh.ep, self.timeout)
         )
 
@@ -238,7 +238,7 @@ class Torch(Comm):
         )
         super().__init__(self._ranks.index(distributed.get_rank()), len(self._ranks), timeout)
 
-    def _connect(self, mesh: Mesh) -> Ends:
+    def _connect(self, mesh: Mesh) -> Endpoints:
         """All ranks must make all groups of torch in the same order, so they compare their degrees
         over the first group."""
         world = list(range(self.world))
@@ -262,7 +262,7 @@ class Torch(Comm):
                 end = self._group(world[first : first + size])
                 if first <= self.rank < first + size:
                     ends[axis] = end
-        return Ends(ends["tp"], ends["ep"], self._group(world), control)
+        return Endpoints(ends["tp"], ends["ep"], self._group(world), control)
 
     def _group(self, members: Sequence[int]) -> _core.Comm | None:
         from torch import distributed
@@ -484,7 +484,7 @@ class Nccl(Comm):
             os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")
             os.environ.setdefault(*_nccl.FEWER_BLOCKS)
 
-    def _connect(self, mesh: Mesh) -> Ends:
+    def _connect(self, mesh: Mesh) -> Endpoints:
         assert self.group is not None
         return self.group.connect(mesh)
 
@@ -591,4 +591,4 @@ def check_surroundings(
         raise ConfigError(f"sequence_parallel: expected a bool, got {shown(sequence_parallel)}")
 
 
-__all__ = ["Comm", "Ends", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]
+__all__ = ["Comm", "Endpoints", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.distributed.comm import Comm, Ends, check_alike
+from rollmesh.distributed.comm import Comm, Endpoints, check_alike
 from rollmesh.distributed.follow import Follower, Leader, followed
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.rank_engine import ALONE, PUSHES, Array, RankEngine
@@ -439,7 +439,9 @@ def join(
     return spmd
 
 
-def _make(values: Any, options: Any, rank: int, ends: Ends, control: _core.Comm) -> _core.Engine:
+def _make(
+    values: Any, options: Any, rank: int, ends: Endpoints, control: _core.Comm
+) -> _core.Engine:
     """Makes this rank's engine. Raises RankLostError if another rank failed to make its engine."""
     try:
         engine = _core.Engine(values, options, (rank, ends.tp, ends.ep, ends.world))

@@ -17,9 +17,9 @@ from rollmesh.runtime.arguments import (
     BYTES,
     MAX_ITEMS,
     integer,
+    is_longer_than,
     is_masked,
     items_of,
-    says_more_than,
 )
 from rollmesh.runtime.messages import shown
 
@@ -75,7 +75,7 @@ def check_ids(prompt: Any) -> None:
         )
     if is_masked(prompt):
         raise RequestError("expected a plain array, got a masked one; .filled(value) makes one")
-    if says_more_than(prompt, MAX_ITEMS):
+    if is_longer_than(prompt, MAX_ITEMS):
         raise RequestError(f"expected at most {MAX_ITEMS} token ids, got more")
 
 

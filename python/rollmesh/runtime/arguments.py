@@ -153,7 +153,7 @@ def part_names(mask: int) -> str:
     return " and ".join(part for part, bit in PARTS.items() if mask & bit)
 
 
-def says_more_than(values: Any, most: int) -> bool:
+def is_longer_than(values: Any, most: int) -> bool:
     """Whether its length, if it has one, is above `most`. Reads no item."""
     try:
         return len(values) > most
@@ -175,7 +175,7 @@ def items_of(
         raise error(
             f"{name}: expected an iterable, got a {type(values).__name__}: {reason(wrong)}"
         ) from wrong
-    items = [] if (more := says_more_than(values, most)) else list(islice(walk, most + 1))
+    items = [] if (more := is_longer_than(values, most)) else list(islice(walk, most + 1))
     if more or len(items) > most:
         raise error(f"{name}: expected at most {most} items, got more")
     return items

@@ -178,7 +178,7 @@ class RollmeshGenerator(Actor, Configurable):
         self._in_flight: set[str] = set()
         self._follower: asyncio.Task[None] | None = None
         self._is_started = False
-        self.gen = _made(config, model_spec, model_path, max_num_seqs)
+        self.gen = _make_generator(config, model_spec, model_path, max_num_seqs)
 
     @concurrent_endpoint
     async def sync_log_step(self, step: int, relative_step: int | None = None) -> None:
@@ -271,7 +271,7 @@ class RollmeshGenerator(Actor, Configurable):
             raise RuntimeError(f"{endpoint}: call start_engine_loop on all ranks first")
 
 
-def _made(
+def _make_generator(
     config: RollmeshGenerator.Config, model: TitanSpec, model_path: str, max_num_seqs: int
 ) -> rm.Generator:
     degrees = config.parallelism

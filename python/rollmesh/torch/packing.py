@@ -18,7 +18,7 @@ SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 PACKED, GATE, UP = 1, 2, 3  # rm_layout of kernels.h
 
 
-class Piece(NamedTuple):
+class PackedSlice(NamedTuple):
     """A matrix [n, k] at a row of a packed one."""
 
     weight: Tensor
@@ -54,7 +54,7 @@ def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
     return weight.detach()
 
 
-def pack(groups: Sequence[Sequence[Piece]], dtype: torch.dtype, how: Any) -> Any:
+def pack(groups: Sequence[Sequence[PackedSlice]], dtype: torch.dtype, how: Any) -> Any:
     """Packed matrices of one shape, one a group, each made of pieces; an array of one dim.
     NonFiniteError for a NaN or an infinity, also one that the conversion makes."""
     first = groups[0]
@@ -86,23 +86,23 @@ def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, how: Any) -> Any:
     """Matrices [n, k] stacked in one, such as q, k and v."""
     pieces, row = [], 0
     for weight in weights:
-        pieces.append(Piece(check_weight("weight", weight), PACKED, row))
+        pieces.append(PackedSlice(check_weight("weight", weight), PACKED, row))
         row += len(weight)
     return pack([pieces], dtype, how)
 
 
 def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """gate and up [n, k], as gemm_swiglu takes them."""
-    both = [Piece(check_weight("gate", gate), GATE), Piece(check_weight("up", up), UP)]
+    both = [PackedSlice(check_weight("gate", gate), GATE), PackedSlice(check_weight("up", up), UP)]
     return pack([both], dtype, how)
 
 
 def pack_experts(weight: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """[experts, n, k], for a grouped gemm."""
-    return pack([[Piece(matrix)] for matrix in check_weight("weight", weight, 3)], dtype, how)
+    return pack([[PackedSlice(matrix)] for matrix in check_weight("weight", weight, 3)], dtype, how)
 
 
 def pack_experts_gate_up(weight: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """[experts, 2n, k], the rows of gate before those of up, for a grouped gemm_swiglu."""
     halves = [matrix.chunk(2) for matrix in check_weight("weight", weight, 3)]
-    return pack([[Piece(gate, GATE), Piece(up, UP)] for gate, up in halves], dtype, how)
+    return pack([[PackedSlice(gate, GATE), PackedSlice(up, UP)] for gate, up in halves], dtype, how)

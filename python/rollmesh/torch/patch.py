@@ -738,7 +738,7 @@ def _score_labels(
 
 
 def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> Scored:
-    with _asking(made, asked):
+    with _scoring(made, asked):
         found = forward(**(given | {"use_cache": False, "return_dict": True})).logits[0]
         names = ("input_ids", "attention_mask", "position_ids")
         if asked.read != parts.mark([given.get(name) for name in names]):
@@ -774,7 +774,7 @@ def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> 
 
 
 @contextmanager
-def _asking(made: Patch, wanted: _Wanted) -> Iterator[None]:
+def _scoring(made: Patch, wanted: _Wanted) -> Iterator[None]:
     if made.wanted is not None:
         raise StateError("expected one call of logprobs at a time, got one inside another")
     made.wanted = wanted

@@ -42,7 +42,7 @@ from rollmesh.vllm.clients import client_of, is_awaited, typed
 from rollmesh.vllm.update_info import InitInfo, UpdateInfo, check_timeout, check_transport
 from rollmesh.weights.pieces import is_sharded
 from rollmesh.weights.transport.delta_folder import DeltaWriter
-from rollmesh.weights.transport.loans import Held, Lender
+from rollmesh.weights.transport.loans import Lender, OwnedTensor
 from rollmesh.weights.transport.manifest import describe, fill, lay_out
 from rollmesh.weights.transport.segment import Segment
 from rollmesh.weights.transport.tensors import (
@@ -55,7 +55,7 @@ from rollmesh.weights.transport.tensors import (
 
 BLOCK_BYTES = 128 << 20
 LENT_S = 10.0  # how long a failed send waits for workers that still read lent tensors
-Bucket = list[tuple[str, NDArray[Any] | Held]]
+Bucket = list[tuple[str, NDArray[Any] | OwnedTensor]]
 T = TypeVar("T")
 
 
@@ -214,7 +214,7 @@ class _Sending:
         """Yields one call for each bucket."""
         copy = not holds_tensors(source)
 
-        def taken(name: str, tensor: Any) -> NDArray[Any] | Held:
+        def taken(name: str, tensor: Any) -> NDArray[Any] | OwnedTensor:
             if self._lender is None:
                 return (own_array if copy else as_array)(name, tensor)
             return self._lender.take(name, tensor, copy)
@@ -251,8 +251,8 @@ class _Sending:
             )
 
     def _call(self, bucket: Bucket, version: int) -> Call:
-        held = [tensor for _, tensor in bucket if isinstance(tensor, Held)]
-        arrays = [(name, tensor) for name, tensor in bucket if not isinstance(tensor, Held)]
+        held = [tensor for _, tensor in bucket if isinstance(tensor, OwnedTensor)]
+        arrays = [(name, tensor) for name, tensor in bucket if not isinstance(tensor, OwnedTensor)]
         entries, size = lay_out(arrays)
         shared = self._segment_of(size)
         assert shared.data is not None

@@ -6,9 +6,9 @@ functions: grammar, allowed ids, bad words, processors (min_tokens, logit_bias, 
 penalties. Temperature, min_p, top_k and top_p follow in the engine, so a user's processor that vLLM
 would apply after temperature (`is_argmax_invariant`) is refused.
 
-vLLM's processors keep state for each row of a persistent batch and receive its changes. `Batch` is
-this batch: a request has a slot as long as every call of `edit` has a row of it, and the used slots
-have no gaps.
+vLLM's processors keep state for each row of a persistent batch and receive its changes.
+`ProcessorBatch` is this batch: a request has a slot as long as every call of `edit` has a row of
+it, and the used slots have no gaps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Known:
 
 
 @dataclass(slots=True)
-class Batch:
+class ProcessorBatch:
     """The slots of vLLM's processors."""
 
     slots: list[str] = field(default_factory=list)  # slot → name
@@ -123,7 +123,7 @@ class HostLogits:
                     "is_argmax_invariant() = False, got True; such processors "
                     "run after temperature, which the engine applies when it draws"
                 )
-        self._batch = Batch()
+        self._batch = ProcessorBatch()
 
     def edit(self, raw: Logits, rows: Sequence[HostRow], never_drawn: Ids = NONE) -> Logits:
         """Returns the edited logits as a new array, with −inf for tokens that must not be drawn.

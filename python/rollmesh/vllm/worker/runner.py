@@ -46,7 +46,7 @@ MOST_FAILED = 4096  # number of failed requests whose reason is kept for why_fai
 
 
 @dataclass(slots=True)
-class _Request:
+class _ScheduledRequest:
     """A request of vLLM and its number in the engine."""
 
     number: int
@@ -63,7 +63,7 @@ class _Part(NamedTuple):
     """The part of a step that belongs to one request."""
 
     name: str
-    request: _Request
+    request: _ScheduledRequest
     computed: int
     rows: int
     pages: Sequence[int]
@@ -100,7 +100,7 @@ class Runner:
         # TRL and verl use both attributes to push weights into the model.
         self.model = updates.model
         self.vllm_config = updates.vllm_config
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _ScheduledRequest] = {}
         self._accepted = 0  # number of requests so far; used for the seed of a request without one
         self._scheduled: Any = None
         self._failed: dict[str, str] = {}  # the last requests that failed, and why
@@ -335,7 +335,7 @@ class Runner:
             )
         return [parts[name] for name in rows if name in parts]
 
-    def _add(self, new: Any) -> _Request:
+    def _add(self, new: Any) -> _ScheduledRequest:
         params = new.sampling_params
         prompt = sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size)
         sampling.refuse(params)
@@ -360,7 +360,7 @@ class Runner:
         )
         self._accepted += 1
         prompt_logprobs = asked.prompt_logprobs if params.prompt_logprobs is not None else None
-        request = _Request(
+        request = _ScheduledRequest(
             number,
             params,
             prompt,
@@ -373,7 +373,7 @@ class Runner:
         self._requests[new.req_id] = request
         return request
 
-    def _resumed(self, new: Any) -> _Request | None:
+    def _resumed(self, new: Any) -> _ScheduledRequest | None:
         """Returns the known request if vLLM sends a preempted request as a new one."""
         request = self._requests.get(new.req_id)
         if request is not None:
@@ -386,7 +386,7 @@ class Runner:
             self._set_tokens(request, new.prefill_token_ids or new.prompt_token_ids)
         return request
 
-    def _set_tokens(self, request: _Request, tokens: Iterable[int]) -> None:
+    def _set_tokens(self, request: _ScheduledRequest, tokens: Iterable[int]) -> None:
         """Sets the tokens of a request to those that vLLM has. Tokens that vLLM dropped are drawn
         again."""
         known = np.array(list(tokens)[len(request.prompt) :], np.int32)
@@ -397,10 +397,10 @@ class Runner:
             request.prompt_given = False
 
     # ------------------------------------------------------------------------------- vLLM's output
-    def _generated(self, request: _Request) -> list[int]:
+    def _generated(self, request: _ScheduledRequest) -> list[int]:
         return list(map(int, self._engine.tokens(request.number, 0, 0)[1]))
 
-    def _why(self, request: _Request) -> str:
+    def _why(self, request: _ScheduledRequest) -> str:
         return reason(self._engine.request(request.number)["error"] or StateError("it has ended"))
 
     def _logprobs(
@@ -429,7 +429,7 @@ class Runner:
             )
         return LogprobsLists(ids, values, ranks)
 
-    def _experts(self, request: _Request) -> AuxRequestOutput:
+    def _experts(self, request: _ScheduledRequest) -> AuxRequestOutput:
         """Returns the routed experts of the positions since the last token: [n, layers, k], 0 in
         layers without experts."""
         start = request.routed
@@ -440,7 +440,7 @@ class Runner:
         all_layers[:, np.flatnonzero(self._spec.is_moe_layer)] = rows
         return AuxRequestOutput(start, all_layers)
 
-    def _prompt_logprobs(self, request: _Request) -> LogprobsTensors:
+    def _prompt_logprobs(self, request: _ScheduledRequest) -> LogprobsTensors:
         """Returns the logprobs of all prompt tokens except the first. They are sent with the first
         token after the prompt."""
         view, k = self._engine.request(request.number), request.prompt_logprobs or 0

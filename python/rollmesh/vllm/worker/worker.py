@@ -70,7 +70,7 @@ def _of_updates(method: Callable[..., Any]) -> Callable[..., Any]:
     return _one_answers(call)
 
 
-class _Made(NamedTuple):
+class _Parts(NamedTuple):
     """The objects that initialize_from_config makes."""
 
     engine: RankEngine
@@ -82,7 +82,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     """The worker of one rank. vLLM may call any method by name between steps (collective_rpc)."""
 
     model_runner: Runner | None
-    _made: _Made | None = None
+    _parts: _Parts | None = None
     _nccl: str | None = None  # version and path of the library in use
 
     def init_device(self) -> None:
@@ -92,7 +92,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             init_distributed_environment,
         )
 
-        if self._made is not None:
+        if self._parts is not None:
             self._refuse_again()
             return
         parallel = self.parallel_config
@@ -220,7 +220,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             processed=self.model_config.logprobs_mode == "processed_logprobs",
             routed=self.vllm_config.aux_output_config.enabled,
         )
-        self._made = _Made(engine, updates, self.model_runner)
+        self._parts = _Parts(engine, updates, self.model_runner)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
@@ -264,13 +264,13 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     # --------------------------------------------------------------------------------------- steps
     @property
-    def made(self) -> _Made:
-        if self._made is None:
+    def made(self) -> _Parts:
+        if self._parts is None:
             raise StateError(
                 "the worker has no engine: initialize_from_config was not called yet, or "
                 "shutdown was"
             )
-        return self._made
+        return self._parts
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
         return self.made.runner.execute_model(scheduler_output)
@@ -357,7 +357,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Frees all resources. Idempotent."""
-        made, self._made, self.model_runner = self._made, None, None
+        made, self._parts, self.model_runner = self._parts, None, None
         if made is not None:
             made.updates.shutdown()
             made.engine.close()

@@ -106,7 +106,7 @@ def is_on_gpu(tensor: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------ the trainer
-class Held(NamedTuple):
+class OwnedTensor(NamedTuple):
     """A GPU tensor of this process that another process may read; keeps the tensor alive."""
 
     name: str
@@ -122,13 +122,13 @@ class Held(NamedTuple):
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def hold(gpus: _core.Gpus, name: str, tensor: Any) -> Held:
+def hold(gpus: _core.Gpus, name: str, tensor: Any) -> OwnedTensor:
     """Describes a tensor on a GPU and keeps it alive. Kernels may still be writing it."""
     check_name(name)
-    return Held(name, *gpus.lend(name, tensor))
+    return OwnedTensor(name, *gpus.lend(name, tensor))
 
 
-def describe_loan(gpus: _core.Gpus, tensors: Iterable[Held], number: int) -> dict[str, Any]:
+def describe_loan(gpus: _core.Gpus, tensors: Iterable[OwnedTensor], number: int) -> dict[str, Any]:
     """Returns the loan's part of a manifest. Waits for kernels that write the tensors. Raises
     UnsupportedTensorError for memory that other processes cannot open."""
     allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
@@ -170,9 +170,9 @@ class Lender:
     def __init__(self) -> None:
         self._gpus: _core.Gpus | None = None  # set at the first tensor on a GPU
 
-    def take(self, name: str, tensor: Any, copy: bool = False) -> NDArray[Any] | Held:
-        """Returns a tensor on a GPU as Held, to be lent, and any other tensor as an array. copy:
-        copy such an array. Gathers a DTensor."""
+    def take(self, name: str, tensor: Any, copy: bool = False) -> NDArray[Any] | OwnedTensor:
+        """Returns a tensor on a GPU as OwnedTensor, to be lent, and any other tensor as an array.
+        copy: copy such an array. Gathers a DTensor."""
         whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
         if not is_on_gpu(whole):
             return (own_array if copy else as_array)(name, whole)
@@ -180,7 +180,7 @@ class Lender:
             self._gpus = gpus()
         return hold(self._gpus, name, whole)
 
-    def describe(self, tensors: Iterable[Held], number: int) -> dict[str, Any]:
+    def describe(self, tensors: Iterable[OwnedTensor], number: int) -> dict[str, Any]:
         assert self._gpus is not None
         return describe_loan(self._gpus, tensors, number)
 

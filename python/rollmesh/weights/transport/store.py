@@ -39,7 +39,7 @@ from rollmesh.errors import (
 )
 from rollmesh.runtime.arguments import deadline_of, integer
 from rollmesh.runtime.messages import shown
-from rollmesh.weights.transport.loans import Held, Lender, ReceivedTensors
+from rollmesh.weights.transport.loans import Lender, OwnedTensor, ReceivedTensors
 from rollmesh.weights.transport.manifest import (
     NO_SUM,
     check_new_name,
@@ -75,7 +75,7 @@ class SharedWriter:
         self._nonce = secrets.token_hex(16)
         self._lender = Lender()
         self._segment: Segment | None = None  # segment of the current version
-        self._kept: list[Held] = []
+        self._kept: list[OwnedTensor] = []
         self._lent_to = 0  # number of readers of the current version's loan; 0: it is not lent
         self.version: int | None = None
         self._closed, self._process = False, os.getpid()
@@ -132,7 +132,7 @@ class SharedWriter:
         for name, tensor in entries_of(source):
             check_new_name(name, seen)
             taken = self._lender.take(name, tensor, copy) if lend_to else as_host(name, tensor)
-            if isinstance(taken, Held):
+            if isinstance(taken, OwnedTensor):
                 held.append(taken)
             else:
                 arrays.append((name, taken))
@@ -169,7 +169,9 @@ class SharedWriter:
             raise VersionError(f"version {version} does not exceed {last}")
         return int(version)
 
-    def _make_current(self, segment: Segment, version: int, held: list[Held], readers: int) -> None:
+    def _make_current(
+        self, segment: Segment, version: int, held: list[OwnedTensor], readers: int
+    ) -> None:
         before, new = (self._segment, self.version, self._kept, self._lent_to), segment.path
         try:
             self._segment, self.version, self._kept, self._lent_to = segment, version, held, readers
