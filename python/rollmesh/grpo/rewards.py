@@ -88,10 +88,12 @@ class Rewards:
         self.functions = [resolve(name, folder) for name in names]
         self.weights = tuple(weights) or (1.0,) * len(self.functions)
         self.event_loop = EventLoop()
+        self.close = self.event_loop.close
         self._warned = False
 
-    def close(self) -> None:
-        self.event_loop.close()
+    def __call__(self, *args: Any) -> list[float]:
+        """Takes the arguments of `judge` and returns its sums."""
+        return self.judge(*args).total
 
     def judge(
         self,
@@ -109,16 +111,14 @@ class Rewards:
 
         def arguments() -> dict[str, Any]:
             given = {"prompts": list(prompts), "completions": list(completions), **columns}
-            ids = [list(ids) for ids in completion_ids]
-            return {**copy.deepcopy(given), "completion_ids": ids}
+            return {**copy.deepcopy(given), "completion_ids": [list(i) for i in completion_ids]}
 
         functions = dict(zip(self.names, self.functions, strict=True))
         results = call_rewards(self.event_loop, functions, arguments, count)
         numbers = {name: values for name, (values, _) in results.items()}
         total = [0.0] * count
         for name, weight in zip(self.names, self.weights, strict=True):
-            pairs = zip(total, numbers[name], strict=True)
-            total = [sum_ + weight * (number or 0.0) for sum_, number in pairs]
+            total = [t + weight * (n or 0.0) for t, n in zip(total, numbers[name], strict=True)]
         for i, number in enumerate(total):
             if not abs(number) <= MAX_REWARD:
                 raise rm.ConfigError(
