@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import tiny_spec
 from test_requests import OTHER_STATE, PARAMS, PROMPT, STATE, VOCAB, fingerprint, make
 
 import rollmesh as rm
@@ -494,3 +495,17 @@ def test_a_refused_version_leaves_an_open_set_alone(gen: rm.Generator) -> None:
                 refused()
     assert sync.report is not None
     assert gen.version == sync.report.version == 4
+
+
+@pytest.mark.parametrize(
+    "mesh, backend, words",
+    [
+        (rm.Mesh(dp=2, ep=2), "local_allreduce", "expected ep=tp, got ep=2 and tp=1"),
+        (rm.Mesh(tp=2, ep=2), "disabled", 'expected a token dispatcher for ep=2, got "disabled"'),
+    ],
+)
+def test_a_dispatcher_that_does_not_fit_the_mesh_is_refused(
+    mesh: rm.Mesh, backend: str, words: str
+) -> None:
+    with pytest.raises(rm.ConfigError, match=words):
+        rm.Generator(tiny_spec(moe=True), mesh=mesh, ep_backend=backend, kv_cache_gib=0.004)

@@ -264,7 +264,7 @@ static inline void fake_destroy_graph(void *self, void *graph) {
 
 static inline int fake_enter(void *self) { return (void)self, 0; }
 static inline void fake_leave(void *self, int saved) { (void)self, (void)saved; }
-static inline const char *fake_message(void *self) { return (void)self, "a injected fault"; }
+static inline const char *fake_message(void *self) { return (void)self, "an injected fault"; }
 
 static inline void fake_device_close(fake_device *d) {
   if (d->blocks || d->pins)
