@@ -2,7 +2,8 @@
 completions.
 
 Every episode makes two requests; the second prompt contains the first answer. A version is pushed
-while they run. astream returns tokens one by one; cancelling a coroutine removes its request from
+when an odd episode has its first answer; the odd ones wait for it, the even ones may finish before.
+astream returns tokens one by one; cancelling a coroutine removes its request from
 the engine."""
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ CONFIG = Qwen3Config(
 )  # fmt: skip
 
 
-async def episode(generator: rm.Generator, number: int) -> dict[str, Any]:
+async def episode(
+    generator: rm.Generator, number: int, answered: asyncio.Event, pushed: asyncio.Event
+) -> dict[str, Any]:
     prompt, versions = [1, 2, number], []
     for turn in range(2):
         params = rm.SamplingParams(max_tokens=24, seed=100 * number + turn, ignore_eos=True)
         [answer] = (await generator.agenerate(prompt, params)).outputs
         prompt = [*prompt, *answer.token_ids.tolist()]
         versions += answer.versions.tolist()
+        if number % 2:
+            answered.set()
+            await pushed.wait()
     return {"tokens": len(prompt), "versions": sorted(set(versions))}
 
 
@@ -36,14 +42,19 @@ async def main() -> None:
     model = Qwen3ForCausalLM(CONFIG)
     with rm.Generator.from_hf(CONFIG, max_model_len=128, kv_cache_gib=0.05) as generator:
         generator.sync_weights(model.state_dict(), cast=True)
-        running = [asyncio.create_task(episode(generator, number)) for number in range(16)]
-        await asyncio.sleep(0)
+        answered, pushed = asyncio.Event(), asyncio.Event()
+        running = [
+            asyncio.create_task(episode(generator, number, answered, pushed))
+            for number in range(16)
+        ]
+        await answered.wait()
         with torch.no_grad():
             model.lm_head.weight.mul_(1.1)
         # Calls that may wait run in a thread, so that the event loop is not blocked.
         await asyncio.to_thread(
             generator.sync_weights, model.state_dict(), cast=True, inflight="keep"
         )
+        pushed.set()
         for number, told in enumerate(await asyncio.gather(*running)):
             print(f"episode {number}: {told['tokens']} tokens of versions {told['versions']}")
         async for output in generator.astream(
