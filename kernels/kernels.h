@@ -38,7 +38,7 @@ enum {
   RM_K_BLOCK = 32, // k per step of a dot product: a chain of even k and one of odd k
   RM_N_TILE = 16, // columns per tile of packed weights
   RM_ATTN_BLOCK = 32, // positions per softmax block
-  RM_ATTN_SEGMENT = 1024, // positions per independent softmax state
+  RM_ATTN_SPLIT = 1024, // positions per independent softmax state
   RM_VOCAB_BLOCK = 128, // vocabulary entries per (max, sum) partial
   RM_MAX_TOP_K = 64, // experts per token
   RM_MAX_EXPERT_GROUPS = 64, // expert groups of a router

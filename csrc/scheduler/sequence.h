@@ -15,14 +15,14 @@
 #include "scheduler/list.h"
 #include "scheduler/request.h"
 
-typedef enum rm_sequence_status { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_sequence_status;
+typedef enum rm_sequence_state { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_sequence_state;
 
 typedef struct rm_sequence_group rm_sequence_group;
 
 typedef struct rm_sequence {
   // scheduler.c
   rm_link link; // first member; in `waiting` or `active`, both ordered by `order`
-  rm_sequence_status status;
+  rm_sequence_state status;
   int32_t table_row; // row of the block tables while ACTIVE
   int64_t n_pages; // entries of that row
   int64_t kv_len; // number of positions whose KV is in the pages, computed from ids[0 … kv_len)

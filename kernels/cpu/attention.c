@@ -32,7 +32,7 @@ typedef struct unit {
   const int32_t *pages;
   float *queries; // a panel, [width_k / 32][n_q][32]
   float *p; // [n_q][32] scores, then probabilities
-  float *acc, *merged; // [width_v / 16][n_q][16] of the segment, of the previous segments
+  float *acc, *merged; // [width_v / 16][n_q][16] of the split, of the previous splits
   float *m, *l, *m_all, *l_all; // [n_q↑16]
   float *top, *alpha, *sum; // [n_q↑16] of the block: the new m, its alpha, the sum of its p
   int64_t *first, *last; // [n_q] live positions
@@ -208,10 +208,10 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
   value_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc, soon);
 }
 
-// Ends a segment: copies the state of a query's first live segment and merges later ones into it.
-static void end_segment(unit *u, int64_t from) {
+// Ends a split: copies the state of a query's first live split and merges later ones into it.
+static void end_split(unit *u, int64_t from) {
   for (int64_t q = 0; q < u->n_q; q++) {
-    if (!is_live(u, q, from, from + RM_ATTN_SEGMENT)) continue;
+    if (!is_live(u, q, from, from + RM_ATTN_SPLIT)) continue;
     const int is_first = u->first[q] >= from;
     const float next = is_first ? u->m[q] : rm_max_f32(u->m[q], u->m_all[q]);
     const float before = is_first ? 0.0f : rm_exp(u->m_all[q] - next),
@@ -228,7 +228,7 @@ static void end_segment(unit *u, int64_t from) {
   }
 }
 
-static void begin_segment(unit *u) {
+static void begin_split(unit *u) {
   memset(u->acc, 0, (size_t)(u->n_q * u->width_v) * sizeof *u->acc);
   for (int64_t q = 0; q < u->n_q; q += RM_LANES) {
     vf_store(u->m + q, vf_set1(-INFINITY));
@@ -258,14 +258,13 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
     for (int64_t h = 0; h < per; h++)
       fill_query(T, u.queries, u.n_q, (r - row0) * per + h,
                  at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
-  for (int64_t from = first / RM_ATTN_SEGMENT * RM_ATTN_SEGMENT; from <= last;
-       from += RM_ATTN_SEGMENT) {
+  for (int64_t from = first / RM_ATTN_SPLIT * RM_ATTN_SPLIT; from <= last; from += RM_ATTN_SPLIT) {
     const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK),
-                  end = rm_min64(from + RM_ATTN_SEGMENT, last + 1);
-    begin_segment(&u);
+                  end = rm_min64(from + RM_ATTN_SPLIT, last + 1);
+    begin_split(&u);
     for (int64_t t0 = begin; t0 < end; t0 += RM_ATTN_BLOCK)
       if (any_live(&u, t0, t0 + RM_ATTN_BLOCK)) block_step(T, &u, t0, t0 <= first);
-    end_segment(&u, from);
+    end_split(&u, from);
   }
   for (int64_t q = 0; q < u.n_q; q++) {
     const int64_t out = ((row0 + q / per) * a->n_heads + head + q % per) * a->head_dim;

@@ -11,7 +11,7 @@
 #include "dots.h"
 
 enum {
-  CHUNK_BLOCKS = 8, // k blocks of a piece for one register block; for several RM_PIECE_BLOCKS
+  LONG_PIECE_BLOCKS = 8, // k blocks of a piece for one register block; for several RM_PIECE_BLOCKS
   PANEL_BYTES = 256 << 10, // part of a panel that all tile columns use in turn: fits the L2 cache
   FEW_ROWS = 4,
   NEAR = 1024, // bytes that weights are fetched ahead for few rows
@@ -39,7 +39,7 @@ typedef void (*piece_dots)(const float *panel, int64_t rows, const void *w, int6
 // has `words` words in the panel.
 VEC void pieces_dots(rm_dtype dtype, piece_dots dots, int64_t words, const float *panel,
                      int64_t rows, const void *w, int64_t n_tiles, int64_t n_blocks, float *acc) {
-  const int64_t piece = rows <= RM_LAST_ROWS ? CHUNK_BLOCKS : RM_PIECE_BLOCKS;
+  const int64_t piece = rows <= RM_LAST_ROWS ? LONG_PIECE_BLOCKS : RM_PIECE_BLOCKS;
   const int64_t span = blocks_at_once(rows, words * (int64_t)sizeof *panel, piece);
   memset(acc, 0, (size_t)(n_tiles * rows * RM_N_TILE) * sizeof *acc);
   for (int64_t b0 = 0; b0 < n_blocks; b0 += span) {

@@ -27,7 +27,7 @@ static float value(const head_view *h, int64_t t, int64_t d) {
                 page + rm_v_index(a->dtype, a->head_dim, t % a->page_size, d));
 }
 
-// Adds one block of positions [t0, t0 + 32) to the state (m, l, acc) of its segment.
+// Adds one block of positions [t0, t0 + 32) to the state (m, l, acc) of its split.
 static void add_block(const head_view *h, int64_t t0, float *m, float *l, float *acc) {
   const rm_dtype dtype = h->a->dtype;
   float p[RM_ATTN_BLOCK] = {0}, partial[RM_LANES], next = *m;
@@ -53,14 +53,14 @@ static void add_block(const head_view *h, int64_t t0, float *m, float *l, float 
 static void one_head(const head_view *h, float *acc, float *merged, void *out) {
   const int64_t head_dim = h->a->head_dim;
   float m_all = 0.0f, l_all = 0.0f;
-  const int64_t first_segment = h->first / RM_ATTN_SEGMENT;
-  for (int64_t segment = first_segment; segment <= h->last / RM_ATTN_SEGMENT; segment++) {
+  const int64_t first_split = h->first / RM_ATTN_SPLIT;
+  for (int64_t split = first_split; split <= h->last / RM_ATTN_SPLIT; split++) {
     float m = -INFINITY, l = 0.0f;
     for (int64_t d = 0; d < head_dim; d++) acc[d] = 0.0f;
-    const int64_t end = (segment + 1) * RM_ATTN_SEGMENT;
-    for (int64_t t0 = segment * RM_ATTN_SEGMENT; t0 < end; t0 += RM_ATTN_BLOCK)
+    const int64_t end = (split + 1) * RM_ATTN_SPLIT;
+    for (int64_t t0 = split * RM_ATTN_SPLIT; t0 < end; t0 += RM_ATTN_BLOCK)
       if (t0 + RM_ATTN_BLOCK > h->first && t0 <= h->last) add_block(h, t0, &m, &l, acc);
-    if (segment == first_segment) {
+    if (split == first_split) {
       m_all = m;
       l_all = l;
       memcpy(merged, acc, (size_t)head_dim * sizeof *acc);

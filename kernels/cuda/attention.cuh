@@ -1,5 +1,5 @@
 // attention.cuh: shared by the two kernels that compute states of attention, in attention_decode.cu
-// and attention_mma.cu. A state is the partial result of one segment of positions.
+// and attention_mma.cu. A state is the partial result of one split of positions.
 #pragma once
 
 #include "device.cuh"
@@ -13,11 +13,11 @@ __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) 
   return {a.window > 0 ? rm_max64(0, last - a.window + 1) : 0, last};
 }
 
-// A state is head_dim values A[d], then m, then l; states are [row of the pass][head][segment].
-// Segments without a live position of the row have undefined states.
+// A state is head_dim values A[d], then m, then l; states are [row of the pass][head][split].
+// Splits without a live position of the row have undefined states.
 RM_INLINE int64_t rm_state_floats(int64_t head_dim) { return head_dim + 2; }
-RM_INLINE int64_t rm_count_segments(int64_t positions) {
-  return (positions + RM_ATTN_SEGMENT - 1) / RM_ATTN_SEGMENT;
+RM_INLINE int64_t rm_count_splits(int64_t positions) {
+  return (positions + RM_ATTN_SPLIT - 1) / RM_ATTN_SPLIT;
 }
 
 // The rows that one call computes by states: all rows in order, or those of listed tiles of
@@ -39,7 +39,7 @@ __device__ inline int64_t rm_row_of(const rm_row_list &list, const rm_attention_
 
 // Rows are computed in passes of as many as the workspace holds: here `rows` from the row0-th on.
 struct rm_rows_pass {
-  int64_t row0, rows, n_segments;
+  int64_t row0, rows, n_splits;
   rm_row_list list;
 };
 // Launches the kernels that compute the states of a pass.

@@ -1,5 +1,5 @@
-// attention_decode.cu: paged attention with one block of threads for (row, query head, segment of
-// 1024 positions), then one block that merges the segments in order: docs/numerics.md §4. Segments
+// attention_decode.cu: paged attention with one block of threads for (row, query head, split of
+// 1024 positions), then one block that merges the splits in order: docs/numerics.md §4. Splits
 // are counted from position 0, so a long context spreads over the GPU and the result does not
 // depend on the batch; states are in ctx->workspace. The kernel also computes prefill rows, but
 // reads keys again for each row, as decode has to. The host does not have the positions: it
@@ -96,11 +96,11 @@ __device__ void add_values(float *acc, const float *p, float alpha, const rm_att
 
 template <rm_dtype DTYPE>
 __global__ void __launch_bounds__(THREADS, 8)
-    segment_kernel(rm_attention_args a, float *states, int64_t row0) {
-  const int64_t row = row0 + blockIdx.x, head = blockIdx.y, segment = blockIdx.z;
+    split_kernel(rm_attention_args a, float *states, int64_t row0) {
+  const int64_t row = row0 + blockIdx.x, head = blockIdx.y, split = blockIdx.z;
   const span s = rm_live_span(a, row);
-  const int64_t begin = segment * RM_ATTN_SEGMENT, k_padded = rm_round_up(a.head_dim, RM_K_BLOCK);
-  if (begin > s.last || begin + RM_ATTN_SEGMENT <= s.first) return;
+  const int64_t begin = split * RM_ATTN_SPLIT, k_padded = rm_round_up(a.head_dim, RM_K_BLOCK);
+  if (begin > s.last || begin + RM_ATTN_SPLIT <= s.first) return;
   RM_SHARED(shared);
   float *q = shared, *part = q + k_padded, *p = part + k_padded, *alpha = p + RM_ATTN_BLOCK,
         *acc = alpha + 1;
@@ -111,8 +111,7 @@ __global__ void __launch_bounds__(THREADS, 8)
   __syncthreads();
   float m = -INFINITY, l = 0.0f; // used by the first warp only
   const int64_t first_block = rm_max64(begin, s.first / RM_ATTN_BLOCK * RM_ATTN_BLOCK);
-  for (int64_t t0 = first_block; t0 <= s.last && t0 < begin + RM_ATTN_SEGMENT;
-       t0 += RM_ATTN_BLOCK) {
+  for (int64_t t0 = first_block; t0 <= s.last && t0 < begin + RM_ATTN_SPLIT; t0 += RM_ATTN_BLOCK) {
     const int64_t t = t0 + threadIdx.x % WARP;
     partial_scores<DTYPE>(part, q, a, h, t, s);
     __syncthreads();
@@ -120,8 +119,8 @@ __global__ void __launch_bounds__(THREADS, 8)
     __syncthreads(); // p is read until the next block's first barrier, and written after it
     add_values<DTYPE>(acc, p, *alpha, a, h, t0, s);
   }
-  float *state = states + ((blockIdx.x * a.n_heads + head) * gridDim.z + segment) *
-                              rm_state_floats(a.head_dim);
+  float *state =
+      states + ((blockIdx.x * a.n_heads + head) * gridDim.z + split) * rm_state_floats(a.head_dim);
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) state[d] = acc[d];
   if (threadIdx.x == 0) {
     state[a.head_dim] = m;
@@ -136,13 +135,13 @@ __global__ void __launch_bounds__(THREADS)
                 words = rm_state_floats(a.head_dim);
   if (row < 0) return;
   const span s = rm_live_span(a, row);
-  const int64_t from = s.first / RM_ATTN_SEGMENT, to = s.last / RM_ATTN_SEGMENT;
-  const float *of_head = states + (blockIdx.x * a.n_heads + head) * t.n_segments * words;
+  const int64_t from = s.first / RM_ATTN_SPLIT, to = s.last / RM_ATTN_SPLIT;
+  const float *of_head = states + (blockIdx.x * a.n_heads + head) * t.n_splits * words;
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) {
     const float *state = of_head + from * words;
     float sum = state[d], m_all = state[a.head_dim], l_all = state[a.head_dim + 1];
-    for (int64_t segment = from + 1; segment <= to; segment++) {
-      state = of_head + segment * words;
+    for (int64_t split = from + 1; split <= to; split++) {
+      state = of_head + split * words;
       const float m = state[a.head_dim], next = rm_max_f32(m, m_all), old = rm_exp(m_all - next),
                   add = rm_exp(m - next);
       l_all = fmaf(l_all, old, state[a.head_dim + 1] * add);
@@ -156,10 +155,10 @@ __global__ void __launch_bounds__(THREADS)
 template <rm_dtype DTYPE>
 void states_of(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
   const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads),
-                  static_cast<unsigned>(t.n_segments));
+                  static_cast<unsigned>(t.n_splits));
   const size_t shared =
       (2 * rm_round_up(a->head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 1 + a->head_dim) * sizeof(float);
-  RM_LAUNCH(segment_kernel<DTYPE>, grid, dim3(THREADS), shared, ctx->stream, *a, states, t.row0);
+  RM_LAUNCH(split_kernel<DTYPE>, grid, dim3(THREADS), shared, ctx->stream, *a, states, t.row0);
 }
 
 void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
@@ -170,28 +169,28 @@ void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm
 } // namespace
 
 size_t rm_cuda_attention_workspace(const rm_limits *l) {
-  const int64_t per_row = l->n_heads * rm_count_segments(l->max_positions + RM_ATTN_SEGMENT) *
-                          rm_state_floats(l->head_dim);
+  const int64_t per_row =
+      l->n_heads * rm_count_splits(l->max_positions + RM_ATTN_SPLIT) * rm_state_floats(l->head_dim);
   return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * per_row) * sizeof(float);
 }
 
 // If the workspace cannot hold all rows, they are computed in several passes; the stream orders
-// their use of the states. The workspace holds all segments of a position within the limits.
-// Segments at the end of the last page, when a page is longer than a segment, are never live.
+// their use of the states. The workspace holds all splits of a position within the limits.
+// Splits at the end of the last page, when a page is longer than a split, are never live.
 void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn,
                           int64_t rows, rm_row_list list, size_t used) {
   if (rows <= 0 || a->n_heads <= 0 || used > ctx->workspace_bytes) return;
-  const size_t per_segment =
+  const size_t per_split =
       static_cast<size_t>(a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
   const size_t bytes = ctx->workspace_bytes - used;
-  const int64_t room = rm_min64(static_cast<int64_t>(bytes / per_segment), MAX_GRID_Z);
-  const int64_t n_segments = rm_min64(rm_count_segments(a->max_pages * a->page_size), room);
-  if (n_segments <= 0) return;
+  const int64_t room = rm_min64(static_cast<int64_t>(bytes / per_split), MAX_GRID_Z);
+  const int64_t n_splits = rm_min64(rm_count_splits(a->max_pages * a->page_size), room);
+  if (n_splits <= 0) return;
   const int64_t at_once =
-      rm_max64(1, static_cast<int64_t>(bytes / (per_segment * static_cast<size_t>(n_segments))));
+      rm_max64(1, static_cast<int64_t>(bytes / (per_split * static_cast<size_t>(n_splits))));
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
   for (int64_t row0 = 0; row0 < rows; row0 += at_once) {
-    const rm_rows_pass t = {row0, rm_min64(at_once, rows - row0), n_segments, list};
+    const rm_rows_pass t = {row0, rm_min64(at_once, rows - row0), n_splits, list};
     const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads));
     states_fn(ctx, a, states, t);
     if (a->dtype == RM_BF16)

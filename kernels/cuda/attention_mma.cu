@@ -2,7 +2,7 @@
 // products on tensor cores: K·qᵀ is one chain over head_dim, Vᵀ·P two steps from +0 for each block
 // of 32 positions. This file computes single rows, as in decode, where the cache is read once;
 // attention_mma_tiles.cu computes tiles of adjacent rows. A block of threads computes the state of
-// one segment of 1024 positions for up to 8 columns, the query heads of one row and kv head. It
+// one split of 1024 positions for up to 8 columns, the query heads of one row and kv head. It
 // takes 64 positions at a time: each warp computes the scores of 16 positions, then the softmax of
 // a quarter of the columns, then the sums of a quarter of head_dim. Scores and P pass through
 // shared memory, since a row of K's product is a k of V's. A K or V tile of 16 positions is read
@@ -257,21 +257,21 @@ __device__ void add_values(float (&acc)[DT][4], const columns &c, const values<D
 
 __device__ float *state_of(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
                            const shape &s, float *states, int column) {
-  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SEGMENT);
-  if (c.first[column] >= begin + RM_ATTN_SEGMENT || c.last[column] < begin) return nullptr;
+  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SPLIT);
+  if (c.first[column] >= begin + RM_ATTN_SPLIT || c.last[column] < begin) return nullptr;
   const rm_attn_owner o = rm_attn_owner_of(w, column);
-  return states + ((blockIdx.x * a.n_heads + o.head) * s.pass.n_segments + blockIdx.z) *
+  return states + ((blockIdx.x * a.n_heads + o.head) * s.pass.n_splits + blockIdx.z) *
                       rm_state_floats(a.head_dim);
 }
 
-// Computes a segment of one row's columns.
+// Computes a split of one row's columns.
 template <int DT>
-__device__ void segment_of_row(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
-                               const shape &s, float *states) {
+__device__ void split_of_row(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
+                             const shape &s, float *states) {
   const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
             lane = static_cast<int>(threadIdx.x) % RM_WARP;
-  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SEGMENT),
-            end = begin + RM_ATTN_SEGMENT;
+  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SPLIT),
+            end = begin + RM_ATTN_SPLIT;
   const int32_t *pages = a.block_tables + a.seq_of_row[w.row0] * a.max_pages;
   load_columns(c, a, w);
   __syncthreads();
@@ -316,13 +316,13 @@ template <int DT> constexpr int AT_LEAST = 6 - DT / 2;
 
 template <int DT>
 __global__ void __launch_bounds__(THREADS, AT_LEAST<DT>)
-    segment_kernel(rm_attention_args a, shape s, float *states) {
+    split_kernel(rm_attention_args a, shape s, float *states) {
   RM_SHARED(shared);
   const int64_t row = rm_row_of(s.pass.list, a, s.pass.row0 + blockIdx.x);
   if (row < 0) return; // the whole block returns, here and below
   const rm_attn_work w = rm_attn_work_of(a, row, row + 1, s.heads, s.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
-  segment_of_row<DT>(columns_in(shared, a.head_dim), a, w, s, states);
+  split_of_row<DT>(columns_in(shared, a.head_dim), a, w, s, states);
 }
 
 template <int DT>
@@ -334,10 +334,10 @@ void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_row
   s.head_tiles = static_cast<int>((group + s.heads - 1) / s.heads);
   const dim3 grid(static_cast<unsigned>(pass.rows),
                   static_cast<unsigned>(a->n_kv_heads * s.head_tiles),
-                  static_cast<unsigned>(pass.n_segments));
+                  static_cast<unsigned>(pass.n_splits));
   const size_t shared = static_cast<size_t>(shared_words(a->head_dim)) * sizeof(float);
   for (; s.d_tile0 < rm_mma_tile_rows(a->head_dim); s.d_tile0 += WARPS * DT)
-    RM_LAUNCH((segment_kernel<DT>), grid, dim3(THREADS), shared, ctx->stream, *a, s, states);
+    RM_LAUNCH((split_kernel<DT>), grid, dim3(THREADS), shared, ctx->stream, *a, s, states);
 }
 
 void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass pass) {

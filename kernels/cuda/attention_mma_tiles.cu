@@ -7,8 +7,8 @@
 // positions the contract's tree, two levels in a lane and three between lanes. All operations on a
 // column and their order are those of attention_mma.cu, so the two are bit-identical.
 //
-// At the end of a segment of 1024 positions a column's state is merged into the state of the
-// previous segments, which is in the workspace. A context of one segment does not use the
+// At the end of a split of 1024 positions a column's state is merged into the state of the
+// previous splits, which is in the workspace. A context of one split does not use the
 // workspace.
 //
 // The device determines which rows belong to one sequence. Tiles with rows of several sequences are
@@ -21,7 +21,7 @@ namespace {
 constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, CT = 4, WARP_COLS = CT * RM_MMA_COLS,
               COLS = WARPS * WARP_COLS;
 constexpr int KEYS = static_cast<int>(RM_ATTN_BLOCK), HALVES = KEYS / RM_MMA_K,
-              SEGMENT = static_cast<int>(RM_ATTN_SEGMENT);
+              SPLIT = static_cast<int>(RM_ATTN_SPLIT);
 constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, ROWS_BYTES = 144, PUT_TILES = 4,
               PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
 constexpr int PUT_WORDS = RM_MMA_COLS * PUT_PITCH; // per warp, padded: lanes use different banks
@@ -101,14 +101,14 @@ template <class S> __device__ block block_in(float *shared, int64_t head_dim) {
 template <class S>
 __device__ void load_queries(const block &b, const rm_attention_args &a, const rm_attn_work &w) {
   const rm_tokens q = rm_tokens_of(a.q, a.head_dim, a.head_dim, 0, a.rows * a.n_heads);
-  const int chunks = S::steps(a.head_dim) * 2;
-  for (int i = static_cast<int>(threadIdx.x); i < COLS * chunks; i += THREADS) {
-    const int at = i / chunks, chunk = i % chunks;
+  const int vectors = S::steps(a.head_dim) * 2;
+  for (int i = static_cast<int>(threadIdx.x); i < COLS * vectors; i += THREADS) {
+    const int at = i / vectors, vector = i % vectors;
     const rm_attn_owner o = rm_attn_owner_of(w, at);
     const uint4 words =
-        o.some ? rm_load_tokens(q, static_cast<int>(o.row * a.n_heads + o.head), chunk * 8)
+        o.some ? rm_load_tokens(q, static_cast<int>(o.row * a.n_heads + o.head), vector * 8)
                : uint4{0, 0, 0, 0};
-    *reinterpret_cast<uint4 *>(b.q + at * S::pitch(a.head_dim) + chunk * 4) = words;
+    *reinterpret_cast<uint4 *>(b.q + at * S::pitch(a.head_dim) + vector * 4) = words;
   }
   const int64_t row = w.row0 + threadIdx.x;
   b.seqs[threadIdx.x] = row < w.end ? a.seq_of_row[row] : -1;
@@ -172,7 +172,7 @@ __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one 
 }
 
 // Begins a new state for each of the warp's columns.
-template <int DT> __device__ void begin_segment(float (&acc)[DT][CT][4], const block &b) {
+template <int DT> __device__ void begin_split(float (&acc)[DT][CT][4], const block &b) {
 #pragma unroll
   for (int i = 0; i < DT; i++)
 #pragma unroll
@@ -315,21 +315,20 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const 
   }
 }
 
-// How a column's state is merged at the end of a segment.
+// How a column's state is merged at the end of a split.
 struct joined {
-  float old, add; // factors of the previous sums and of the segment's sums
+  float old, add; // factors of the previous sums and of the split's sums
   float l; // the divisor of the row
-  int place; // of the column; −1: the segment has no live position
+  int place; // of the column; −1: the split has no live position
   bool is_first, is_last;
 };
 
 // Called by the column's lane. Writes m and l to the workspace unless the column is complete.
 __device__ joined join(const block &b, int at, const rm_attention_args &a, float *states,
-                       int64_t place0, int segment) {
+                       int64_t place0, int split) {
   const column c = b.columns[at];
-  joined of = {
-      0.0f, 1.0f, c.l, -1, segment == c.live.first / SEGMENT, segment == c.live.last / SEGMENT};
-  if (!is_live(c.live, segment * SEGMENT, SEGMENT)) return of;
+  joined of = {0.0f, 1.0f, c.l, -1, split == c.live.first / SPLIT, split == c.live.last / SPLIT};
+  if (!is_live(c.live, split * SPLIT, SPLIT)) return of;
   of.place = b.places[at];
   float *state = states + (of.place - place0) * rm_state_floats(a.head_dim) + a.head_dim, m = c.m;
   if (!of.is_first) {
@@ -341,18 +340,17 @@ __device__ joined join(const block &b, int at, const rm_attention_args &a, float
   return of;
 }
 
-// Merges the states of a segment into those of the previous segments, in the workspace. After its
-// last segment, writes a column's row. Sums go through shared memory, 64 of 8 columns at a time, so
+// Merges the states of a split into those of the previous splits, in the workspace. After its
+// last split, writes a column's row. Sums go through shared memory, 64 of 8 columns at a time, so
 // that adjacent lanes have adjacent sums.
 template <class S>
-__device__ void end_segment(const float (&acc)[S::DT][CT][4], const block &b,
-                            const rm_attention_args &a, const tiles &t, float *states,
-                            int segment) {
+__device__ void end_split(const float (&acc)[S::DT][CT][4], const block &b,
+                          const rm_attention_args &a, const tiles &t, float *states, int split) {
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
             warp = static_cast<int>(threadIdx.x) / RM_WARP;
   const int64_t place0 = t.tile0 * t.rows_each * a.n_heads;
   float *mine = b.put + warp * PUT_WORDS;
-  const joined of_lane = join(b, static_cast<int>(threadIdx.x), a, states, place0, segment);
+  const joined of_lane = join(b, static_cast<int>(threadIdx.x), a, states, place0, split);
 #pragma unroll
   for (int n = 0; n < CT; n++)
 #pragma unroll
@@ -410,7 +408,7 @@ __device__ void make_rows(const block &b, const rm_attention_args &a, const tile
   __syncthreads();
   const auto stage = [&](int t0) { return b.stages + t0 / KEYS % 2 * S::stage_bytes(a.head_dim); };
   float acc[S::DT][CT][4];
-  begin_segment(acc, b);
+  begin_split(acc, b);
   fill<S>(stage(all.first), a, *b.rows, all.first / KEYS * KEYS, t.d_tile0);
   rm_copies_commit();
   for (int t0 = all.first / KEYS * KEYS; t0 <= b.rows->all.last; t0 += KEYS) {
@@ -420,10 +418,10 @@ __device__ void make_rows(const block &b, const rm_attention_args &a, const tile
     if (!is_end) fill<S>(stage(t0 + KEYS), a, *b.rows, t0 + KEYS, t.d_tile0);
     rm_copies_commit();
     if (is_live(b.rows->live[warp], t0, KEYS)) add_positions<S>(acc, b, stage(t0), a, t0);
-    if ((t0 + KEYS) % SEGMENT != 0 && !is_end) continue;
+    if ((t0 + KEYS) % SPLIT != 0 && !is_end) continue;
     __syncwarp(); // m and l have been written
-    end_segment<S>(acc, b, a, t, states, t0 / SEGMENT);
-    begin_segment(acc, b);
+    end_split<S>(acc, b, a, t, states, t0 / SPLIT);
+    begin_split(acc, b);
   }
   rm_copies_wait<0>(); // a block must not end with an open group, even an empty one
   __syncthreads(); // before the next rows' columns and stages
@@ -508,7 +506,7 @@ bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a,
   const size_t of_tile =
       static_cast<size_t>(t.rows_each * a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
   const int64_t fit = static_cast<int64_t>((ctx->workspace_bytes - used) / of_tile);
-  const int64_t at_once = a->max_pages * a->page_size > RM_ATTN_SEGMENT ? fit : n_tiles;
+  const int64_t at_once = a->max_pages * a->page_size > RM_ATTN_SPLIT ? fit : n_tiles;
   if (at_once < 1) return false;
   int32_t *list = static_cast<int32_t *>(ctx->workspace), *by_rows = list + 1 + n_tiles;
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);

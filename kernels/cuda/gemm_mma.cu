@@ -4,8 +4,8 @@
 // in shared memory as in global memory, so a fragment of A is one load of 16 bytes per lane; x is
 // swizzled for ldmatrix, which loads B for 16 tokens.
 //
-// The limits are shared memory's 128 bytes per clock, then registers. The sums of a segment and the
-// sums of all previous segments are two sets of registers: the cost of the fixed split over k,
+// The limits are shared memory's 128 bytes per clock, then registers. The sums of a split and the
+// sums of all previous splits are two sets of registers: the cost of the fixed split over k,
 // which few rows need (gemm_mma_rows.cu). With 64 × 48 outputs per warp they take 192 of a thread's
 // 255 registers, and shared memory can feed 1293 FMAs per clock: 128·192·16 of them for
 // rm_tile_bytes = 38,912; 64 × 32 outputs allow 1024. The next fragments are loaded during the
@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int THREADS = RM_TILE_WARPS * RM_WARP, STAGES = 4, STEPS = RM_TILE_K / RM_MMA_K,
-              OF_SEGMENT = RM_MMA_SEGMENT / RM_TILE_K;
+              OF_SPLIT = RM_MMA_SPLIT / RM_TILE_K;
 
 template <int TILE> struct tile {
   static constexpr rm_tile_shape OF = RM_TILES[TILE];
@@ -51,11 +51,11 @@ template <class T>
 __device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps, int tile_rows,
                             const rm_tokens &x) {
   const int t = static_cast<int>(threadIdx.x), tile_row = t / (STEPS * RM_WARP),
-            row = t / (RM_TILE_K / 8), chunk = t % (RM_TILE_K / 8);
+            row = t / (RM_TILE_K / 8), vector = t % (RM_TILE_K / 8);
   source s;
   s.w = reinterpret_cast<const char *>(w + tile_row * steps * RM_WARP + t % (STEPS * RM_WARP));
-  s.x = reinterpret_cast<const char *>(x.x + (x.row0 + row) * x.ldx + chunk * 8);
-  s.blocks = static_cast<int>((a.k - chunk * 8 + RM_TILE_K - 1) / RM_TILE_K);
+  s.x = reinterpret_cast<const char *>(x.x + (x.row0 + row) * x.ldx + vector * 8);
+  s.blocks = static_cast<int>((a.k - vector * 8 + RM_TILE_K - 1) / RM_TILE_K);
   s.there = 0;
   for (int i = 0; i < T::W_COPIES; i++) s.there |= tile_row + i * 4 < tile_rows ? 1u << i : 0;
   for (int i = 0; i < T::X_COPIES; i++) s.there |= x.row0 + row + i * 64 < x.end ? X_THERE << i : 0;
@@ -68,7 +68,7 @@ template <class T, bool WIDE>
 __device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t steps,
                      const rm_tokens &x, int block) {
   const int t = static_cast<int>(threadIdx.x), row = t / (RM_TILE_K / 8),
-            chunk = t % (RM_TILE_K / 8);
+            vector = t % (RM_TILE_K / 8);
   constexpr int STRIDE = THREADS * 16; // in the stage, between a thread's copies of W and of x
 #pragma unroll
   for (int i = 0; i < T::W_COPIES; i++)
@@ -76,12 +76,12 @@ __device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t step
                   true);
 #pragma unroll
   for (int i = 0; i < T::X_COPIES; i++) {
-    char *to = stage + T::W_BYTES + rm_tile_chunk(row, chunk) * 16 + i * STRIDE;
+    char *to = stage + T::W_BYTES + rm_tile_vector(row, vector) * 16 + i * STRIDE;
     if constexpr (WIDE)
       rm_copy_async(to, s.x + i * 64 * a.ldx * 2, s.there & X_THERE << i, block < s.blocks);
     else if (s.there & X_THERE << i)
       *reinterpret_cast<uint4 *>(to) =
-          rm_load_tokens(x, row + i * 64, static_cast<int64_t>(block) * RM_TILE_K + chunk * 8);
+          rm_load_tokens(x, row + i * 64, static_cast<int64_t>(block) * RM_TILE_K + vector * 8);
   }
   s.w += STEPS * RM_WARP * 16;
   s.x += RM_TILE_K * 2;
@@ -100,8 +100,9 @@ template <class T> __device__ lanes lanes_of(int warp, int lane) {
   at.w = warp / T::WARPS_OF_COLS * T::MT * STEPS * RM_WARP * 16 + lane * 16;
 #pragma unroll
   for (int step = 0; step < STEPS; step++)
-    at.x[step] = T::W_BYTES +
-                 rm_tile_lane_chunk(warp % T::WARPS_OF_COLS * T::NT * RM_MMA_COLS, step, lane) * 16;
+    at.x[step] =
+        T::W_BYTES +
+        rm_tile_lane_vector(warp % T::WARPS_OF_COLS * T::NT * RM_MMA_COLS, step, lane) * 16;
   return at;
 }
 
@@ -109,7 +110,7 @@ __device__ uint4 load_a(const char *stage, const lanes &at, int step, int m) {
   return *reinterpret_cast<const uint4 *>(stage + at.w + (m * STEPS + step) * RM_WARP * 16);
 }
 __device__ uint4 load_b(const char *stage, const lanes &at, int step, int pair) {
-  return rm_load_matrices(stage + at.x[step] + rm_tile_chunk(pair * 2 * RM_MMA_COLS, 0) * 16);
+  return rm_load_matrices(stage + at.x[step] + rm_tile_vector(pair * 2 * RM_MMA_COLS, 0) * 16);
 }
 
 // Multiplies one step. Meanwhile loads into f the first fragments of the next step, `next_step` of
@@ -133,9 +134,9 @@ __device__ void multiply(float (&sums)[T::MT][T::NT][4], fragments<T> &f, const 
   }
 }
 
-// Ends a segment: acc ← acc + sums, and sums ← 0.
+// Ends a split: acc ← acc + sums, and sums ← 0.
 template <int MT, int NT>
-__device__ void add_segment(float (&acc)[MT][NT][4], float (&sums)[MT][NT][4]) {
+__device__ void add_split(float (&acc)[MT][NT][4], float (&sums)[MT][NT][4]) {
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -183,7 +184,7 @@ __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
       fill<T, WIDE>(stages + ahead % STAGES * T::STAGE_BYTES, s, a, steps, x, ahead);
       rm_copies_commit();
     });
-    if ((block + 1) % OF_SEGMENT == 0 || block + 1 == blocks) add_segment(acc, sums);
+    if ((block + 1) % OF_SPLIT == 0 || block + 1 == blocks) add_split(acc, sums);
   }
   rm_copies_wait<0>();
 }

@@ -1,6 +1,6 @@
 // gemm_mma_few.cu: the bf16 gemm of the family cuda_mma for up to 8 rows. A block computes one row
-// of tiles, 16 rows of W, with one warp for each segment of k (with more than 8 segments, for every
-// eighth). The sums of segments are added in order in shared memory, which saves the second launch
+// of tiles, 16 rows of W, with one warp for each split of k (with more than 8 splits, for every
+// eighth). The sums of splits are added in order in shared memory, which saves the second launch
 // of gemm_mma_rows.cu, a noticeable time in decode at batch 1. Each warp stages its own part of x
 // and does not wait for other warps until the end. x is read again for every 16 rows of W, half as
 // many bytes as those rows; from 16 tokens on that would be more than W, and gemm_mma_rows.cu is
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int MAX_WARPS = 8, CHUNK = 256, STAGED_WORDS = RM_STAGED_WORDS<1, CHUNK>,
+constexpr int MAX_WARPS = 8, STAGE = 256, STAGED_WORDS = RM_STAGED_WORDS<1, STAGE>,
               SUMS = RM_MMA_ROWS * RM_MMA_COLS;
 constexpr int MAX_SHARED = 48 << 10; // the default limit of a kernel
 static_assert(RM_PUT_WORDS<1> <= STAGED_WORDS);
@@ -24,30 +24,30 @@ __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args
   if (group < 0) return; // the whole block returns
   const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
                 end = a.group_rows ? a.group_rows[group + 1] : a.m;
-  const int segments = static_cast<int>(rm_mma_segments(a.k));
+  const int splits = static_cast<int>(rm_mma_splits(a.k));
   const uint16_t *matrix = static_cast<const uint16_t *>(a.w) + group * a.group_stride;
   const uint4 *w =
       reinterpret_cast<const uint4 *>(matrix) + blockIdx.x * rm_mma_steps(a.k) * RM_WARP;
   float *mine = shared + warp * STAGED_WORDS,
-        *parts = shared + warps * STAGED_WORDS + lane; // [segment][4][32]: one column per lane
+        *parts = shared + warps * STAGED_WORDS + lane; // [split][4][32]: one column per lane
   for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(RM_MMA_COLS); row0 < end;
        row0 += gridDim.y * static_cast<int64_t>(RM_MMA_COLS)) {
     const rm_tokens x = rm_tokens_of(a.x, a.ldx, a.k, row0, end);
     float acc[1][4];
-    for (int segment = warp; segment < segments; segment += warps) {
-      rm_mma_rows<1, RM_WARP, CHUNK>(acc, reinterpret_cast<uint32_t *>(mine), x, w, true,
-                                     segment * RM_MMA_STEPS,
-                                     static_cast<int>(rm_segment_steps(a.k, segment)));
+    for (int split = warp; split < splits; split += warps) {
+      rm_mma_rows<1, RM_WARP, STAGE>(acc, reinterpret_cast<uint32_t *>(mine), x, w, true,
+                                     split * RM_MMA_STEPS,
+                                     static_cast<int>(rm_split_steps(a.k, split)));
 #pragma unroll
-      for (int i = 0; i < 4; i++) parts[segment * SUMS + i * RM_WARP] = acc[0][i];
+      for (int i = 0; i < 4; i++) parts[split * SUMS + i * RM_WARP] = acc[0][i];
     }
     __syncthreads();
     if (warp == 0) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         acc[0][i] = 0.0f;
-        for (int segment = 0; segment < segments; segment++)
-          acc[0][i] = acc[0][i] + parts[segment * SUMS + i * RM_WARP];
+        for (int split = 0; split < splits; split++)
+          acc[0][i] = acc[0][i] + parts[split * SUMS + i * RM_WARP];
       }
       rm_mma_put_outputs<SWIGLU, 1>(a, mine, acc, blockIdx.x, row0, end);
     }
@@ -58,10 +58,10 @@ __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args
 } // namespace
 
 bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
-  const int segments = static_cast<int>(rm_mma_segments(a->k)),
-            turns = (segments + MAX_WARPS - 1) / MAX_WARPS;
-  const int warps = (segments + turns - 1) / turns;
-  const size_t shared = static_cast<size_t>(warps * STAGED_WORDS + segments * SUMS) * sizeof(float);
+  const int splits = static_cast<int>(rm_mma_splits(a->k)),
+            turns = (splits + MAX_WARPS - 1) / MAX_WARPS;
+  const int warps = (splits + turns - 1) / turns;
+  const size_t shared = static_cast<size_t>(warps * STAGED_WORDS + splits * SUMS) * sizeof(float);
   if (shared > MAX_SHARED) return false;
   const int64_t rows = swiglu ? rm_mma_w_rows<true>(a->n) : rm_mma_w_rows<false>(a->n);
   const int64_t slots = a->group_rows ? rm_min64(a->m, a->n_groups) : 1;

@@ -1,10 +1,10 @@
 // gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, whose time is that of
 // reading W once. A block multiplies 64 rows of W, 16 per warp, by up to 64 tokens (gemm_mma_few.cu
 // takes up to 8 tokens). If there are too few such blocks for the GPU, each block takes only one
-// segment of k and writes its sums to the workspace; a second launch adds them in the order of the
-// segments, the same order as in a block with all of k. So the split and the number of tokens do
+// split of k and writes its sums to the workspace; a second launch adds them in the order of the
+// splits, the same order as in a block with all of k. So the split and the number of tokens do
 // not change the result. Rejected: a counter and the last block instead of the second launch,
-// because it needs memory that is zero between ops; and a cluster of blocks over the segments,
+// because it needs memory that is zero between ops; and a cluster of blocks over the splits,
 // because it needs sm_90.
 //
 // Groups without rows take no time: a block finds the group of its slot among the groups that have
@@ -20,7 +20,7 @@ static_assert(WARPS * RM_PUT_WORDS<8> <= RM_STAGED_WORDS<8> &&
 constexpr int64_t FEW_ROWS = 64, ENOUGH_BLOCKS = 512, ADD_THREADS = 128;
 constexpr int64_t MAX_WORKSPACE = 64 << 20;
 
-// parts: [segment][row of y][row of W]
+// parts: [split][row of y][row of W]
 template <int NT>
 __device__ void put_parts(float *parts, int64_t pitch, const float (&acc)[NT][4], int64_t tile_row,
                           int64_t row0, int64_t end) {
@@ -38,10 +38,10 @@ template <bool SWIGLU, int NT>
 __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
     rows_kernel(rm_gemm_args a, float *parts) {
   RM_SHARED(shared);
-  const int64_t segments = parts ? rm_mma_segments(a.k) : 1,
+  const int64_t splits = parts ? rm_mma_splits(a.k) : 1,
                 tile_rows = rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n));
   const rm_rows_unit u =
-      rm_rows_unit_of(blockIdx.x, blockIdx.z, static_cast<int>(threadIdx.x) / RM_WARP, segments);
+      rm_rows_unit_of(blockIdx.x, blockIdx.z, static_cast<int>(threadIdx.x) / RM_WARP, splits);
   const int64_t group = rm_group_of_slot(a, u.slot);
   if (group < 0) return; // the whole block returns
   const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
   const uint4 *w =
       reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) +
       u.tile_row * all_steps * RM_WARP;
-  const int step0 = static_cast<int>(u.segment * RM_MMA_STEPS);
-  const int steps = static_cast<int>(parts ? rm_segment_steps(a.k, u.segment) : all_steps);
+  const int step0 = static_cast<int>(u.split * RM_MMA_STEPS);
+  const int steps = static_cast<int>(parts ? rm_split_steps(a.k, u.split) : all_steps);
   constexpr int64_t ROWS = RM_MMA_COLS * NT;
   for (int64_t row0 = begin + blockIdx.y * ROWS; row0 < end; row0 += gridDim.y * ROWS) {
     float acc[NT][4];
@@ -61,43 +61,43 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
     __syncthreads(); // the outputs overwrite the staged tokens
     float *mine = shared + threadIdx.x / RM_WARP * RM_PUT_WORDS<NT>;
     if (live && parts)
-      put_parts<NT>(parts + u.segment * a.m * pitch, pitch, acc, u.tile_row, row0, end);
+      put_parts<NT>(parts + u.split * a.m * pitch, pitch, acc, u.tile_row, row0, end);
     else if (live) rm_mma_put_outputs<SWIGLU, NT>(a, mine, acc, u.tile_row, row0, end);
   }
 }
 
-__device__ float sum_of_parts(const float *parts, int64_t segments, int64_t stride) {
+__device__ float sum_of_parts(const float *parts, int64_t splits, int64_t stride) {
   float acc = 0.0f;
 #pragma unroll 4
-  for (int64_t s = 0; s < segments; s++) acc = acc + parts[s * stride];
+  for (int64_t s = 0; s < splits; s++) acc = acc + parts[s * stride];
   return acc;
 }
 
 template <bool SWIGLU>
 __global__ void __launch_bounds__(ADD_THREADS) add_kernel(rm_gemm_args a, const float *parts) {
   const int64_t col = blockIdx.x * ADD_THREADS + threadIdx.x, row = blockIdx.y,
-                pitch = rm_mma_w_rows<SWIGLU>(a.n), segments = rm_mma_segments(a.k);
+                pitch = rm_mma_w_rows<SWIGLU>(a.n), splits = rm_mma_splits(a.k);
   if (col >= a.n || (a.group_rows && (row < a.group_rows[0] || row >= a.group_rows[a.n_groups])))
     return;
   const float *from = parts + row * pitch + (SWIGLU ? rm_mma_gate_up_row(col, 0) : col);
-  const float acc = sum_of_parts(from, segments, a.m * pitch);
+  const float acc = sum_of_parts(from, splits, a.m * pitch);
   rm_put_output<RM_BF16, SWIGLU>(a, row, col, acc,
-                                 SWIGLU ? sum_of_parts(from + 8, segments, a.m * pitch) : 0.0f);
+                                 SWIGLU ? sum_of_parts(from + 8, splits, a.m * pitch) : 0.0f);
 }
 
 template <bool SWIGLU, int NT> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
   const int64_t slots = a->group_rows ? rm_min64(a->m, a->n_groups) : 1,
-                segments = rm_mma_segments(a->k), rows = rm_mma_w_rows<SWIGLU>(a->n);
+                splits = rm_mma_splits(a->k), rows = rm_mma_w_rows<SWIGLU>(a->n);
   const unsigned x = rm_blocks(rows, WARPS * RM_MMA_ROWS), y = rm_row_blocks(a, RM_MMA_COLS * NT);
   const bool fits =
-      static_cast<uint64_t>(segments * a->m * rows) * sizeof(float) <= ctx->workspace_bytes &&
-      slots * segments <= MAX_GRID;
-  const bool split = segments > 1 && x * y * slots < ENOUGH_BLOCKS && fits && a->m <= MAX_GRID;
-  float *parts = split ? static_cast<float *>(ctx->workspace) : nullptr;
-  const dim3 grid(x, y, static_cast<unsigned>(slots * (split ? segments : 1)));
+      static_cast<uint64_t>(splits * a->m * rows) * sizeof(float) <= ctx->workspace_bytes &&
+      slots * splits <= MAX_GRID;
+  const bool is_split = splits > 1 && x * y * slots < ENOUGH_BLOCKS && fits && a->m <= MAX_GRID;
+  float *parts = is_split ? static_cast<float *>(ctx->workspace) : nullptr;
+  const dim3 grid(x, y, static_cast<unsigned>(slots * (is_split ? splits : 1)));
   RM_LAUNCH((rows_kernel<SWIGLU, NT>), grid, dim3(THREADS), RM_STAGED_WORDS<NT> * sizeof(uint32_t),
             ctx->stream, *a, parts);
-  if (!split) return;
+  if (!is_split) return;
   const dim3 adding(rm_blocks(a->n, ADD_THREADS), static_cast<unsigned>(a->m));
   RM_LAUNCH(add_kernel<SWIGLU>, adding, dim3(ADD_THREADS), 0, ctx->stream, *a, parts);
 }
@@ -115,10 +115,10 @@ template <bool SWIGLU> void of_rows(const rm_ctx *ctx, const rm_gemm_args *a) {
 
 // Workspace of a call with too few blocks. With a smaller workspace, k is not split.
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *l) {
-  const int64_t segments = rm_mma_segments(l->max_k),
+  const int64_t splits = rm_mma_splits(l->max_k),
                 rows = rm_min64(l->max_rows, FEW_ROWS) * rm_max64(1, l->top_k);
-  if (segments == 1) return 0;
-  return static_cast<size_t>(rm_min64(segments * rows * rm_round_up(l->max_n, 2 * RM_MMA_ROWS) *
+  if (splits == 1) return 0;
+  return static_cast<size_t>(rm_min64(splits * rows * rm_round_up(l->max_n, 2 * RM_MMA_ROWS) *
                                           static_cast<int64_t>(sizeof(float)),
                                       MAX_WORKSPACE));
 }

@@ -3,8 +3,8 @@
 //
 // Weights are always A, 16 of their rows; tokens are always B, 8 of them, padded with zeros: yᵀ =
 // W·xᵀ at every batch size, so results do not depend on the hardware being symmetric. A dot product
-// over k is, for each segment of RM_MMA_SEGMENT, a chain of this instruction from +0 in ascending
-// k; the sums of segments are added as IEEE float32 in ascending order. The hardware defines the
+// over k is, for each split of RM_MMA_SPLIT, a chain of this instruction from +0 in ascending
+// k; the sums of splits are added as IEEE float32 in ascending order. The hardware defines the
 // instruction's sum of 16 products and an accumulator: exact products, aligned and truncated.
 // Attention is K·qᵀ and Vᵀ·P, with the same roles of A and B.
 //

@@ -1,7 +1,7 @@
 // mma_rows.cuh: multiplies 16 rows of packed W per warp by up to 64 tokens of the block: the inner
 // loop of the kernels that read W once, the gemm of few rows and lm_head. A lane's share of a tile
 // is one load of 16 bytes into registers, AHEAD tiles before the product; only x passes through
-// shared memory, [token][CHUNK of k], with rows padded by 16 bytes so that lanes use different
+// shared memory, [token][STAGE of k], with rows padded by 16 bytes so that lanes use different
 // banks.
 #pragma once
 
@@ -9,46 +9,44 @@
 
 constexpr int RM_ROWS_WARPS = 4;
 
-RM_INLINE int64_t rm_mma_segments(int64_t k) {
-  return rm_max64(1, (k + RM_MMA_SEGMENT - 1) / RM_MMA_SEGMENT);
+RM_INLINE int64_t rm_mma_splits(int64_t k) {
+  return rm_max64(1, (k + RM_MMA_SPLIT - 1) / RM_MMA_SPLIT);
 }
-RM_INLINE int64_t rm_segment_steps(int64_t k, int64_t segment) {
-  return rm_min64(RM_MMA_STEPS, rm_mma_steps(k) - segment * RM_MMA_STEPS);
+RM_INLINE int64_t rm_split_steps(int64_t k, int64_t split) {
+  return rm_min64(RM_MMA_STEPS, rm_mma_steps(k) - split * RM_MMA_STEPS);
 }
 
 // The work of a warp in the gemm of few rows: one row of tiles of the matrix of the slot's group,
-// over one segment.
+// over one split.
 typedef struct rm_rows_unit {
-  int64_t tile_row, slot, segment;
+  int64_t tile_row, slot, split;
 } rm_rows_unit;
-RM_INLINE rm_rows_unit rm_rows_unit_of(int64_t block_x, int64_t block_z, int warp,
-                                       int64_t segments) {
-  const rm_rows_unit unit = {block_x * RM_ROWS_WARPS + warp, block_z / segments,
-                             block_z % segments};
+RM_INLINE rm_rows_unit rm_rows_unit_of(int64_t block_x, int64_t block_z, int warp, int64_t splits) {
+  const rm_rows_unit unit = {block_x * RM_ROWS_WARPS + warp, block_z / splits, block_z % splits};
   return unit;
 }
 
 // k that are staged at a time for NT × 8 tokens, so that they fit in 48 KB of shared memory.
-template <int NT> constexpr int RM_CHUNK = NT <= 2 ? 512 : 256;
-template <int CHUNK> constexpr int RM_STAGED_PITCH = CHUNK / 2 + 4; // words
-template <int NT, int CHUNK = RM_CHUNK<NT>>
-constexpr int RM_STAGED_WORDS = RM_MMA_COLS * NT * RM_STAGED_PITCH<CHUNK>;
+template <int NT> constexpr int RM_STAGE = NT <= 2 ? 512 : 256;
+template <int STAGE> constexpr int RM_STAGED_PITCH = STAGE / 2 + 4; // words
+template <int NT, int STAGE = RM_STAGE<NT>>
+constexpr int RM_STAGED_WORDS = RM_MMA_COLS * NT * RM_STAGED_PITCH<STAGE>;
 
 // Index of a lane's word 0 or 1 of B, for 8 tokens from `token` on and a step of 16 k.
-template <int CHUNK> RM_INLINE int rm_staged_word(int token, int step, int lane, int word) {
-  return (token + lane / 4) * RM_STAGED_PITCH<CHUNK> + step * (RM_MMA_K / 2) + word * 4 + lane % 4;
+template <int STAGE> RM_INLINE int rm_staged_word(int token, int step, int lane, int word) {
+  return (token + lane / 4) * RM_STAGED_PITCH<STAGE> + step * (RM_MMA_K / 2) + word * 4 + lane % 4;
 }
 
-template <int NT, int THREADS, int CHUNK>
+template <int NT, int THREADS, int STAGE>
 __device__ inline void rm_stage_tokens(uint32_t *to, const rm_tokens &t, int64_t k0) {
-  constexpr int EIGHTS = CHUNK / 8;
+  constexpr int EIGHTS = STAGE / 8;
   const int64_t end = rm_round_up(t.k, RM_K_BLOCK);
 #pragma unroll 2
   for (int i = static_cast<int>(threadIdx.x) % THREADS; i < RM_MMA_COLS * NT * EIGHTS;
        i += THREADS) {
     const int r = i / EIGHTS, at = i % EIGHTS * 8;
     if (k0 + at < end)
-      *reinterpret_cast<uint4 *>(to + r * RM_STAGED_PITCH<CHUNK> + at / 2) =
+      *reinterpret_cast<uint4 *>(to + r * RM_STAGED_PITCH<STAGE> + at / 2) =
           rm_load_tokens(t, r, k0 + at);
   }
 }
@@ -59,12 +57,12 @@ template <int THREADS> __device__ inline void rm_sync_stagers() {
 }
 
 // Multiplies steps [step0, step0 + steps) of W's row of tiles at w by NT × 8 tokens, in each warp;
-// step0 begins a segment. live: the warp has such a row. THREADS threads stage together: the whole
+// step0 begins a split. live: the warp has such a row. THREADS threads stage together: the whole
 // block, or each warp on its own. The layout of the sums is rm_mma_c_place.
-template <int NT, int THREADS, int CHUNK = RM_CHUNK<NT>>
+template <int NT, int THREADS, int STAGE = RM_STAGE<NT>>
 __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const rm_tokens &t,
                                    const uint4 *w, bool live, int step0, int steps) {
-  constexpr int OF_CHUNK = CHUNK / RM_MMA_K, AHEAD = NT == 8 ? 4 : 8;
+  constexpr int OF_STAGE = STAGE / RM_MMA_K, AHEAD = NT == 8 ? 4 : 8;
   const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
   w += static_cast<int64_t>(step0) * RM_WARP + lane;
   uint4 a[AHEAD];
@@ -74,14 +72,14 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
   float sums[NT][4];
 #pragma unroll
   for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
-  for (int at = 0; at < steps; at += OF_CHUNK) {
+  for (int at = 0; at < steps; at += OF_STAGE) {
     rm_sync_stagers<THREADS>(); // before the staged tokens are overwritten
-    rm_stage_tokens<NT, THREADS, CHUNK>(staged, t, static_cast<int64_t>(step0 + at) * RM_MMA_K);
+    rm_stage_tokens<NT, THREADS, STAGE>(staged, t, static_cast<int64_t>(step0 + at) * RM_MMA_K);
     rm_sync_stagers<THREADS>();
     if (at % RM_MMA_STEPS == 0)
 #pragma unroll
       for (int n = 0; n < NT; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
-    for (int from = 0; from < OF_CHUNK && at + from < steps; from += AHEAD) {
+    for (int from = 0; from < OF_STAGE && at + from < steps; from += AHEAD) {
       uint4 next[AHEAD];
       const int after = at + from + AHEAD;
 #pragma unroll
@@ -94,15 +92,15 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
         if (!live || at + from + i >= steps) continue;
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-          const uint2 b = {staged[rm_staged_word<CHUNK>(n * RM_MMA_COLS, from + i, lane, 0)],
-                           staged[rm_staged_word<CHUNK>(n * RM_MMA_COLS, from + i, lane, 1)]};
+          const uint2 b = {staged[rm_staged_word<STAGE>(n * RM_MMA_COLS, from + i, lane, 0)],
+                           staged[rm_staged_word<STAGE>(n * RM_MMA_COLS, from + i, lane, 1)]};
           rm_mma16(sums[n], a[i], b);
         }
       }
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) a[i] = next[i];
     }
-    if ((at + OF_CHUNK) % RM_MMA_STEPS != 0 && at + OF_CHUNK < steps) continue;
+    if ((at + OF_STAGE) % RM_MMA_STEPS != 0 && at + OF_STAGE < steps) continue;
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll

@@ -20,8 +20,8 @@ enum {
   RM_MMA_COLS = 8, // of B, the tokens
   RM_MMA_K = 16,
   RM_MMA_TILE = RM_MMA_ROWS * RM_MMA_K,
-  RM_MMA_SEGMENT = 512, // k of one chain of the instruction; a constant of the family's contract
-  RM_MMA_STEPS = RM_MMA_SEGMENT / RM_MMA_K,
+  RM_MMA_SPLIT = 512, // k of one chain of the instruction; a constant of the family's contract
+  RM_MMA_STEPS = RM_MMA_SPLIT / RM_MMA_K,
 };
 
 // The lane of the warp that holds an element of an operand, its register, and the half of the

@@ -1,7 +1,7 @@
 // rows.cu: embed, gather_rows, activate and rms_norm, with one block of threads for each row.
 //
 // The norm's 16 partial sums are 16 chains for any length of the row, so 16 lanes of one warp run
-// them while the others wait. All threads copy the row to shared memory in chunks, which takes most
+// them while the others wait. All threads copy the row to shared memory in stages, which takes most
 // of the time; a step of a chain is then one fma. A finer split would change the order of sums.
 // Both halves of that warp run the same chains, since the tree's shuffles need whole warps.
 #include "device.cuh"
@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr int THREADS = 256, CHUNK = 2048;
-static_assert(CHUNK % THREADS == 0,
+constexpr int THREADS = 256, STAGE = 2048;
+static_assert(STAGE % THREADS == 0,
               "a thread that writes an element of the residual reads it again");
 
 template <rm_packing PACKING>
@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(THREADS) activate_kernel(rm_activate_args a) {
 
 template <rm_dtype DTYPE>
 __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
-  RM_SHARED(shared); // a chunk of h, then the row's scale
+  RM_SHARED(shared); // a stage of h, then the row's scale
   const int64_t at = blockIdx.x * a.n;
   const int me = static_cast<int>(threadIdx.x);
   float partial = 0.0f; // of the first warp: lanes j and j + 16 have partial sum j
   const float gate =
       a.x_gate ? rm_round_to(DTYPE, rm_sigmoid(rm_get(DTYPE, a.x_gate, blockIdx.x))) : 0.0f;
-  for (int64_t from = 0; from < a.n; from += CHUNK) {
-    const int n = static_cast<int>(rm_min64(CHUNK, a.n - from));
+  for (int64_t from = 0; from < a.n; from += STAGE) {
+    const int n = static_cast<int>(rm_min64(STAGE, a.n - from));
     for (int i = me; i < n; i += THREADS) {
       float h = rm_get(DTYPE, a.residual, at + from + i);
       if (a.x) {
@@ -70,15 +70,15 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
     if (me < RM_WARP)
       for (int i = me % RM_LANES; i < n; i += RM_LANES)
         partial = fmaf(shared[i], shared[i], partial);
-    __syncthreads(); // before the next chunk
+    __syncthreads(); // before the next stage
   }
   if (!a.weight) return;
   if (me < RM_WARP) {
     const float sum = rm_tree16_lanes(partial);
-    if (me == 0) shared[CHUNK] = 1.0f / sqrtf(sum / static_cast<float>(a.n) + a.eps);
+    if (me == 0) shared[STAGE] = 1.0f / sqrtf(sum / static_cast<float>(a.n) + a.eps);
   }
   __syncthreads();
-  const float scale = shared[CHUNK];
+  const float scale = shared[STAGE];
   for (int64_t i = me; i < a.n; i += THREADS) {
     const float t = rm_round_to(DTYPE, rm_get(DTYPE, a.residual, at + i) * scale);
     rm_put(DTYPE, a.out, at + i, rm_get(DTYPE, a.weight, i) * t);
@@ -114,7 +114,7 @@ void rm_cuda_activate(const rm_ctx *ctx, const rm_activate_args *a) {
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
   if (a->rows <= 0 || a->n <= 0) return;
   const dim3 grid(static_cast<unsigned>(a->rows));
-  const size_t shared = (CHUNK + 1) * sizeof(float);
+  const size_t shared = (STAGE + 1) * sizeof(float);
   if (a->dtype == RM_BF16)
     RM_LAUNCH(norm_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a);
   else RM_LAUNCH(norm_kernel<RM_F32>, grid, dim3(THREADS), shared, ctx->stream, *a);

@@ -2,7 +2,7 @@
 
 Input: tiny models (dense and MoE, full and sliding window, tied, float32 and bfloat16) and two
 loads each: `SHORT`, 28 requests of 1 … 200 prompt tokens with 1 … 4 samples, some with common
-beginnings, every way of sampling; `LONG`, four of up to 1,150 positions, past the attention segment
+beginnings, every way of sampling; `LONG`, four of up to 1,150 positions, past the attention split
 of 1,024. Oracle: every request alone in a plain engine (one thread, whole prompts, page 16, no
 prefix cache). Bound: 0. Compared are the bytes of tokens, logprobs, sampling logprobs, prompt
 logprobs, top-k and routed experts, over batch composition and order, chunk size, page size, prefix
@@ -314,7 +314,7 @@ def test_short(model: str, variant: str) -> None:
 @pytest.mark.quick(7)
 @pytest.mark.parametrize("variant", LONG_VARIANTS)
 @pytest.mark.parametrize("model", some(MODELS, QUICK.__contains__))
-def test_across_the_segment(model: str, variant: str) -> None:
+def test_across_the_split(model: str, variant: str) -> None:
     run_variant(model, "long", variant)
 
 
@@ -342,7 +342,7 @@ def test_other_kernels(model: str, isa: str) -> None:
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("isa", OTHERS)
 @pytest.mark.parametrize("model", ["window_f32", "moe_bf16"])
-def test_other_kernels_across_the_segment(model: str, isa: str) -> None:
+def test_other_kernels_across_the_split(model: str, isa: str) -> None:
     with engine(model, isa=isa) as gen:
         assert_same(together(gen, LONG.of([0])), [base(model, "long")[0]])
     COMPARED["tests"] += 1

@@ -1,5 +1,5 @@
 // bench_wgmma.cu: measures on a Hopper card what gemm_mma.cu would gain from wgmma: the same
-// product of the packed W and x, with the same segments of k. Prints for each shape and tile
+// product of the packed W and x, with the same splits of k. Prints for each shape and tile
 // whether the result is bit-identical to gemm_mma.cu's, and its time. If all results are identical
 // (and in probe_mma's P5), the kernel below can replace gemm_mma.cu's.
 //
@@ -25,11 +25,11 @@ struct product {
   const uint4 *w; // packed, n rows
   const uint16_t *x; // [m][k]
   float *y; // [m][n]
-  int64_t m, n, k; // n a multiple of W_ROWS, k of RM_MMA_SEGMENT
+  int64_t m, n, k; // n a multiple of W_ROWS, k of RM_MMA_SPLIT
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int STEPS = STAGE_K / RM_MMA_K, OF_SEGMENT = RM_MMA_SEGMENT / STAGE_K;
+constexpr int STEPS = STAGE_K / RM_MMA_K, OF_SPLIT = RM_MMA_SPLIT / STAGE_K;
 
 // x: rows of 128 bytes swizzled by 128, 8 rows to the next 1024.
 __device__ uint64_t descriptor(uint32_t at) {
@@ -113,9 +113,9 @@ template <int COLS> __global__ void __launch_bounds__(THREADS, 1) wgmma_kernel(p
     if (s < blocks) fill<COLS>(stage(s), c, s);
     rm_copies_commit();
   }
-  for (int segment = 0; segment < blocks; segment += OF_SEGMENT) {
+  for (int split = 0; split < blocks; split += OF_SPLIT) {
 #pragma unroll 1
-    for (int at = segment; at < segment + OF_SEGMENT; at++) {
+    for (int at = split; at < split + OF_SPLIT; at++) {
       rm_copies_wait<STAGES - 3>();
       asm volatile("fence.proxy.async;" ::
                        : "memory"); // copies are threads' writes, which the tensor core reads

@@ -82,19 +82,19 @@ bool units() {
   for (const int64_t n : {1, 16, 63, 65, 640})
     for (const int64_t k : {1, 512, 513, 2100})
       for (const int64_t slots : {1, 3}) {
-        const int64_t segments = rm_mma_segments(k), tiles = rm_mma_tile_rows(n);
-        tally all(slots * segments * tiles);
-        for (int64_t z = 0; z < slots * segments; z++)
+        const int64_t splits = rm_mma_splits(k), tiles = rm_mma_tile_rows(n);
+        tally all(slots * splits * tiles);
+        for (int64_t z = 0; z < slots * splits; z++)
           for (int64_t x = 0; x < (tiles + RM_ROWS_WARPS - 1) / RM_ROWS_WARPS; x++)
             for (int warp = 0; warp < RM_ROWS_WARPS; warp++) {
-              const rm_rows_unit u = rm_rows_unit_of(x, z, warp, segments);
-              if (u.tile_row < tiles) all.add((u.slot * segments + u.segment) * tiles + u.tile_row);
+              const rm_rows_unit u = rm_rows_unit_of(x, z, warp, splits);
+              if (u.tile_row < tiles) all.add((u.slot * splits + u.split) * tiles + u.tile_row);
             }
         if (!all.once()) return fails("units", n, k);
         tally steps(rm_mma_steps(k));
-        for (int64_t s = 0; s < segments; s++)
-          for (int64_t i = 0; i < rm_segment_steps(k, s); i++) steps.add(s * RM_MMA_STEPS + i);
-        if (!steps.once()) return fails("steps of segments", n, k);
+        for (int64_t s = 0; s < splits; s++)
+          for (int64_t i = 0; i < rm_split_steps(k, s); i++) steps.add(s * RM_MMA_STEPS + i);
+        if (!steps.once()) return fails("steps of splits", n, k);
       }
   return true;
 }
@@ -198,7 +198,7 @@ bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
   a.dtype = RM_BF16, a.y_dtype = RM_F32;
   float *together = array<float>(m * n), *alone = array<float>(m * n);
   rm_ctx ctx = {};
-  ctx.workspace_bytes = static_cast<size_t>(16 * m * rm_gate_up_rows(n) * rm_mma_segments(k));
+  ctx.workspace_bytes = static_cast<size_t>(16 * m * rm_gate_up_rows(n) * rm_mma_splits(k));
   ctx.workspace = simt_buffer(ctx.workspace_bytes);
   const auto op = swiglu ? in_test()->gemm_swiglu : in_test()->gemm;
   a.y = together;

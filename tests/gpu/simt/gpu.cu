@@ -29,15 +29,15 @@ void *simt_buffer(size_t bytes) {
 }
 
 // Row 0 of A and column 0 of B are the operands, the others are zero: the product has one place,
-// and the only layout is PTX's. A segment of both is copied through shared memory, so that the
+// and the only layout is PTX's. A split of both is copied through shared memory, so that the
 // chain waits for memory once instead of at every step.
 __global__ void chain_kernel(float *out, const uint32_t *a, const uint32_t *b, int words) {
-  __shared__ uint32_t x[RM_MMA_SEGMENT / 2], y[RM_MMA_SEGMENT / 2];
+  __shared__ uint32_t x[RM_MMA_SPLIT / 2], y[RM_MMA_SPLIT / 2];
   const int t = static_cast<int>(threadIdx.x);
   const bool mine = t < 4;
   float acc = 0.0f;
-  for (int from = 0; from < words; from += RM_MMA_SEGMENT / 2) {
-    const int here = words - from < RM_MMA_SEGMENT / 2 ? words - from : RM_MMA_SEGMENT / 2;
+  for (int from = 0; from < words; from += RM_MMA_SPLIT / 2) {
+    const int here = words - from < RM_MMA_SPLIT / 2 ? words - from : RM_MMA_SPLIT / 2;
     for (int i = t; i < here; i += RM_WARP) x[i] = a[from + i], y[i] = b[from + i];
     __syncwarp();
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -46,7 +46,7 @@ __global__ void chain_kernel(float *out, const uint32_t *a, const uint32_t *b, i
       rm_mma16(sums, {mine ? p[0] : 0, 0, mine ? p[4] : 0, 0}, {mine ? q[0] : 0, mine ? q[4] : 0});
     }
     acc = acc + sums[0];
-    __syncwarp(); // before the next segment is laid there
+    __syncwarp(); // before the next split is laid there
   }
   if (t == 0) *out = acc;
 }

@@ -9,7 +9,7 @@
 
 #include "mma_model.h"
 
-enum { STEP = 16, SEGMENT = 512, MAX_K = 1 << 14 };
+enum { STEP = 16, SPLIT = 512, MAX_K = 1 << 14 };
 
 // Σ a·b over k, which is a multiple of STEP, in the family's order.
 #ifdef RM_ON_GPU
@@ -19,9 +19,9 @@ float gpu_mma_chain(const uint16_t *a, const uint16_t *b,
 #else
 static float mma_chain(const uint16_t *a, const uint16_t *b, int64_t k) {
   float acc = 0.0f;
-  for (int64_t k0 = 0; k0 < k; k0 += SEGMENT) {
+  for (int64_t k0 = 0; k0 < k; k0 += SPLIT) {
     float s = 0.0f;
-    for (int64_t at = k0; at < k && at < k0 + SEGMENT; at += STEP) s = mma_model(s, a + at, b + at);
+    for (int64_t at = k0; at < k && at < k0 + SPLIT; at += STEP) s = mma_model(s, a + at, b + at);
     acc = acc + s;
   }
   return acc;

@@ -233,7 +233,7 @@ static void draw_attention(trial *t) {
   s->positions = t->small ? PICK(t, 1, 17, 33, 50, 70)
                           : PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 100, 150, 200);
   if (one_in(t,
-             t->small ? 60 : 6)) { // more than one segment; a bf16 rounds most of what differs away
+             t->small ? 60 : 6)) { // more than one split; a bf16 rounds most of what differs away
     s->dtype = RM_F32;
     s->positions = PICK(t, 1024, 1025, 1056, 1700, 2048, 2060);
     s->rows = rm_min64(s->rows, 3);
