@@ -175,10 +175,10 @@ static void draw_any_gemm(trial *t, int swiglu) {
   if (s->rows > 100)
     s->k = rm_min64(s->k,
                     t->is_aligned ? 64 : 66); // keeps the reference, the slow side, below a second
-  if (!t->small && one_in(t, 20)) { // a sum of many splits, for which one row has several blocks
-    s->rows = between(t, 1, 4);
+  if (!t->small && one_in(t, check_device.is_gpu ? 5 : 20)) { // a sum of many splits
+    s->rows = between(t, 1, 40);
     s->n = between(t, 1, 40);
-    s->k = PICK(t, 512, 520, 544, 2104, 4704, 15008) - (t->is_aligned ? 0 : between(t, 0, 7));
+    s->k = PICK(t, 512, 520, 544, 1064, 2104, 4704, 15008) - (t->is_aligned ? 0 : between(t, 0, 7));
   }
   while (s->rows * s->n * s->k > (swiglu ? 4000000 : 8000000)) s->n = (s->n + 1) / 2;
   if (one_in(t, 3)) s->option = GEMM_GROUPS;
