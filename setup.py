@@ -186,15 +186,21 @@ def shared_flags() -> list[str]:
     )
 
 
+def recorded(command: list[str]) -> str:
+    """Returns what makes an object differ: the words of a command without its target. -Werror does
+    not, since an object that was made with warnings has no record."""
+    return shlex.join(word for word in command[:-1] if word != "-Werror")
+
+
 def is_fresh(path: Path, command: list[str]) -> bool:
-    """Returns whether the object was made by this exact command, wherever it was put, from files
-    that have not changed since."""
+    """Returns whether the object was made by this command, wherever it was put, without a warning,
+    from files that have not changed since."""
     record, depends = path.with_suffix(".cmd"), path.with_suffix(".d")
     if not (
         path.exists()
         and record.exists()
         and depends.exists()
-        and record.read_text() == shlex.join(command[:-1])
+        and record.read_text() == recorded(command)
     ):
         return False
     inputs = depends.read_text().replace("\\\n", " ").partition(":")[2].split()
@@ -214,8 +220,9 @@ def run(path: Path, command: list[str]) -> str | None:
         return f"{shlex.join(command)}\n{done.stdout}"
     if done.stdout:
         print(done.stdout, file=sys.stderr)
-    if path.suffix == ".o":
-        path.with_suffix(".cmd").write_text(shlex.join(command[:-1]))
+        path.with_suffix(".cmd").unlink(missing_ok=True)
+    elif path.suffix == ".o":
+        path.with_suffix(".cmd").write_text(recorded(command))
     return None
 
 
@@ -309,7 +316,7 @@ def build_cuda(target: Path, temp: Path) -> None:
         if done.returncode:
             return f"{shlex.join(command)}\n{done.stdout}"
         path.with_suffix(".ptxas").write_text(done.stdout)
-        path.with_suffix(".cmd").write_text(shlex.join(command[:-1]))
+        path.with_suffix(".cmd").write_text(recorded(command))
         return None
 
     sources = files("kernels/cuda", "*.cu")
