@@ -18,11 +18,11 @@
 #include <sys/wait.h>
 
 #include "base/memory.h"
-#include "comm/nccl/nccl.h"
 #include "comm/shm/region.h"
-#include "comm/staged.h"
 #include "common/device_talk.h"
 #include "common/fuzz.h"
+#include "gpu/nccl/nccl.h"
+#include "gpu/staged.h"
 
 enum { RANKS = 8, HOST = 0, PLAIN = 1, CAPACITY = 1 << 17, ROOM = 16 << 20, ROWS = 2 };
 
