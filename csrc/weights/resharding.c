@@ -232,8 +232,7 @@ static rm_code add_expert(const rm_params *params, const rm_target *target,
        ++*piece) {
     const rm_param_rows *at = &target->pieces[*piece];
     const rm_param *param = &params->list[at->param];
-    const rm_range rows = rm_placement_rows(params->spec, placement, param->kind, param->expert,
-                                            param->n_dims == 1 ? param->cols : param->rows);
+    const rm_range rows = rm_param_rows_of(params, placement, param);
     rm_part run = {rank, {{0, 0, 0, 0}, {1, 1, 1, 1}}};
     const int d = target->n_dims == 3;
     run.box.first[0] = outer;
