@@ -98,8 +98,7 @@ rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options) {
       .dispatcher = options->dispatcher,
       .sequence_parallel = options->sequence_parallel,
   };
-  rm_code code = rm_rank_check(&worker->runner.rank, worker->engine->spec, &worker->err);
-  if (!code) code = options->cuda_library ? open_gpu(worker, options, card) : open_cpu(worker);
+  rm_code code = options->cuda_library ? open_gpu(worker, options, card) : open_cpu(worker);
   if (!code) {
     worker->memory = rm_memory_name(card);
     const rm_entered saved = rm_enter(worker);
