@@ -38,8 +38,9 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
   options.version = version;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)),
-                          &err);
+  const rm_code code = RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err));
+  rm_engine_leave(self);
+  return rm_none(rm_engine_module(self), code, &err);
 }
 
 // ----------------------------------------------------------------------------------------- entries
@@ -60,18 +61,15 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
   entry_object *made = rm_object_make(module, RM_TYPE_SYNC_ENTRY);
-  if (!made || key_bytes(module, name, &made->key, &made->entry.name, &length) ||
-      rm_engine_enter(self)) {
+  if (!made || key_bytes(module, name, &made->key, &made->entry.name, &length)) {
     Py_XDECREF((PyObject *)made);
     return NULL;
   }
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
   made->entry.length = (size_t)length;
-  const rm_params *params = rm_engine_params(self->engine);
-  const rm_code code = rm_entry_resolve(params, skip_unknown, &made->entry, &err);
-  rm_engine_leave(self);
-  if (!code) return (PyObject *)made;
+  if (!rm_entry_resolve(rm_engine_params(self->engine), skip_unknown, &made->entry, &err))
+    return (PyObject *)made;
   Py_DECREF((PyObject *)made);
   return rm_raise(module, &err);
 }
@@ -315,28 +313,26 @@ static const rm_attribute report_fields[] = {
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   PyObject *module = rm_engine_module(self);
   rm_inflight inflight;
-  if (choose_inflight(module, word, &inflight) || rm_engine_enter(self)) return NULL;
+  if (choose_inflight(module, word, &inflight)) return NULL;
   rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_engine_sync_commit(self->engine, inflight, &report, &err));
-  rm_engine_leave(self);
-  return code ? rm_raise(module, &err)
-              : rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
+  if (RM_UNLOCKED(rm_engine_sync_commit(self->engine, inflight, &report, &err)))
+    return rm_raise(module, &err);
+  return rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }
 
 PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  return rm_engine_call(self, rm_engine_sync_abort);
+  rm_engine_sync_abort(self->engine);
+  Py_RETURN_NONE;
 }
 
 PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
   const rm_store *store = rm_engine_store(self->engine);
   const int64_t version = rm_store_version(store);
   const uint64_t digest = rm_store_digest(store);
   const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);
-  rm_engine_leave(self);
   return Py_BuildValue("(NKOO)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version),
                        (unsigned long long)digest, open ? Py_True : Py_False,
                        complete ? Py_True : Py_False);
