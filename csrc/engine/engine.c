@@ -15,7 +15,13 @@ static void run_job(void *arg, int thread, int n_threads) {
   const job *it = arg;
   for (int w = thread; w < it->engine->n_workers; w += n_threads) {
     rm_worker *worker = &it->engine->workers[w];
+    if (!worker->device) { // not created yet
+      worker->code = it->call(worker, it->arg);
+      continue;
+    }
+    const rm_entered saved = rm_enter(worker);
     worker->code = it->call(worker, it->arg);
+    rm_leave(worker, saved);
   }
 }
 

@@ -147,8 +147,6 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draw
 // Steps may run while a staged sync is open. An in-place sync can begin only when all requests have
 // finished (RM_E_STATE), and steps are not possible until its commit.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
-rm_code rm_engine_sync_check(rm_engine *engine, const rm_entry *entry, const rm_tensor *tensor,
-                             rm_error *err);
 // Each rank copies its shard. If one rank fails, the entries are undone on all ranks.
 rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
                             rm_error *err);

@@ -114,7 +114,6 @@ rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options) {
 
 void rm_worker_destroy(rm_worker *worker) {
   if (!worker->device) return;
-  const rm_entered saved = rm_enter(worker);
   rm_runner_destroy(&worker->runner);
   rm_device_free(worker->device, worker->runner.kv, worker->kv_bytes);
   rm_store_destroy(worker->store);
@@ -123,5 +122,4 @@ void rm_worker_destroy(rm_worker *worker) {
   rm_comms_leave(&worker->runner);
   rm_team_destroy(worker->team);
   rm_free(worker->profile);
-  rm_leave(worker, saved);
 }

@@ -126,7 +126,7 @@ static void engine_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-PyObject *rm_engine_py_close(rm_engine_object *self, PyObject *ignored) {
+static PyObject *rm_engine_py_close(rm_engine_object *self, PyObject *ignored) {
   (void)ignored;
   if (!self->engine) Py_RETURN_NONE;
   if (self->pid == (long)getpid() && rm_engine_enter(self)) return NULL;
@@ -265,8 +265,7 @@ PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
 }
 
 // ------------------------------------------------------------------------------------------ steps
-PyObject *rm_engine_py_step(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_step(rm_engine_object *self) {
   rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
   if (RM_UNLOCKED(rm_engine_step(self->engine, &n_work, &err)))
@@ -275,8 +274,7 @@ PyObject *rm_engine_py_step(rm_engine_object *self, PyObject *ignored) {
                        rm_engine_had_work(self->engine) ? Py_True : Py_False);
 }
 
-PyObject *rm_engine_py_give_up(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_give_up(rm_engine_object *self) {
   rm_engine_abort_groups(self->engine);
   Py_RETURN_NONE;
 }
@@ -286,16 +284,14 @@ PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *argument) {
   return rm_engine_id(argument, &id) ? NULL : PyBool_FromLong(rm_engine_has(self->engine, id));
 }
 
-PyObject *rm_engine_py_unfinished(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_unfinished(rm_engine_object *self) {
   return PyLong_FromLongLong(rm_engine_unfinished(self->engine));
 }
 
 // Moves finished ids from the engine into the set without running Python code, so that a Ctrl-C
 // cannot lose an id. An id leaves the engine after it was added to the set, so that a failed
 // allocation cannot lose it either.
-PyObject *rm_engine_py_finished(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_finished(rm_engine_object *self) {
   uint64_t next;
   while ((next = rm_engine_next_finished(self->engine))) {
     PyObject *id = PyLong_FromUnsignedLongLong(next);
@@ -307,10 +303,7 @@ PyObject *rm_engine_py_finished(rm_engine_object *self, PyObject *ignored) {
   return PySet_New(self->done);
 }
 
-PyObject *rm_engine_py_ids(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  return PyDict_Keys(self->requests);
-}
+PyObject *rm_engine_py_ids(rm_engine_object *self) { return PyDict_Keys(self->requests); }
 
 PyObject *rm_engine_py_pause(rm_engine_object *self, PyObject *paused) {
   const int value = PyObject_IsTrue(paused);
@@ -319,8 +312,7 @@ PyObject *rm_engine_py_pause(rm_engine_object *self, PyObject *paused) {
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_reset_prefix_cache(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_reset_prefix_cache(rm_engine_object *self) {
   rm_engine_reset_prefix_cache(self->engine);
   Py_RETURN_NONE;
 }
@@ -353,28 +345,33 @@ PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload
   return rm_none(rm_engine_module(self), code, &err);
 }
 
-PyObject *rm_engine_py_host_room(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_host_room(rm_engine_object *self) {
   const unsigned long long bytes = rm_engine_offload_bytes(self->engine);
   PyObject *list = rm_memory_pool_list("");
   return list ? Py_BuildValue("(KN)", bytes, list) : NULL;
 }
 
 // ------------------------------------------------------------------------------------------- type
+#define RM_PASS_NOARGS self
+#define RM_PASS_O self, args
+#define RM_PASS_VARARGS self, args
 #define ENTERED(name, flags) \
   static PyObject *entered_##name(rm_engine_object *self, PyObject *args) { \
+    (void)args; \
     if (rm_engine_enter(self)) return NULL; \
-    PyObject *result = rm_engine_py_##name(self, args); \
+    PyObject *result = rm_engine_py_##name(RM_PASS_##flags); \
     rm_engine_leave(self); \
     return result; \
   }
 RM_ENGINE_METHODS(ENTERED)
 
 #define METHOD(name, flags) RM_METHOD(#name, entered_##name, METH_##flags, ""),
-#define OWN_METHOD(name, flags) RM_METHOD(#name, rm_engine_py_##name, METH_##flags, ""),
+#define OWN_METHOD(name, flags) RM_METHOD(#name, rm_engine_py_##name, flags, "")
 static PyMethodDef methods[] = {
-    RM_ENGINE_METHODS(METHOD) RM_ENGINE_OWN_METHODS(OWN_METHOD)
-        RM_METHOD("sync_begin", rm_engine_py_sync_begin, METH_VARARGS | METH_KEYWORDS, ""),
+    RM_ENGINE_METHODS(METHOD) OWN_METHOD(close, METH_NOARGS),
+    OWN_METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS),
+    OWN_METHOD(sync_take, METH_VARARGS),
+    OWN_METHOD(sync_push, METH_O),
     {0},
 };
 

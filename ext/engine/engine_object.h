@@ -82,15 +82,14 @@ PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_o
   METHOD(sync_abort, NOARGS) \
   METHOD(sync_state, NOARGS)
 
-// The methods that enter themselves, since they run Python code of others (tensors, finalizers) or
-// work on a closed engine.
-#define RM_ENGINE_OWN_METHODS(METHOD) \
-  METHOD(close, NOARGS) \
-  METHOD(sync_take, VARARGS) \
-  METHOD(sync_push, O)
-
-#define RM_DECLARE_METHOD(name, flags) \
-  PyObject *rm_engine_py_##name(rm_engine_object *self, PyObject *args);
+#define RM_PARAMETERS_NOARGS rm_engine_object *self
+#define RM_PARAMETERS_O rm_engine_object *self, PyObject *argument
+#define RM_PARAMETERS_VARARGS rm_engine_object *self, PyObject *args
+#define RM_DECLARE_METHOD(name, flags) PyObject *rm_engine_py_##name(RM_PARAMETERS_##flags);
 RM_ENGINE_METHODS(RM_DECLARE_METHOD)
-RM_ENGINE_OWN_METHODS(RM_DECLARE_METHOD)
+
+// Methods of sync.c that enter themselves, since they have keywords or run Python code of others
+// (tensors and their finalizers).
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
+PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args);
+PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *entries);

@@ -196,8 +196,7 @@ static const rm_attribute stats_fields[] = {
     STAT("comm_seconds", RM_ATTR_F64, comm_seconds),
 };
 
-PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_stats(rm_engine_object *self) {
   rm_engine_stats stats;
   rm_engine_statistics(self->engine, &stats);
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
@@ -216,8 +215,7 @@ static const rm_attribute profile_fields[] = {
 };
 
 // Returns the times of rank 0 of this process since the last call.
-PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_profile(rm_engine_object *self) {
   rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
   for (int i = 0; list && profile && i < profile->n_entries; i++) {
@@ -240,8 +238,7 @@ static PyObject *manifest_entry(const rm_params *params, const rm_param *param) 
                        param->required ? Py_True : Py_False);
 }
 
-PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_manifest(rm_engine_object *self) {
   const rm_params *params = rm_engine_params(self->engine);
   PyObject *list = PyList_New((Py_ssize_t)params->n);
   for (int64_t i = 0; list && i < params->n; i++) {

@@ -105,8 +105,7 @@ static PyObject *all_views(const serving *s) {
   return dict;
 }
 
-PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_weights(rm_engine_object *self) {
   rm_store *store = rm_engine_store(self->engine);
   const serving s = {.self = self,
                      .params = rm_store_params(store),

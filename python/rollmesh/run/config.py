@@ -27,11 +27,9 @@ from rollmesh.runtime.messages import plain
 
 
 def same(name: str) -> Any:
-    """A key with the default and the bounds of Generator's argument of this name, to which it is
-    passed as it is."""
+    """A key with the default and the bounds of Generator's argument of this name."""
     low, high = LIMITS.get(name, (None, None))
-    limits = {"at_least": low, "at_most": high, "above": None}
-    return dataclasses.field(default=ROWS[name].default, metadata={"same": True, **limits})
+    return number(ROWS[name].default, at_least=low, at_most=high)
 
 
 def size() -> Any:

@@ -12,16 +12,14 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 import rollmesh as rm
+from rollmesh.options import ROWS
 from rollmesh.request.arguments import check_vocabulary
 from rollmesh.run.config import Config, GeneratorTable
 from rollmesh.run.data import eos_ids
 from rollmesh.weights.self_test import Generates
 
-# Keys of [generator] that are arguments of rm.Generator, with a default of their own or its.
-SAME = (
-    *("max_model_len", "kv_cache_gib"),
-    *(key.name for key in fields(GeneratorTable) if "same" in key.metadata),
-)
+# Keys of [generator] that are passed to rm.Generator as they are.
+SAME = (ROWS.keys() & {key.name for key in fields(GeneratorTable)}) - {"comm", "threads"}
 _log = logging.getLogger("rollmesh.grpo")
 
 
