@@ -34,8 +34,8 @@ from rollmesh.distributed.spmd import join
 from rollmesh.errors import CapacityError, ConfigError, StateError
 from rollmesh.model.placement import placements
 from rollmesh.model.sizes import kv_bytes_per_token, matrices, rank_bytes
+from rollmesh.options import EngineOptions
 from rollmesh.runtime.devices import Device, device_of
-from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.vllm.platforms import config
 from rollmesh.vllm.weight_updates import WeightUpdates, answers
 from rollmesh.vllm.worker.host_logits import HostLogits
@@ -189,7 +189,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             block_size=self.cache_config.block_size,
-            kv_bytes=0,
             seed=config.engine_seed(self.vllm_config),
             enable_prefix_caching=False,
             enforce_eager=bool(self.model_config.enforce_eager),
