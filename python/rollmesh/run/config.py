@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Literal
 
 import rollmesh as rm
 from rollmesh.run.config_rules import check_together, uses_tensor_cores
-from rollmesh.run.tables import number, override, read_table, read_value
+from rollmesh.run.tables import NO_KEY, number, override, read_table
 from rollmesh.runtime.messages import plain
 
 
@@ -236,20 +235,20 @@ class CheckpointTable:
 
 @dataclass(frozen=True)
 class Config:
-    model: ModelTable
-    tokenizer: TokenizerTable
-    data: DataTable
-    rollout: RolloutTable
-    generator: GeneratorTable
-    sync: SyncTable
-    reward: RewardTable
-    loss: LossTable
-    correction: CorrectionTable
-    train: TrainTable
-    eval: EvalTable
-    checkpoint: CheckpointTable
+    model: ModelTable = ModelTable()
+    tokenizer: TokenizerTable = TokenizerTable()
+    data: DataTable = DataTable()
+    rollout: RolloutTable = RolloutTable()
+    generator: GeneratorTable = GeneratorTable()
+    sync: SyncTable = SyncTable()
+    reward: RewardTable = RewardTable()
+    loss: LossTable = LossTable()
+    correction: CorrectionTable = CorrectionTable()
+    train: TrainTable = TrainTable()
+    eval: EvalTable = EvalTable()
+    checkpoint: CheckpointTable = CheckpointTable()
     seed: int = number(0, at_least=0, at_most=2**63 - 1)
-    folder: str = "."  # of the TOML file; not a key
+    folder: str = dataclasses.field(default=".", metadata={NO_KEY: True})  # of the TOML file
 
     def path(self, name: str) -> Path:
         """Returns `name` relative to the TOML file."""
@@ -277,19 +276,7 @@ def load(file: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def from_dict(table: Mapping[str, Any], folder: str = ".") -> Config:
-    sections = {f.name: f for f in dataclasses.fields(Config) if f.name != "folder"}
-    if unknown := sorted(set(table) - set(sections)):
-        what = "table" if isinstance(table[unknown[0]], dict) else "key"
-        raise rm.ConfigError(
-            f"{plain(unknown[0])}: no such {what}; there are {', '.join(sections)}"
-        )
-    values: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(Config).items():
-        if dataclasses.is_dataclass(hint):
-            values[name] = read_table(hint, table.get(name, {}), name)
-        elif name in table:
-            values[name] = read_value(sections[name], hint, table[name], name)
-    config = Config(**values, folder=folder)
+    config: Config = dataclasses.replace(read_table(Config, table), folder=folder)
     check_together(config)
     return config
 
