@@ -34,7 +34,7 @@ class Environment:
             given = {**prompt.columns, "prompt": prompt.source, "completion": completion}
             return Call(self.what, self._function, lambda: copy.deepcopy(given))
 
-        results = self._loop.run(self.what, [call(*pair) for pair in conversations])
+        results = self._loop.run([call(*pair) for pair in conversations])
         pairs = zip(results, conversations, strict=True)
         return [self._checked(reply, prompt) for (reply, _), (prompt, _) in pairs]
 
