@@ -23,56 +23,50 @@ from rollmesh.run.tables import NO_KEY, number, override, read_table
 from rollmesh.runtime.messages import plain
 
 
-def size() -> Any:
-    """An optional integer from 1."""
-    return number(None, at_least=1)
+def _keys(hint: Any, names: str, **limits: float) -> list[tuple[str, Any, Any]]:
+    """Returns optional fields of a type and a range. names: separated by blanks."""
+    return [(name, hint | None, number(None, **limits)) for name in names.split()]
+
+
+# Keys of a transformers config. Which of them a model has depends on its architecture
+# (model/families.py).
+_ModelKeys = dataclasses.make_dataclass(
+    "_ModelKeys",
+    [
+        *_keys(
+            int,
+            "vocab_size "  # default: the tokenizer's
+            "hidden_size intermediate_size num_hidden_layers head_dim num_attention_heads "
+            "num_key_value_heads max_position_embeddings sliding_window no_rope_layer_interval "
+            "num_experts num_local_experts n_routed_experts num_experts_per_tok n_group topk_group "
+            "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step",
+            at_least=1,
+        ),
+        *_keys(int, "max_window_layers n_shared_experts first_k_dense_replace", at_least=0),
+        *_keys(float, "initializer_range rms_norm_eps routed_scaling_factor", above=0),
+        *_keys(
+            bool,
+            "tie_word_embeddings attention_bias qkv_bias use_qk_norm use_sliding_window "
+            "norm_topk_prob",
+        ),
+        *_keys(str, "hidden_act"),
+        *_keys(tuple[str, ...], "layer_types"),
+        *_keys(tuple[int, ...], "mlp_only_layers"),
+        *_keys(tuple[int, ...], "no_rope_layers", at_least=0, at_most=1),
+        *_keys(dict[str, Any], "rope_parameters"),
+    ],
+    frozen=True,
+)
 
 
 @dataclass(frozen=True)
-class ModelTable:
+class ModelTable(_ModelKeys):  # type: ignore[misc,valid-type]
     """A random model of this shape, or the checkpoint folder `path`. Keys that are not given have
     transformers' default."""
 
     architecture: str | None = None  # a key of FAMILIES (model/families.py)
     path: str | None = None  # folder with config.json and safetensors; only `ignore` beside it
     ignore: tuple[str, ...] = ()  # keys and tensors of the folder to ignore (docs/models.md)
-    vocab_size: int | None = size()  # default: the tokenizer's
-    hidden_size: int | None = size()
-    intermediate_size: int | None = size()
-    num_hidden_layers: int | None = size()
-    num_attention_heads: int | None = size()
-    num_key_value_heads: int | None = size()
-    head_dim: int | None = size()
-    hidden_act: str | None = None
-    max_position_embeddings: int | None = size()
-    initializer_range: float | None = number(None, above=0)
-    rms_norm_eps: float | None = number(None, above=0)
-    tie_word_embeddings: bool | None = None
-    rope_parameters: dict[str, Any] | None = None
-    attention_bias: bool | None = None
-    use_sliding_window: bool | None = None
-    sliding_window: int | None = size()
-    max_window_layers: int | None = number(None, at_least=0)
-    layer_types: tuple[str, ...] | None = None
-    no_rope_layers: tuple[int, ...] | None = number(None, at_least=0, at_most=1)
-    no_rope_layer_interval: int | None = size()
-    qkv_bias: bool | None = None
-    use_qk_norm: bool | None = None
-    # with experts
-    moe_intermediate_size: int | None = size()
-    num_experts: int | None = size()
-    num_local_experts: int | None = size()
-    n_routed_experts: int | None = size()
-    num_experts_per_tok: int | None = size()
-    norm_topk_prob: bool | None = None
-    decoder_sparse_step: int | None = size()
-    mlp_only_layers: tuple[int, ...] | None = None
-    first_k_dense_replace: int | None = number(None, at_least=0)
-    n_group: int | None = size()
-    topk_group: int | None = size()
-    routed_scaling_factor: float | None = number(None, above=0)
-    n_shared_experts: int | None = number(None, at_least=0)
-    shared_expert_intermediate_size: int | None = size()
 
     def hf_fields(self) -> dict[str, Any]:
         """Returns the given keys of the transformers config."""

@@ -298,7 +298,7 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
             f"{where}: expected messages to be a list of {{role, content}}, got text; its key is "
             "prompt"
         )
-    source = row.get("prompt", row.get("messages"))
+    source: Any = row.get("prompt", row.get("messages"))
     if chat and isinstance(source, str):
         source = [{"role": "user", "content": source}]
     what, codec = "prompt" if isinstance(source, str) else "chat", TextCodec(tokenizer)
