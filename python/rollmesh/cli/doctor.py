@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -92,39 +93,29 @@ def _processor() -> list[tuple[str, str]]:
 
 def _kernels() -> list[tuple[str, str]]:
     """Lists each instruction set with the result of kernels/cpu/select_isa.c."""
-    rows, chosen, states = [], _isa_of(None), isa_states()
-    for isa, (refused, emulated, one_row, many_rows) in states.items():
-        text = (
-            f"no: {refused}"
-            if refused
-            else "works, in emulation"
-            if emulated
-            else "works, bits are ref's"
-        )
+    found = _metrics_of()
+    chosen = "none" if isinstance(found, str) else found["isa"]
+    why = "the fastest that works here; all give the same bits, and RM_ISA can cap it"
+    if cap := os.environ.get("RM_ISA"):
+        why = f"capped by RM_ISA={shown(cap)}"
+    rows = [("chosen", f"{chosen}: {found if isinstance(found, str) else why}")]
+    for isa, (refused, emulated, one_row, many_rows) in isa_states().items():
+        text = "works, in emulation" if emulated else "works, bits are ref's"
+        if refused:
+            text = f"no: {refused}"
         if one_row > 0:
             text += f"; {one_row:.0f} GFLOP/s at 1 row, {many_rows:.0f} at 64 (bf16, one thread)"
         rows.append((isa, f"{text}{'   <- chosen' if isa == chosen else ''}"))
-    cap = os.environ.get("RM_ISA")
-    why = (
-        f"capped by RM_ISA={shown(cap)}"
-        if cap
-        else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
-    )
-    return [("chosen", f"{chosen}: {why}" if chosen in states else f"none: {chosen}"), *rows]
+    return rows
 
 
-def _isa_of(isa: str | None) -> str:
-    """Returns the name of the instruction set that a generator uses, or the error."""
+def _metrics_of(**options: Any) -> dict[str, Any] | str:
+    """Returns the metrics of a tiny generator, or the error that it raises."""
+    limits: dict[str, Any] = {"max_model_len": 16, "max_num_seqs": 1, "kv_cache_gib": 0.001}
     try:
-        with rm.Generator(
-            rm.ModelSpec.from_hf(TINY),
-            isa=isa,
-            threads=1,
-            max_model_len=16,
-            max_num_seqs=1,
-            kv_cache_gib=0.001,
-        ) as generator:
-            return str(generator.metrics()["isa"])
+        spec = rm.ModelSpec.from_hf(TINY)
+        with rm.Generator(spec, threads=1, **limits, **options) as generator:
+            return generator.metrics()
     except rm.Error as error:
         return plain(error)
 
@@ -203,14 +194,14 @@ def _training() -> list[tuple[str, str]]:
 
 def _gpu() -> list[tuple[str, str]]:
     driver = _first_line(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
-    nvcc = _first_line(["nvcc", "--version"], last=True)
+    nvcc, found = _first_line(["nvcc", "--version"], last=True), _metrics_of(device="cuda")
     return [
         ("GPU", driver or _devices_seen()),
         ("nvcc", nvcc or "missing: only needed to build CUDA kernels"),
         ("NCCL", _nccl()),
         ("cuBLASLt", _cublas()),
         ("CUDA kernels", _cuda_kernels()),
-        ('device="cuda"', _device_answer("cuda")),
+        ('device="cuda"', f"no: {found}" if isinstance(found, str) else "works"),
     ]
 
 
@@ -279,21 +270,6 @@ def _cuda_kernels() -> str:
             else "the driver here is too old, they need 580 or later"
         )
     return f"for {library.rm_cuda_archs().decode()}, in {library_path().name}; {seen}"
-
-
-def _device_answer(device: str) -> str:
-    """Returns whether a generator can use this device."""
-    try:
-        rm.Generator(
-            rm.ModelSpec.from_hf(TINY),
-            device=device,
-            max_model_len=16,
-            max_num_seqs=1,
-            kv_cache_gib=0.001,
-        ).close()
-    except rm.Error as error:
-        return f"no: {plain(error)}"
-    return "works"
 
 
 def _vllm() -> list[tuple[str, str]]:
