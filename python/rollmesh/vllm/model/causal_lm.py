@@ -24,7 +24,7 @@ NumericsError.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -85,64 +85,79 @@ class Block(torch.nn.Module):
     def attend(self, model: Model, x: Array) -> Array:
         """Returns the output of attention after o_proj, [rows, hidden]. x: normed, [rows,
         hidden]."""
-        w = self.weights
+        w, here, spec = self.weights, model.columns, model.spec
         qkv = ops.gemm(x, w["qkv"], sum(self.sizes), bias=w.get("qkv_bias"), **model.how)
         attended = array_of(
             self.attn(*map(tensor_of, np.split(qkv, np.cumsum(self.sizes)[:-1], 1)))
         )
-        attended = model.columns.whole(attended, "heads", model.spec.head_dim)
-        return model.multiply(
-            ops.gemm, attended, w["o"], "hidden", bias=w.get("o_bias"), **model.how
-        )
+        attended = here.whole(attended, "heads", spec.head_dim)
+        out = ops.gemm(attended, w["o"], len(here.here.hidden), bias=w.get("o_bias"), **model.how)
+        return here.whole(out, "hidden")
 
     def mix(self, model: Model, x: Array) -> Array:
         """Returns the output of the MLP or the mixture of experts, [rows, hidden]. x: normed,
         [rows, hidden]."""
-        w, spec = self.weights, model.spec
-        if not self.is_moe:
-            if spec.ungated:
-                up = model.multiply(ops.gemm, x, w["up"], "inner", gathers=False, **model.how)
-                inner = model.columns.whole(ops.activate(up, out=up, **model.gated), "inner")
-            else:
-                inner = model.multiply(ops.gemm_swiglu, x, w["gate_up"], "inner", **model.gated)
-            return model.multiply(ops.gemm, inner, w["down"], "hidden", **model.how)
-        out = self._mix_experts(model, x)
-        if not spec.shared_intermediate_size:
-            return out
-        inner = model.multiply(
-            ops.gemm_swiglu, x, w["shared_gate_up"], "shared_inner", **model.gated
-        )
-        shared = model.multiply(ops.gemm, inner, w["shared_down"], "hidden", **model.how)
-        gate = None
-        if spec.shared_switch:
-            gate = ops.gemm(x, w["shared_switch"], 1, **model.how).reshape(-1)
-        both: Array = ops.rms_norm(out, None, eps=1.0, x=shared, x_gate=gate, **model.how)
-        return both
+        return self._mix_experts(model, x) if self.is_moe else self._mix_dense(model, x)
+
+    def _mix_dense(self, model: Model, x: Array) -> Array:
+        w, here = self.weights, model.columns
+        if model.spec.ungated:
+            up = ops.gemm(x, w["up"], len(here.here.inner), **model.how)
+            inner = here.whole(ops.activate(up, out=up, **model.gated), "inner")
+        else:
+            inner = here.whole(
+                ops.gemm_swiglu(x, w["gate_up"], len(here.here.inner), **model.gated), "inner"
+            )
+        return here.whole(ops.gemm(inner, w["down"], len(here.here.hidden), **model.how), "hidden")
 
     def _mix_experts(self, model: Model, x: Array) -> Array:
-        w, spec, columns = self.weights, model.spec, model.columns
-        experts, whole = spec.num_experts, model.has_whole_experts
+        w, spec, here = self.weights, model.spec, model.columns
+        experts, top_k = spec.num_experts, spec.num_experts_per_tok
         routing = ops.router(
-            x, w["router"], experts, spec.num_experts_per_tok,
-            bias=w["router_bias"], **spec.scoring, **model.how,
-        )  # fmt: skip
+            x, w["router"], experts, top_k, bias=w["router_bias"], **spec.scoring, **model.how
+        )
         rows, group_rows, place = ops.permute(x, routing.ids, experts, **model.how)
-        starts = [int(group_rows[other.experts.start]) for other in columns.places]
-        stops = [int(group_rows[other.experts.stop]) for other in columns.places]
-        own, rank = columns.here.experts, columns.rank
-        groups = group_rows[own.start : own.stop + 1] - np.int32(starts[rank])
-        inner = model.multiply(
-            ops.gemm_swiglu, rows[starts[rank] : stops[rank]], w["expert_gate_up"], "expert_inner",
-            gathers=not whole, group_rows=groups, **model.gated,
-        )  # fmt: skip
-        y = model.multiply(
-            ops.gemm, inner, w["expert_down"], "expert_hidden",
-            gathers=False, group_rows=groups, **model.how,
-        )  # fmt: skip
-        if whole:
-            y = columns.joined(y, np.subtract(stops, starts).tolist())
-        out: Array = ops.combine(y, place, routing.ids, routing.gates, experts, **model.how)
-        return out if whole else columns.whole(out, "expert_hidden")
+        own = here.here.experts
+        first, end = int(group_rows[own.start]), int(group_rows[own.stop])
+        groups = group_rows[own.start : own.stop + 1] - np.int32(first)
+        inner = ops.gemm_swiglu(
+            rows[first:end],
+            w["expert_gate_up"],
+            len(here.here.expert_inner),
+            group_rows=groups,
+            **model.gated,
+        )
+        if not model.expert_parallel:
+            inner = here.whole(inner, "expert_inner")
+        y = ops.gemm(
+            inner, w["expert_down"], len(here.here.expert_hidden), group_rows=groups, **model.how
+        )
+        if model.expert_parallel:
+            y = here.joined(
+                y,
+                [
+                    int(group_rows[place.experts.stop] - group_rows[place.experts.start])
+                    for place in here.places
+                ],
+            )
+        out = ops.combine(y, place, routing.ids, routing.gates, experts, **model.how)
+        out = out if model.expert_parallel else here.whole(out, "expert_hidden")
+        if not spec.shared_intermediate_size:
+            return out
+        inner = here.whole(
+            ops.gemm_swiglu(x, w["shared_gate_up"], len(here.here.shared_inner), **model.gated),
+            "shared_inner",
+        )
+        shared: Array = here.whole(
+            ops.gemm(inner, w["shared_down"], len(here.here.hidden), **model.how), "hidden"
+        )
+        gate = (
+            ops.gemm(x, w["shared_switch"], 1, **model.how).reshape(-1)
+            if spec.shared_switch
+            else None
+        )
+        both: Array = ops.rms_norm(out, None, eps=1.0, x=shared, x_gate=gate, **model.how)
+        return both
 
 
 class Model(torch.nn.Module):
@@ -158,7 +173,7 @@ class Model(torch.nn.Module):
         options, parallel = config.options(vllm_config), vllm_config.parallel_config
         self._refuse()
         mesh = config.mesh_of(parallel, vllm_config.model_config.is_moe)
-        self.has_whole_experts = mesh.ep > 1
+        self.expert_parallel = mesh.ep > 1
         group = get_tp_group() if mesh.tp > 1 else None
         rank = group.rank_in_group if group else 0
         self.columns = Columns(
@@ -239,15 +254,6 @@ class Model(torch.nn.Module):
         return self._served
 
     # -------------------------------------------------------------------------------------- a pass
-    def multiply(
-        self, op: Callable[..., Array], x: Array, w: Array, cut: str, *, gathers: bool = True,
-        **options: Any,
-    ) -> Array:  # fmt: skip
-        """Multiplies x by this rank's columns of a matrix, and gathers the columns of all ranks.
-        cut: the field of Placement that divides the columns."""
-        part = op(x, w, len(getattr(self.columns.here, cut)), **options)
-        return self.columns.whole(part, cut) if gathers else part
-
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         self._require_weights()
         return tensor_of(self._embed(input_ids.to(torch.int32).numpy()))
@@ -346,19 +352,19 @@ class Model(torch.nn.Module):
         vocab, rows = self.spec.vocab_size, len(hidden_states)
         if self._served is None:
             return torch.zeros(rows, vocab)  # vLLM's profiling pass
-        columns = self.columns
-        part = ops.lm_head_pairs(
-            array_of(hidden_states.contiguous()),
-            self._ends["lm_head"],
-            len(columns.here.vocab),
-            **self.how,
-        )
-        assert part.logits is not None
-        logits, pairs = columns.whole(part.logits, "vocab"), part.pairs
-        if columns.size > 1:
-            blocks = [-(-len(place.vocab) // VOCAB_BLOCK) for place in columns.places]
-            pairs = columns.joined(pairs, blocks)
-        head = ops.merge_pairs(pairs, **self.how)
+        x, w, here = array_of(hidden_states.contiguous()), self._ends["lm_head"], self.columns
+        if here.size == 1:
+            head = ops.lm_head(x, w, vocab, **self.how)
+            logits = head.logits
+        else:
+            part = ops.lm_head_pairs(x, w, len(here.here.vocab), **self.how)
+            assert part.logits is not None
+            logits = here.whole(part.logits, "vocab")
+            pairs = here.joined(
+                part.pairs, [-(-len(place.vocab) // VOCAB_BLOCK) for place in here.places]
+            )
+            head = ops.merge_pairs(pairs, **self.how)
+        assert logits is not None
         if head.row_flags.any():
             raise NumericsError(
                 f"logits of row {int(head.row_flags.argmax())} of {rows} are not finite"
