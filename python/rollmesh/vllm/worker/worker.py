@@ -33,7 +33,7 @@ from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.distributed.spmd import join
 from rollmesh.errors import CapacityError, ConfigError, StateError
 from rollmesh.model.placement import placements
-from rollmesh.model.sizes import kv_bytes_per_token, matrices, rank_bytes
+from rollmesh.model.sizes import kv_bytes_per_token, rank_bytes
 from rollmesh.runtime.devices import Device, device_of
 from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.vllm.platforms import config
@@ -148,11 +148,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
         memory minus two copies of its weights."""
         if self.cache_config.kv_cache_memory_bytes is not None:
             return int(self.cache_config.kv_cache_memory_bytes)
-        mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
-        weights = sum(
-            rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize)
-            for matrix in matrices(self.spec)
-        )
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        ranks = rank_bytes(self.spec, dtype, self.mesh.tp, self.mesh.dp, self.mesh.ep)
+        weights = sum(ranks[self._index()].values())
         share = self._available_memory() * self.cache_config.gpu_memory_utilization
         if share <= 2 * weights:
             raise CapacityError(
