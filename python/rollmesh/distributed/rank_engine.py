@@ -3,45 +3,73 @@ for the generator, requests, weight updates and vLLM's runner.
 
 RankEngine       all ranks are in this process, as threads if there are several: requests go to the
                  C engine, and exchanges return at once
-SpmdEngine       (spmd.py) this process is one rank of several: exchanges go to the other ranks
+PeerEngine       (peers.py) this process is one rank of several: exchanges go to the other ranks
+LedEngine        (leading.py) a PeerEngine whose operations are decided by rank 0
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.distributed.follow import Role, followed
 from rollmesh.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
-    DeadlineError,
     DeviceError,
     RankLostError,
 )
 from rollmesh.runtime.engine_views import Finish, Ids, OpTime, RequestView, SampleView, Stats
 
 # Errors that one rank may raise while the others do not.
-ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeadlineError, DeviceError)
+ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeviceError)
 PUSHES = "begin_sync"
 Array = NDArray[Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _HasEngine(Protocol):
+    @property
+    def engine(self) -> RankEngine: ...
+
+
+S = TypeVar("S", bound=_HasEngine)
+
+
+def led(
+    is_collective: bool = False,
+) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+    """Marks an operation that rank 0 sends to the other ranks of a LedEngine, with its positional
+    arguments. Keyword arguments stay on this rank. is_collective: the ranks exchange messages in
+    the operation, so it is sent before it runs; other operations wait for the next message."""
+
+    def mark(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+        @wraps(method)
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return self.engine.lead(
+                method.__name__, args, is_collective, lambda: method(self, *args, **kwargs)
+            )
+
+        return call
+
+    return mark
 
 
 class RankEngine:
     """A _core.Engine in a single process."""
 
-    has_peers = False  # whether other processes make the same calls in the same order
+    has_peers = False  # whether this process is one rank of several
     rank = 0
 
     def __init__(self, engine: _core.Engine):
         self._engine = engine
         self.paused = False
-        self.role: Role | None = None  # set by Generator.follow
         # Error of this rank's source, raised at the next exchange of the sync.
         self.fault: Exception | None = None
         self._late: set[int] = set()  # requests aborted by a deadline and not yet released
@@ -52,19 +80,30 @@ class RankEngine:
         """Returns an attribute of the C engine: methods of syncs, sleep, wake, the manifest."""
         return getattr(self._engine, name)
 
+    @property
+    def engine(self) -> RankEngine:
+        return self
+
     def close(self) -> None:
         self._engine.close()
 
     # --------------------------------------------------------------------------------- among ranks
+    def lead(
+        self, name: str, args: tuple[Any, ...], is_collective: bool, run: Callable[[], T]
+    ) -> T:
+        """Runs an operation of `led`."""
+        del name, args, is_collective
+        return run()
+
+    def by_every_rank(self) -> AbstractContextManager[None]:
+        """Returns a context for operations that every rank makes by itself."""
+        return nullcontext()
+
     def all_gather(self, call: str, value: Any = None) -> list[Any]:
         """Returns every rank's value. Raises CollectiveMismatchError if ranks are in different
-        calls or were given different requests."""
+        calls."""
         del call
         return [value]
-
-    def own_deadline(self, deadline: float | None) -> float | None:
-        """Returns the deadline on which this rank may act without the other ranks."""
-        return deadline
 
     def abort_unless_shared(self, error: BaseException, voting: bool = False) -> bool:
         """Called when this rank leaves a call by an exception. Aborts the mesh unless the other
@@ -87,13 +126,12 @@ class RankEngine:
         rollmesh.request.logit_edits."""
         return self._engine.add(prompt, stop_token_ids, request, logits, edits)
 
-    def step(self, watch: Callable[[], None], deadline: float | None) -> tuple[int, bool]:
-        """Runs one step, after which all ranks have the same finished requests. watch() searches
-        for stop strings in this rank's own requests before the exchange; the caller calls it again
-        afterwards. Returns (rows of all replicas, whether the deadline of any rank has passed)."""
-        del watch
+    def step(self, watch: Callable[[], None]) -> int:
+        """Runs one step, then calls watch(), which searches for stop strings. Returns the number of
+        rows of all replicas."""
         rows = 0 if self.paused else self._engine.step()[0]
-        return rows, deadline is not None and time.monotonic() >= deadline
+        watch()
+        return rows
 
     def finished(self) -> set[int]:
         return self._engine.finished()
@@ -105,12 +143,12 @@ class RankEngine:
         """Returns the requests that were added and not released, oldest first."""
         return self._engine.ids()
 
-    @followed("numbers")
+    @led()
     def cut_off(self, numbers: Iterable[int]) -> None:
         """Aborts those of these requests that still run, because their deadline has passed."""
         for number in set(numbers).difference(self.finished()):
             self._late.add(number)
-            self._engine.abort(number)
+            self.abort(number)
 
     def late(self, numbers: Iterable[int]) -> set[int]:
         """Returns those of these requests that a deadline has aborted."""
@@ -127,12 +165,12 @@ class RankEngine:
     def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:
         self._engine.stop_sample(number, sample, n_tokens)
 
-    @followed("paused")
+    @led()
     def pause(self, paused: bool) -> None:
         self.paused = paused
         self._engine.pause(paused)
 
-    @followed()
+    @led()
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()
 
@@ -162,10 +200,6 @@ class RankEngine:
     def barrier(self, where: str, error: Exception | None) -> None:
         """Like all_gather_or_raise, without a value."""
         self.all_gather_or_raise(where, None, error)
-
-    def refuse(self, where: str, error: Exception) -> None:
-        """Sends the other ranks the error with which this rank refuses the arguments of a call that
-        all ranks make."""
 
     def require_equal(self, what: str, values: list[str]) -> None:
         """Raises CollectiveMismatchError on all ranks unless all values are equal. The mesh stays

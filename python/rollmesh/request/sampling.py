@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh.distributed.wire import sendable
 from rollmesh.errors import RequestError
 from rollmesh.runtime.arguments import MAX_TOKENS, REAL, is_unicode, items_of
 from rollmesh.runtime.messages import shown
@@ -23,6 +24,7 @@ MAX_FLOAT32 = 3.4028234663852886e38
 MIN_FLOAT32 = 1.1754943508222875e-38
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The settings of one request. Immutable; `dataclasses.replace` makes a changed copy. A wrong

@@ -12,8 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rollmesh.distributed.follow import Role, followed
-from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine
+from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine, led
 from rollmesh.errors import CapacityError, DeadlineError, StateError, VersionError
 from rollmesh.request.outputs import SyncReport
 from rollmesh.request.requests import Requests
@@ -25,8 +24,6 @@ from rollmesh.weights.resharding import spread
 from rollmesh.weights.sync import SyncOptions, lent, report_of
 
 BEGINNING = "the beginning of a sync"
-SLEEP, WAKE = "a sleep", "a wake"
-TIMED = "commit in time"
 T = TypeVar("T")
 
 
@@ -34,31 +31,28 @@ class Weights:
     """State of the syncs of one engine."""
 
     def __init__(self, engine: RankEngine, requests: Requests):
-        self._engine, self._requests = engine, requests
+        self.engine, self._requests = engine, requests
         self.manifest = engine.manifest()
         self.version: int | None = None
         self._last = -1  # the version committed last, serving or not
         self._open: Sync | None = None
 
-    @property
-    def role(self) -> Role | None:
-        return self._engine.role
-
-    @followed("options", collective=True)
-    def sync(self, source: Any, options: SyncOptions, deadline: float | None = None) -> SyncReport:
+    @led(is_collective=True)
+    def sync(
+        self, options: SyncOptions, *, source: Any, deadline: float | None = None
+    ) -> SyncReport:
         """Copies and commits a whole set. If ranks are processes, a rank that fails still iterates
         over all entries, so that all ranks report their errors at the same points."""
-        engine, plan = self._engine, Plan(self._engine, options)
+        engine, plan = self.engine, Plan(self.engine, options)
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
-        told = self._open_together(BEGINNING, [kind, deadline is not None], options)
-        # Lists, because a generator expression may swallow a Ctrl-C.
-        kinds, timed = [its for its, _ in told], True in [its for _, its in told]
+        kinds = self._open_together("the beginning of a sync", kind, options)
+        # A list, because a generator expression may swallow a Ctrl-C.
         givers = [rank for rank, its in enumerate(kinds) if its is not None]
         voting = False
         try:
             with ExitStack() as loans:  # loans end after all ranks have committed
                 if options.mode == "inplace":
-                    self._finish_running(options, engine.own_deadline(deadline))
+                    self._finish_running(options, deadline)
                 checks: list[Callable[[], None]] = []  # each raises if the loan has ended
                 fault = _error_of(options.begin, engine) or _error_of(
                     lambda: checks.append(loans.enter_context(lent(source)))
@@ -81,9 +75,9 @@ class Weights:
                 else:
                     plan.push_entries(source, deadline)
                 engine.barrier("a sync after its entries", fault or _error_of(checks[0]))
-                self._check_deadlines(options, timed, deadline)
+                self._finish_before_commit(options, deadline)
                 voting = True
-                report = self._commit(options, engine.own_deadline(deadline))
+                report = self._commit(options)
                 voting = False
             return report
         except BaseException as error:  # includes errors of closing the loan
@@ -101,14 +95,13 @@ class Weights:
         self.reset("a later sync began")
         return everyone
 
-    def _check_deadlines(self, options: SyncOptions, timed: bool, deadline: float | None) -> None:
-        """Checks the deadlines of all ranks together, after running requests have finished; only if
-        ranks are processes. timed: whether any rank has a deadline."""
-        if timed and self._engine.has_peers:
-            self._finish_running(options, None)
-            self._engine.barrier(
-                "a sync before its commit", _error_of(check_deadline, deadline, "its commit")
-            )
+    def _finish_before_commit(self, options: SyncOptions, deadline: float | None) -> None:
+        """Finishes running requests if inflight is "wait", then checks the deadline on all ranks
+        together."""
+        self._finish_running(options, deadline)
+        self.engine.barrier(
+            "a sync before its commit", _error_of(check_deadline, deadline, "its commit")
+        )
 
     def begin(self, sync: Sync) -> None:
         """Opens the sync of a handle, and drops another sync that is open."""
@@ -116,26 +109,19 @@ class Weights:
         # The version is left out here, because the two-phase commit compares it.
         told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
         try:
-            self._engine.require_equal("a set of weights", told)
+            self.engine.require_equal("a set of weights", told)
             if options.mode == "inplace":
                 self._finish_running(options, None)
-            self._engine.barrier(PUSHES, _error_of(self._begun, sync))
+            self.engine.barrier(PUSHES, _error_of(self._begun, sync))
         except BaseException as error:
             self._abort()
-            self._engine.abort_unless_shared(error)
+            self.engine.abort_unless_shared(error)
             raise
 
     def _begun(self, sync: Sync) -> None:
         self._open = sync
-        sync.options.begin(self._engine)
+        sync.options.begin(self.engine)
         self.refresh()
-
-    def fault_if_open(self) -> StateError | None:
-        return (
-            StateError("expected no open sync, got one of begin_sync; commit or abort it")
-            if self._open is not None
-            else None
-        )
 
     def is_open(self, sync: Sync) -> bool:
         return self._open is sync
@@ -148,7 +134,7 @@ class Weights:
                 fault = _error_of(sync.plan.push, name, tensor)
             self._all_gather_push(sync, "push", fault)
         except BaseException as error:
-            self._engine.abort_unless_shared(error)
+            self.engine.abort_unless_shared(error)
             fault = None
             _clear_own_frames(error)
             raise
@@ -157,13 +143,13 @@ class Weights:
         """Sends this rank's place in the sync and its error to every rank, and returns the set of
         all places. An error of one rank ends the sync on all ranks, unless all ranks refuse the
         same push."""
-        everyone = self._engine.all_gather_push(at, None if fault is None else reason(fault))
+        everyone = self.engine.all_gather_push(at, None if fault is None else reason(fault))
         reasons = [why for _, why in everyone]
         # A list, for the same reason as in `sync`.
         refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]
         if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
-        self._engine.raise_failure(fault, reasons)
+        self.engine.raise_failure(fault, reasons)
         return {its_at for its_at, _ in everyone}
 
     def abort(self, sync: Sync, error: BaseException | None) -> None:
@@ -173,11 +159,11 @@ class Weights:
             return
         self.reset("it was aborted", only=sync)
         if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
-            self._engine.all_gather_push(
+            self.engine.all_gather_push(
                 "abort", "the sync was aborted" if error is None else reason(error)
             )
         else:
-            self._engine.abort_unless_shared(error)
+            self.engine.abort_unless_shared(error)
 
     def finish(self, sync: Sync, deadline: float | None) -> SyncReport:
         """Commits the open sync. The sync is closed afterwards, even if this raises."""
@@ -185,17 +171,14 @@ class Weights:
         self._open, sync.closed = None, "it failed"
         voting = False
         try:
-            if self._engine.has_peers:
-                at = "commit" if deadline is None else TIMED
-                while not {"commit", TIMED}.issuperset(places := self._all_gather_push(sync, at)):
-                    pass  # other ranks are still pushing
-                self._check_deadlines(sync.options, TIMED in places, deadline)
-                deadline = None  # already checked, together with the other ranks
+            while self._all_gather_push(sync, "commit") != {"commit"}:
+                pass  # other ranks are still pushing
+            self._finish_before_commit(sync.options, deadline)
             voting = True
-            sync.report = self._commit(sync.options, deadline)
+            sync.report = self._commit(sync.options)
         except BaseException as error:
             self._abort()
-            self._engine.abort_unless_shared(error, voting)
+            self.engine.abort_unless_shared(error, voting)
             raise
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
@@ -205,15 +188,18 @@ class Weights:
         if self._open is not None and only in (None, self._open):
             self._abort(why)
 
-    @followed("parts", "offload", collective=True)
+    @led(is_collective=True)
     def sleep(self, parts: int, offload: bool) -> None:
-        """Frees the memory of `parts` while no sync is open. offload: copy the serving weights to
-        host memory first. If this fails on one rank, all ranks stay awake."""
+        """Frees the memory of `parts`, and drops an open sync if the weights are among them.
+        offload: copy the serving weights to host memory first. If this fails on one rank, all ranks
+        stay awake."""
+        if parts & PARTS["weights"]:
+            self.reset("the weights were put to sleep")
         try:
             if offload:
                 self._require_host_room()
-                self.on_all_ranks("sleep", self._engine.offload_weights, True)
-            self._engine.sleep(parts | OFFLOAD if offload else parts)
+                self.on_all_ranks("sleep", self.engine.offload_weights, True)
+            self.engine.sleep(parts | OFFLOAD if offload else parts)
             self.refresh()
         except BaseException:
             self._free_offloaded()
@@ -221,19 +207,19 @@ class Weights:
 
     def _free_offloaded(self) -> None:
         """Frees the host copy of the weights if the weights are awake."""
-        if not self._engine.stats()["asleep"] & PARTS["weights"]:
-            self._engine.offload_weights(False)
+        if not self.engine.stats()["asleep"] & PARTS["weights"]:
+            self.engine.offload_weights(False)
         self.refresh()
 
     def _require_host_room(self) -> None:
         """Raises CapacityError on all ranks unless each machine has enough free memory for all its
         ranks. Runs before any rank allocates."""
-        if not self._engine.has_peers:
+        if not self.engine.has_peers:
             return
         # Machine or control group → (rank, bytes needed, bytes available) of each of its ranks.
         pools: dict[int, list[tuple[int, int, int]]] = {}
         for rank, (needed, its_pools) in enumerate(
-            self._all_gather("the room of its host", list(self._engine.host_room()))
+            self._all_gather("the room of its host", list(self.engine.host_room()))
         ):
             for name, available in its_pools:
                 pools.setdefault(name, []).append((rank, needed, available))
@@ -247,16 +233,16 @@ class Weights:
                     f"got {byte_text(available)}; sleep without keep_weights, or free memory"
                 )
 
-    @followed("parts", collective=True)
+    @led(is_collective=True)
     def wake(self, parts: int) -> None:
         """Allocates the memory of `parts` again, on all ranks or on none. Offloaded weights are
         copied back and serve again."""
-        asleep = parts & self._engine.stats()["asleep"]
+        asleep = parts & self.engine.stats()["asleep"]
         try:
-            self.on_all_ranks("wake", self._engine.wake, parts)
+            self.on_all_ranks("wake", self.engine.wake, parts)
         except BaseException:
-            if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank failed
-                self._engine.sleep(woken | OFFLOAD)
+            if woken := asleep & ~self.engine.stats()["asleep"]:  # another rank failed
+                self.engine.sleep(woken | OFFLOAD)
             raise
         try:
             self._free_offloaded()
@@ -268,16 +254,14 @@ class Weights:
         """Returns every rank's value. fault: this rank's error, or None. This rank raises the
         error, and the other ranks raise SyncAbortedError."""
         try:
-            return self._engine.all_gather_or_raise(where, value, fault)
+            return self.engine.all_gather_or_raise(where, value, fault)
         except BaseException as error:
-            self._engine.abort_unless_shared(error)
+            self.engine.abort_unless_shared(error)
             raise
 
     def require_equal(self, what: str, value: str) -> None:
         """Raises CollectiveMismatchError on all ranks unless all ranks have the same value."""
-        if self.role is not None:  # all ranks use the value of rank 0
-            return
-        self._engine.require_equal(what, self._all_gather(what, value))
+        self.engine.require_equal(what, self._all_gather(what, value))
 
     def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank
@@ -288,7 +272,7 @@ class Weights:
         except Exception as error:  # noqa: BLE001 (raised once all ranks know)
             fault = error
         except BaseException as error:
-            self._engine.abort_unless_shared(error)
+            self.engine.abort_unless_shared(error)
             raise
         self._all_gather(where, None, fault)
         return result
@@ -300,19 +284,18 @@ class Weights:
         self.version = None
 
     def refresh(self) -> None:
-        self.version = self._engine.sync_state()[0]
+        self.version = self.engine.sync_state()[0]
 
     def _abort(self, why: str = "it failed") -> None:
         if self._open is not None:
             self._open.closed, self._open = why, None
-        self._engine.sync_abort()
+        self.engine.sync_abort()
         self.refresh()
 
-    def _commit(self, options: SyncOptions, deadline: float | None) -> SyncReport:
-        self._finish_running(options, deadline)
+    def _commit(self, options: SyncOptions) -> SyncReport:
         before = self.version
         try:
-            report = report_of(self._engine.sync_commit(options.at_commit))
+            report = report_of(self.engine.sync_commit(options.at_commit))
             self._follow(before, options)
             return report
         except BaseException:
@@ -338,11 +321,13 @@ class Weights:
             )
 
     def _finish_running(self, options: SyncOptions, deadline: float | None) -> None:
-        """If inflight is "wait", finishes running requests on the old version."""
-        while options.inflight == "wait" and (left := self._engine.unfinished()):
-            if deadline is not None and time.monotonic() >= deadline:
+        """If inflight is "wait", finishes running requests on the old version. deadline: checked
+        only in one process, since ranks take the same number of steps."""
+        while options.inflight == "wait" and (left := self.engine.unfinished()):
+            is_late = deadline is not None and time.monotonic() >= deadline
+            if is_late and not self.engine.has_peers:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
-            if self._requests.step()[0] == 0 and (left := self._engine.unfinished()):
+            if self._requests.step() == 0 and (left := self.engine.unfinished()):
                 raise StateError(
                     f"{left} requests cannot finish (paused or asleep): call resume() or wake(), "
                     "or choose another inflight"
@@ -386,7 +371,7 @@ class Sync:
         """exclusive: runs a function with exclusive use of the engine, until a deadline."""
         self._weights, self._exclusive = weights, exclusive
         self.options = options
-        self.plan = Plan(weights._engine, options)
+        self.plan = Plan(weights.engine, options)
         self.closed: str | None = None  # why the sync is closed; None while it is open
         self.report: SyncReport | None = None
 
