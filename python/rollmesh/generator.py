@@ -645,22 +645,15 @@ class Generator:
         If ranks are processes, each rank pushes the whole set, and the ranks synchronize at every
         push. Raises StateError while other ranks are in follow()."""
 
-        def exclusive(function: Callable[[], Any], deadline: float | None = None) -> Any:
-            def run() -> Any:
-                with self._engine.by_every_rank():
-                    return function()
-
-            return self._loop.lend(run, deadline)
-
         given = {"version": version, **options}
         self._call("begin_sync", lambda: given, lambda: SyncOptions(**given))
-        sync = Sync(self._weights, exclusive, SyncOptions(**given))
+        sync = Sync(self._weights, self._loop.lend, SyncOptions(**given))
         try:
-            exclusive(lambda: self._weights.begin(sync))
+            self._loop.lend(lambda: self._weights.begin(sync))
             return sync
         except BaseException as error:
             if self._weights.is_open(sync):
-                exclusive(partial(self._weights.abort, sync, error))
+                self._loop.lend(partial(self._weights.abort, sync, error))
             raise
 
     def self_test(
@@ -745,7 +738,7 @@ class Generator:
         methods: tuple[Callable[..., Any], ...] = (
             *(requests.add, requests.add_score, requests.step, requests.abort),
             *(requests.forget, requests.release, weights.sleep, weights.wake),
-            *(engine.cut_off, engine.pause, engine.reset_prefix_cache, sync),
+            *(requests.cut_off, engine.pause, engine.reset_prefix_cache, sync),
         )
         return {method.__name__: method for method in methods}
 
@@ -812,7 +805,7 @@ class Generator:
                 f"parts: expected 'weights' among them with keep_weights=True, got {shown(parts)}"
             )
 
-        self._on_all_ranks(lambda: self._weights.sleep(mask, keep))
+        self._loop.call(lambda: self._weights.sleep(mask, keep))
         _log.info("sleep: %s%s", part_names(mask), ", weights kept" if keep else "")
 
     @_by_every_rank
@@ -821,20 +814,8 @@ class Generator:
         if a GPU has too little memory; all parts then stay asleep, kept weights stay kept, and a
         later call may succeed."""
         mask = part_mask(parts)
-        self._on_all_ranks(lambda: self._weights.wake(mask))
+        self._loop.call(lambda: self._weights.wake(mask))
         _log.info("wake: %s", part_names(mask))
-
-    def _on_all_ranks(self, function: Callable[[], None]) -> None:
-        """Runs an operation in which the ranks exchange messages."""
-
-        def run() -> None:
-            try:
-                function()
-            except Exception as error:
-                self._engine.abort_unless_shared(error)
-                raise
-
-        self._loop.call(run)
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
         """Calls wake(), under vLLM's name. tags: "weights", "kv_cache" or both; None: both."""

@@ -20,8 +20,8 @@ CollectiveMismatchError before anything is computed; operations that were not se
 queue, so the mesh stays usable.
 
 With several replicas the ranks of one replica compute a request; on all other ranks it is
-*foreign*. After each step the first rank of each replica sends the records of its finished
-requests, and a foreign request counts as finished once its record has arrived.
+*foreign*. After each step the first rank of each replica sends the results of its finished
+requests, and a foreign request counts as finished once its result has arrived.
 """
 
 from __future__ import annotations
@@ -36,15 +36,11 @@ from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import ref
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rollmesh import _core
 from rollmesh.distributed.comm import Comm
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.peers import FOLLOW, PeerEngine
-from rollmesh.distributed.rank_engine import ALONE, Array
-from rollmesh.distributed.wire import encode
+from rollmesh.distributed.rank_engine import ALONE
 from rollmesh.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -53,14 +49,9 @@ from rollmesh.errors import (
     RankLostError,
     StateError,
 )
-from rollmesh.runtime.engine_views import Finish, Ids, RequestView, SampleView
-from rollmesh.runtime.messages import reason
 from rollmesh.runtime.threads import starting
 
 T = TypeVar("T")
-# {"number": int, "request": RequestView, "samples": [SampleView], "logits": array or None,
-#  "fault": why its text could not be read, or None}
-Record = dict[str, Any]
 Operations = Mapping[str, Callable[..., Any]]
 Run = Callable[[Callable[[], Any]], Any]
 CLOSE = "close"  # in place of the end of a call
@@ -103,41 +94,43 @@ class LedEngine(PeerEngine):
         # Guards the control comm and the queue. A collective operation holds it until it returns.
         self._lock = threading.RLock()
         self._queue: list[Any] = []  # [name, sent, result] of operations that were not sent yet
-        self._is_inside = self.rank > 0  # whether operations are made here, without sending them
+        self._is_inside = False  # whether an operation is running
         self._call = IN_STREAMS  # the call that rank 0 is in
         self.is_followed = False  # rank 0: whether all other ranks were in follow() last
         self._is_following = False  # other ranks: whether they are in follow()
         self._sent_at, self._closed = time.monotonic(), threading.Event()
         self._thread: threading.Thread | None = None  # sends messages while rank 0 is idle
         self._tp, self._has_replicas = mesh.tp, mesh.dp > 1
-        self._foreign: dict[int, Record | None] = {}  # None until the record has arrived
-        self._logits: dict[int, NDArray[np.float32]] = {}
-        self._recorded: set[int] = set()  # requests whose record this rank has sent
+        self._reported: set[int] = set()  # requests whose result this rank has sent
 
     # -------------------------------------------------------------------------------------- rank 0
-    def lead(
-        self, name: str, args: tuple[Any, ...], is_collective: bool, run: Callable[[], T]
-    ) -> T:
-        if self._is_inside:
+    def lead(self, kind: Lead, name: str, args: tuple[Any, ...], run: Callable[[], T]) -> T:
+        if self._is_inside or (self.rank > 0 and kind != Lead.EVERY_RANK):
             return run()
+        if kind == Lead.EVERY_RANK:
+            self.check_not_following()
+            if self.is_followed:
+                raise StateError(
+                    "begin_sync: expected ranks that make their own calls, got ranks that follow "
+                    "rank 0; call sync_weights there"
+                )
         sent = [sorted(value) if isinstance(value, (set, frozenset)) else value for value in args]
         with self._lock:
             self._is_inside = True
             try:
-                if is_collective:
-                    self._send([name, sent, None])
-                result = run()
-                if not is_collective:
+                if kind != Lead.COLLECTIVE:
+                    result = super().lead(kind, name, args, run)
+                else:
+                    result = super().lead(kind, name, args, lambda: self._sent(name, sent, run))
+                if kind == Lead.QUEUED:
                     self._queue.append([name, sent, result])
                 return result
-            except Exception:
-                raise
-            except BaseException:
-                # After a Ctrl-C this rank may have skipped an operation that the others make.
-                self.give_up()
-                raise
             finally:
                 self._is_inside = False
+
+    def _sent(self, name: str, args: list[Any], run: Callable[[], T]) -> T:
+        self._send([name, args, None])
+        return run()
 
     def lead_call(self, call: str, function: Callable[[], T], run: Run) -> T:
         """Makes a public call that every rank makes. run: runs a function with exclusive use of the
@@ -169,10 +162,10 @@ class LedEngine(PeerEngine):
         """Sends the queue and these operations. end: the end of a call, see lead_call."""
         with self._lock:
             value = [[*self._queue, *operations], end]
-            everyone = self._gather(encode([self._call, value, True]))
+            everyone = self.gather(self._call, value, leads=True)
             self._queue.clear()
             self._sent_at = time.monotonic()
-            self.is_followed = all(call == FOLLOW for call, _, _ in everyone[1:])
+            self.is_followed = all(follows for _, _, follows in everyone[1:])
         if self.is_followed and self._thread is None:
             sending = (ref(self), self._closed, self._comm.timeout / IDLE_SHARE)
             self._thread = threading.Thread(
@@ -188,21 +181,6 @@ class LedEngine(PeerEngine):
             idle = time.monotonic() - self._sent_at
             if self.is_followed and not self._closed.is_set() and idle >= silence:
                 self._send()
-
-    @contextmanager
-    def by_every_rank(self) -> Iterator[None]:
-        self.check_not_following()
-        if self.is_followed:
-            raise StateError(
-                "begin_sync: expected ranks that make their own calls, got ranks that follow rank "
-                "0; call sync_weights there"
-            )
-        was_inside, self._is_inside = self._is_inside, True
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._is_inside = was_inside
 
     def close(self) -> None:
         self._closed.set()
@@ -253,7 +231,7 @@ class LedEngine(PeerEngine):
             try:
                 result = operations[name](*args)
             except Exception as error:
-                if self.abort_unless_shared(error, voting=name == "sync"):
+                if self.abort_unless_shared(error):
                     raise
                 own = error
                 continue
@@ -275,38 +253,30 @@ class LedEngine(PeerEngine):
             self._is_following = False
 
     # ------------------------------------------------------------------------------------ requests
-    def add(
-        self,
-        prompt: Ids,
-        stop_token_ids: Ids,
-        request: Any,
-        logits: NDArray[np.float32] | None,
-        edits: tuple[Array, ...] | None = None,
-    ) -> int:
-        number = super().add(prompt, stop_token_ids, request, logits, edits)
-        if logits is not None:
-            self._logits[number] = logits
+    def add(self, *args: Any) -> int:
+        number = self._engine.add(*args)
         if not self._engine.has(number):
-            self._foreign[number] = None
+            self.foreign[number] = None
         return number
 
-    def step(self, watch: Callable[[], None]) -> int:
+    def step(self, watch: Callable[[], None], result_of: Callable[[int], Any]) -> int:
         """If one replica raises an exception that does not abort the mesh, all ranks raise one
         after the exchange: that replica its own, the others one of the same class (or Error)."""
         if not self._has_replicas:
-            return super().step(watch)
+            return super().step(watch, result_of)
         rows, fault = 0, None
         is_asleep = bool(self._engine.stats()["asleep"])
         try:
             if not is_asleep:
-                rows = super().step(watch)
+                rows = super().step(watch, result_of)
         except (*ALONE, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
             fault = error
-        everyone = self.all_gather("a step", [rows, fault, self._new_records()])
-        for _, _, records in everyone:
-            self._store(records)
+        everyone = self.all_gather("a step", [rows, fault, self._results(result_of)])
+        for number, result in (entry for _, _, results in everyone for entry in results):
+            if number in self.foreign:
+                self.foreign[number] = result
         faults = [its for _, its, _ in everyone if its is not None]
         if faults:
             self._known_error = fault or faults[0]
@@ -315,90 +285,34 @@ class LedEngine(PeerEngine):
             self._engine.step()  # raises
         return sum(its for its, _, _ in everyone[:: self._tp])
 
-    def _new_records(self) -> list[Record]:
-        """Returns the records of requests that have finished, on the first rank of a replica."""
+    def _results(self, result_of: Callable[[int], Any]) -> list[Any]:
+        """Returns [number, result] of each request that has finished, on the first rank of a
+        replica. Rank 0, which alone reads results, sends True."""
         if self.rank % self._tp:
             return []
-        new = self._engine.finished() - self._recorded
-        self._recorded |= new
-        return [self._record(number) for number in sorted(new)]
-
-    def _record(self, number: int) -> Record:
-        if self.rank == 0:  # which alone reads results
-            return {"number": number}
-        view = self._engine.request(number)
-        fault = self.request_faults.get(number)
-        return {
-            "number": number,
-            "request": view,
-            "samples": [self._engine.sample(number, i) for i in range(view["n"])],
-            "logits": self._logits.get(number),
-            "fault": None if fault is None else reason(fault),
-        }
-
-    def _store(self, records: list[Record]) -> None:
-        for record in records:
-            number = record["number"]
-            if number not in self._foreign:
-                continue
-            self._foreign[number] = record
-            if record.get("logits") is not None:
-                self._logits[number][...] = record["logits"]
-            if record.get("fault") is not None:
-                self.request_faults[number] = Error(record["fault"])
+        new = sorted(self._engine.finished() - self._reported)
+        self._reported.update(new)
+        return [[number, result_of(number) if self.rank else True] for number in new]
 
     def finished(self) -> set[int]:
-        known = (number for number, record in self._foreign.items() if record is not None)
-        return super().finished().union(known)
+        known = (number for number, result in self.foreign.items() if result is not None)
+        return self._engine.finished().union(known)
 
     def unfinished(self) -> int:
-        return super().unfinished() + sum(record is None for record in self._foreign.values())
+        return self._engine.unfinished() + sum(result is None for result in self.foreign.values())
 
     def ids(self) -> list[int]:
-        return sorted([*super().ids(), *self._foreign])
+        return sorted([*self._engine.ids(), *self.foreign])
 
     def abort(self, number: int) -> None:
-        if number not in self._foreign:
-            super().abort(number)
+        if number not in self.foreign:
+            self._engine.abort(number)
 
     def release(self, number: int) -> None:
-        if number not in self._foreign:
-            super().release(number)
-        self._late.discard(number)
-        self.request_faults.pop(number, None)
-        self._foreign.pop(number, None)
-        self._logits.pop(number, None)
-        self._recorded.discard(number)
-
-    def request(self, number: int) -> RequestView:
-        if number not in self._foreign:
-            return super().request(number)
-        return cast(RequestView, self._known(number)["request"])
-
-    def sample(self, number: int, index: int) -> SampleView:
-        if number not in self._foreign:
-            return super().sample(number, index)
-        return cast(SampleView, self._known(number)["samples"][index])
-
-    def tokens(self, number: int, index: int, start: int) -> tuple[Finish, Ids]:
-        """Returns the finish reason and the tokens from `start`. If a stop string ended a foreign
-        sample, the reason is "length", since this rank has to find the string itself too."""
-        if number not in self._foreign:
-            return super().tokens(number, index, start)
-        if self._foreign[number] is None:
-            return None, np.zeros(0, np.int32)
-        sample = self.sample(number, index)
-        by_string = sample["finish"] == "stop" and sample["stop_token"] < 0
-        return "length" if by_string else sample["finish"], sample["token_ids"][start:]
-
-    def stop_sample(self, number: int, sample: int, n_tokens: int) -> None:
-        if number not in self._foreign:
-            super().stop_sample(number, sample, n_tokens)
-
-    def _known(self, number: int) -> Record:
-        record = self._foreign[number]
-        assert record is not None, "a request of another replica is read once it has finished"
-        return record
+        if number not in self.foreign:
+            self._engine.release(number)
+        self.foreign.pop(number, None)
+        self._reported.discard(number)
 
 
 def _keep_sending(leader: ref[LedEngine], closed: threading.Event, silence: float) -> None:

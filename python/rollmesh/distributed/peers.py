@@ -15,12 +15,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from rollmesh import _core
 from rollmesh.distributed.comm import Comm, Endpoints, check_alike
 from rollmesh.distributed.mesh import Mesh
-from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine
+from rollmesh.distributed.rank_engine import ALONE, Lead, RankEngine
 from rollmesh.distributed.wire import decode, encode
 from rollmesh.errors import (
     CollectiveMismatchError,
@@ -31,6 +31,7 @@ from rollmesh.errors import (
 from rollmesh.runtime.engine_views import CONTRACT_VERSION
 from rollmesh.runtime.messages import reason
 
+T = TypeVar("T")
 # Options that may differ between ranks, since results do not depend on them.
 OF_A_RANK = (
     "threads",
@@ -41,6 +42,9 @@ OF_A_RANK = (
     "nccl_gpu",
     "cublas_library",
 )
+# A push of begin_sync that succeeded is an empty message.
+PUSHES = "begin_sync"
+PUSHED = [PUSHES, "push", None, False]
 FOLLOW = "follow()"  # the call of a rank that makes every call of rank 0
 
 
@@ -59,22 +63,27 @@ class PeerEngine(RankEngine):
         self.control.close()
         self._comm.close()
 
-    def all_gather(self, call: str, value: Any = None) -> list[Any]:
-        return [value for _, value, _ in self._gather(encode([call, value, False]))]
+    def all_gather(self, call: str, value: Any = None, error: Exception | None = None) -> list[Any]:
+        everyone = self.gather(call, value, None if error is None else reason(error))
+        self.raise_failure(error, [why for _, why, _ in everyone])
+        return [value for value, _, _ in everyone]
 
-    def _gather(self, message: bytes) -> list[Any]:
-        """Returns every rank's message: [call, value, whether rank 0 decides what the ranks do, so
-        that ranks in follow() take part]."""
-        parts = self.control.all_gather(message)
-        everyone = [decode(part) if part else [PUSHES, ["push", None], False] for part in parts]
-        first, _, leads = everyone[0]
-        for rank, (call, _, _) in enumerate(everyone):
-            if call != first and not (leads and call == FOLLOW):
+    def gather(
+        self, call: str, value: Any, why: str | None = None, leads: bool = False
+    ) -> list[tuple[Any, str | None, bool]]:
+        """Returns every rank's value and `why`, and whether the rank is in follow(), which is
+        allowed if rank 0 decides what the ranks do (`leads`)."""
+        message = [call, value, why, leads]
+        parts = self.control.all_gather(b"" if message == PUSHED else encode(message))
+        everyone = [decode(part) if part else PUSHED for part in parts]
+        first, _, _, leads = everyone[0]
+        for rank, (its, *_) in enumerate(everyone):
+            if its != first and not (leads and its == FOLLOW):
                 self._known_error = CollectiveMismatchError(
-                    f"rank {rank} is in {call}, rank 0 in {first}"
+                    f"rank {rank} is in {its}, rank 0 in {first}"
                 )
                 raise self._known_error
-        return everyone
+        return [(value, why, its == FOLLOW) for its, value, why, _ in everyone]
 
     def handshake(self, facts: Mapping[str, Any]) -> None:
         """Raises MeshMismatchError unless all ranks have the same spec and options. The error lists
@@ -89,9 +98,9 @@ class PeerEngine(RankEngine):
         }
         check_alike(self.all_gather("initialization", digest))
 
-    def abort_unless_shared(self, error: BaseException, voting: bool = False) -> bool:
+    def abort_unless_shared(self, error: BaseException) -> bool:
         alike = isinstance(error, Error) and not isinstance(error, ALONE)
-        if error is self._known_error or alike or (voting and isinstance(error, MemoryError)):
+        if alike or error is self._known_error:
             return False
         self.give_up()
         return True
@@ -102,43 +111,22 @@ class PeerEngine(RankEngine):
         self.control.abort()
         self._comm.abort()
 
-    # ------------------------------------------------------------------------------------- weights
-    def all_gather_or_raise(self, where: str, value: Any, error: Exception | None) -> list[Any]:
-        error, self.fault = error or self.fault, None
-        everyone = self.all_gather(where, [value, None if error is None else reason(error)])
-        self.raise_failure(error, [why for _, why in everyone])
-        return [value for value, _ in everyone]
-
-    def require_equal(self, what: str, values: list[str]) -> None:
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                self._known_error = CollectiveMismatchError(
-                    f"rank {rank} begins {what} with {value}, rank 0 with {values[0]}"
-                )
-                raise self._known_error
+    def lead(self, kind: Lead, name: str, args: tuple[Any, ...], run: Callable[[], T]) -> T:
+        try:
+            return run()
+        except BaseException as error:
+            # After a Ctrl-C this rank may have skipped an operation that the others make.
+            if kind != Lead.QUEUED or not isinstance(error, Exception):
+                self.abort_unless_shared(error)
+            raise
 
     def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
-        """Raises this rank's own error, or SyncAbortedError with the first reason of another rank.
-        All ranks have received the same reasons."""
         if error is not None:
             self._known_error = error
             raise error
         for rank, why in enumerate(reasons):
             if why is not None:
                 raise SyncAbortedError(f"rank {rank}: {why}")
-
-    def all_gather_push(self, at: str, why: str | None) -> list[tuple[str, str | None]]:
-        """Returns each rank's place in a sync of begin_sync, and the reason of its failure or None.
-        Every rank calls this once for each push ("push"), when it drops the sync ("abort"), and
-        when it commits ("commit"); a committing rank repeats the call while other ranks still push.
-        A push that succeeded sends an empty message."""
-        is_plain = (at, why) == ("push", None)
-        return [
-            (its_at, its_why)
-            for _, (its_at, its_why), _ in self._gather(
-                b"" if is_plain else encode([PUSHES, [at, why], False])
-            )
-        ]
 
 
 def join(

@@ -197,14 +197,14 @@ class _Steps(Call):
                 f"the engine has nothing to do, but {len(self._open)} requests are not finished"
             )
         if late and self._open and not self._is_cut:
-            self._calls.engine.cut_off(self._open)
+            self._calls.requests.cut_off(self._open)
             self._is_cut, self.deadline = True, None
         return self._is_finished()
 
     def _is_finished(self) -> bool:
         if self._open:
             return False
-        self.late = self._calls.engine.late(self._ids)
+        self.late = self._calls.requests.late.intersection(self._ids)
         self.result = [self._take(request) for request in self._ids]
         for request in self._ids:
             self._calls.requests.release(request)

@@ -355,7 +355,6 @@ class EngineLoop:
     def _fail(self, error: BaseException) -> None:
         """Ends active calls after the engine has failed or while a part of it is asleep. Some calls
         wait until it is awake."""
-        self._engine.abort_unless_shared(error)
         self._moves = False
         is_asleep = isinstance(error, StateError) and bool(self._engine.stats()["asleep"])
         for call in list(self._active):

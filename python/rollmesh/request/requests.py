@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.distributed.rank_engine import RankEngine, led
+from rollmesh.distributed.rank_engine import Lead, RankEngine, led
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.request.arguments import check_ids
 from rollmesh.request.logit_edits import LogitEdits, logit_edits
@@ -123,9 +123,12 @@ class Requests:
         # requests do not change them.
         self._generations = 0
         self._watched: set[int] = set()  # running requests with stop strings
+        # Request → error of the tokenizer in the search for stop strings.
+        self._faults: dict[int, BaseException] = {}
+        self.late: set[int] = set()  # requests aborted by a deadline and not yet released
 
     # ---------------------------------------------------------------------------------------- in
-    @led()
+    @led(Lead.QUEUED)
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
         """Queues a generation. Raises RequestError or CapacityError if the engine refuses it."""
         if params.stop and self._codec is None:
@@ -147,7 +150,7 @@ class Requests:
             self._watched.add(request)
         return request
 
-    @led()
+    @led(Lead.QUEUED)
     def add_score(self, ids: Ids, params: SamplingParams | None = None, vocab_size: int = 0) -> int:
         """Queues a scoring pass over `ids`. vocab_size > 0: also keep its logits."""
         chosen = params or GREEDY
@@ -178,10 +181,20 @@ class Requests:
         ]
 
     # ---------------------------------------------------------------------------------------- work
-    @led(is_collective=True)
+    @led(Lead.COLLECTIVE)
     def step(self) -> int:
         """Runs one engine step. Returns the number of rows of all replicas."""
-        return self.engine.step(self._watch_all)
+        rows: int = self.engine.step(self._watch_all, self._result)
+        return rows
+
+    def _result(self, request: int) -> RequestOutput | NDArray[np.float32] | Exception:
+        """Returns the result of a finished request for rank 0."""
+        if self._records[request].number:
+            return self.output_or_error(request)
+        try:
+            return self.scores(request)
+        except Exception as error:  # noqa: BLE001 (raised on rank 0)
+            return error
 
     def _watch_all(self) -> None:
         """Searches all running requests for stop strings. If a tokenizer raises, the request ends
@@ -205,7 +218,7 @@ class Requests:
 
     def _end(self, request: int, fault: BaseException) -> None:
         record = self._records[request]
-        self.engine.request_faults[request] = fault
+        self._faults[request] = fault
         self._watched.discard(request)
         for sample, text in enumerate(record.texts):
             if self.engine.tokens(request, sample, text.num_tokens)[0] is None:
@@ -225,7 +238,7 @@ class Requests:
         if text.found is not None and finish in (None, "length", "stop"):
             self.engine.stop_sample(request, sample, text.num_tokens)
 
-    @led()
+    @led(Lead.QUEUED)
     def abort(self, requests: Iterable[int]) -> None:
         """Aborts the requests that still run. They are then finished, with finish_reason
         "abort"."""
@@ -233,6 +246,12 @@ class Requests:
         for request in requests:
             if request in running:
                 self.engine.abort(request)
+
+    @led(Lead.QUEUED)
+    def cut_off(self, requests: Iterable[int]) -> None:
+        """Aborts those of these requests that still run, because their deadline has passed."""
+        self.late.update(set(requests) - self.engine.finished())
+        self.abort(requests)
 
     def rewind(self) -> None:
         """Restarts the search for stop strings in running requests, which begin again after a sync
@@ -252,12 +271,14 @@ class Requests:
     def num_tokens(self, request: int, before: list[int]) -> list[int]:
         """Returns the number of tokens of each sample so far, but at least `before`, the result of
         an earlier call: after a restart the numbers do not decrease."""
+        if request in self.engine.foreign:
+            return before
         return [
             count + len(self.engine.tokens(request, sample, count)[1])
             for sample, count in enumerate(before)
         ]
 
-    @led()
+    @led(Lead.QUEUED)
     def forget(self, requests: Iterable[int]) -> None:
         """Aborts and releases requests, without results. If they are the latest generations, their
         numbers are used again."""
@@ -270,11 +291,13 @@ class Requests:
             if record is not None and record.number == self._generations > 0:
                 self._generations -= 1
 
-    @led()
+    @led(Lead.QUEUED)
     def release(self, request: int) -> None:
         """Removes the records of a finished request from the engine."""
         self.engine.release(request)
         self._watched.discard(request)
+        self.late.discard(request)
+        self._faults.pop(request, None)
         self._records.pop(request, None)
 
     def output_or_error(self, request: int) -> RequestOutput:
@@ -289,12 +312,15 @@ class Requests:
     def raise_fault(self, requests: Iterable[int]) -> None:
         """Raises the exception that a tokenizer raised in the search for a stop string, if any."""
         for request in requests:
-            if (fault := self.engine.request_faults.get(request)) is not None:
+            if (fault := self._faults.get(request)) is not None:
                 raise fault
 
     def output(self, request: int, has_text: bool = True) -> RequestOutput:
         """Returns the output of a request, with its tokens so far if it still runs."""
-        record, view = self._records[request], self.engine.request(request)
+        record = self._records[request]
+        if request in self.engine.foreign:
+            return replace(self.engine.foreign[request], prompt=record.prompt)
+        view = self.engine.request(request)
         top = _top(
             view["prompt_top_ids"],
             view["prompt_top_logprobs"],
@@ -322,6 +348,11 @@ class Requests:
     def scores(self, request: int) -> NDArray[np.float32]:
         """Returns float32 [len − 1] of a scoring pass, or its logits if it keeps them. Raises the
         error that ended it."""
+        result = self.engine.foreign.get(request)
+        if isinstance(result, Exception):
+            raise result
+        if result is not None:
+            return result  # type: ignore[no-any-return]
         record, view = self._records[request], self.engine.request(request)
         finish = self.engine.tokens(request, 0, 0)[0]
         if view["error"] is not None:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine, led
+from rollmesh.distributed.peers import PUSHES
+from rollmesh.distributed.rank_engine import ALONE, Lead, RankEngine, led
 from rollmesh.errors import CapacityError, DeadlineError, StateError, VersionError
 from rollmesh.request.outputs import SyncReport
 from rollmesh.request.requests import Requests
@@ -37,7 +38,7 @@ class Weights:
         self._last = -1  # the version committed last, serving or not
         self._open: Sync | None = None
 
-    @led(is_collective=True)
+    @led(Lead.COLLECTIVE)
     def sync(
         self, options: SyncOptions, *, source: Any, deadline: float | None = None
     ) -> SyncReport:
@@ -48,7 +49,6 @@ class Weights:
         kinds = self._open_together("the beginning of a sync", kind, options)
         # A list, because a generator expression may swallow a Ctrl-C.
         givers = [rank for rank, its in enumerate(kinds) if its is not None]
-        voting = False
         try:
             with ExitStack() as loans:  # loans end after all ranks have committed
                 if options.mode == "inplace":
@@ -63,7 +63,7 @@ class Weights:
                     and (None not in kinds or givers[0] == engine.rank)
                 ):
                     fault = _error_of(plan.check, source)
-                engine.barrier("a sync before its entries", fault)
+                engine.all_gather("a sync before its entries", error=fault)
                 if engine.has_peers:
                     listing = (
                         bool(givers)
@@ -74,15 +74,12 @@ class Weights:
                     plan.push_mapping(source, deadline)
                 else:
                     plan.push_entries(source, deadline)
-                engine.barrier("a sync after its entries", fault or _error_of(checks[0]))
+                engine.all_gather("a sync after its entries", error=fault or _error_of(checks[0]))
                 self._finish_before_commit(options, deadline)
-                voting = True
                 report = self._commit(options)
-                voting = False
             return report
         except BaseException as error:  # includes errors of closing the loan
             self._abort()
-            engine.abort_unless_shared(error, voting)
             fault = None
             plan.forget()
             _clear_own_frames(error)
@@ -91,7 +88,7 @@ class Weights:
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
         """Drops an open sync once all ranks have accepted the version number. Returns every rank's
         value."""
-        everyone = self._all_gather(where, value, _error_of(self._check_version, options))
+        everyone = self.engine.all_gather(where, value, _error_of(self._check_version, options))
         self.reset("a later sync began")
         return everyone
 
@@ -99,23 +96,23 @@ class Weights:
         """Finishes running requests if inflight is "wait", then checks the deadline on all ranks
         together."""
         self._finish_running(options, deadline)
-        self.engine.barrier(
-            "a sync before its commit", _error_of(check_deadline, deadline, "its commit")
+        self.engine.all_gather(
+            "a sync before its commit",
+            error=_error_of(check_deadline, deadline, "its commit"),
         )
 
+    @led(Lead.EVERY_RANK)
     def begin(self, sync: Sync) -> None:
         """Opens the sync of a handle, and drops another sync that is open."""
         options = sync.options
         # The version is left out here, because the two-phase commit compares it.
-        told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
+        self._open_together(f"{PUSHES} of {replace(options, version=None)}", None, options)
         try:
-            self.engine.require_equal("a set of weights", told)
             if options.mode == "inplace":
                 self._finish_running(options, None)
-            self.engine.barrier(PUSHES, _error_of(self._begun, sync))
-        except BaseException as error:
+            self.engine.all_gather(PUSHES, error=_error_of(self._begun, sync))
+        except BaseException:
             self._abort()
-            self.engine.abort_unless_shared(error)
             raise
 
     def _begun(self, sync: Sync) -> None:
@@ -126,6 +123,7 @@ class Weights:
     def is_open(self, sync: Sync) -> bool:
         return self._open is sync
 
+    @led(Lead.EVERY_RANK)
     def push(self, sync: Sync, name: str, tensor: Any, fault: Exception | None = None) -> None:
         """Copies one tensor. fault: the error that gathering the tensor raised, or None."""
         sync.require_open()
@@ -134,7 +132,6 @@ class Weights:
                 fault = _error_of(sync.plan.push, name, tensor)
             self._all_gather_push(sync, "push", fault)
         except BaseException as error:
-            self.engine.abort_unless_shared(error)
             fault = None
             _clear_own_frames(error)
             raise
@@ -143,15 +140,17 @@ class Weights:
         """Sends this rank's place in the sync and its error to every rank, and returns the set of
         all places. An error of one rank ends the sync on all ranks, unless all ranks refuse the
         same push."""
-        everyone = self.engine.all_gather_push(at, None if fault is None else reason(fault))
-        reasons = [why for _, why in everyone]
+        why = None if fault is None else reason(fault)
+        everyone = self.engine.gather(PUSHES, at, why)
+        reasons = [why for _, why, _ in everyone]
         # A list, for the same reason as in `sync`.
-        refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]
+        refusals = [why for its_at, why, _ in everyone if its_at == "push" and why is not None]
         if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
         self.engine.raise_failure(fault, reasons)
-        return {its_at for its_at, _ in everyone}
+        return {its_at for its_at, _, _ in everyone}
 
+    @led(Lead.EVERY_RANK)
     def abort(self, sync: Sync, error: BaseException | None) -> None:
         """Drops the sync of a handle, if it is open. error: the exception that ended its `with`
         block, or None."""
@@ -159,26 +158,23 @@ class Weights:
             return
         self.reset("it was aborted", only=sync)
         if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
-            self.engine.all_gather_push(
-                "abort", "the sync was aborted" if error is None else reason(error)
-            )
+            why = "the sync was aborted" if error is None else reason(error)
+            self.engine.gather(PUSHES, "abort", why)
         else:
             self.engine.abort_unless_shared(error)
 
+    @led(Lead.EVERY_RANK)
     def finish(self, sync: Sync, deadline: float | None) -> SyncReport:
         """Commits the open sync. The sync is closed afterwards, even if this raises."""
         sync.require_open()
         self._open, sync.closed = None, "it failed"
-        voting = False
         try:
             while self._all_gather_push(sync, "commit") != {"commit"}:
                 pass  # other ranks are still pushing
             self._finish_before_commit(sync.options, deadline)
-            voting = True
             sync.report = self._commit(sync.options)
-        except BaseException as error:
+        except BaseException:
             self._abort()
-            self.engine.abort_unless_shared(error, voting)
             raise
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
@@ -188,7 +184,7 @@ class Weights:
         if self._open is not None and only in (None, self._open):
             self._abort(why)
 
-    @led(is_collective=True)
+    @led(Lead.COLLECTIVE)
     def sleep(self, parts: int, offload: bool) -> None:
         """Frees the memory of `parts`, and drops an open sync if the weights are among them.
         offload: copy the serving weights to host memory first. If this fails on one rank, all ranks
@@ -219,7 +215,7 @@ class Weights:
         # Machine or control group → (rank, bytes needed, bytes available) of each of its ranks.
         pools: dict[int, list[tuple[int, int, int]]] = {}
         for rank, (needed, its_pools) in enumerate(
-            self._all_gather("the room of its host", list(self.engine.host_room()))
+            self.engine.all_gather("the room of its host", list(self.engine.host_room()))
         ):
             for name, available in its_pools:
                 pools.setdefault(name, []).append((rank, needed, available))
@@ -233,7 +229,7 @@ class Weights:
                     f"got {byte_text(available)}; sleep without keep_weights, or free memory"
                 )
 
-    @led(is_collective=True)
+    @led(Lead.COLLECTIVE)
     def wake(self, parts: int) -> None:
         """Allocates the memory of `parts` again, on all ranks or on none. Offloaded weights are
         copied back and serve again."""
@@ -250,32 +246,23 @@ class Weights:
             self._free_offloaded()
             raise
 
-    def _all_gather(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
-        """Returns every rank's value. fault: this rank's error, or None. This rank raises the
-        error, and the other ranks raise SyncAbortedError."""
-        try:
-            return self.engine.all_gather_or_raise(where, value, fault)
-        except BaseException as error:
-            self.engine.abort_unless_shared(error)
-            raise
-
+    @led(Lead.EVERY_RANK)
     def require_equal(self, what: str, value: str) -> None:
         """Raises CollectiveMismatchError on all ranks unless all ranks have the same value."""
-        self.engine.require_equal(what, self._all_gather(what, value))
+        self.engine.all_gather(f"{what} of {value}")
 
+    @led(Lead.EVERY_RANK)
     def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank
         raises its error, and the others raise SyncAbortedError with the rank and the reason."""
+        result: Any = None
         fault: Exception | None = None
         try:
             result = action(*args)
         except Exception as error:  # noqa: BLE001 (raised once all ranks know)
             fault = error
-        except BaseException as error:
-            self.engine.abort_unless_shared(error)
-            raise
-        self._all_gather(where, None, fault)
-        return result
+        self.engine.all_gather(where, error=fault)
+        return cast(T, result)
 
     def forget(self) -> None:
         """Closes the open sync because the generator is being closed."""
@@ -298,9 +285,11 @@ class Weights:
             report = report_of(self.engine.sync_commit(options.at_commit))
             self._follow(before, options)
             return report
-        except BaseException:
+        except BaseException as error:
             # A Ctrl-C may arrive after the engine has swapped to the new version.
             self._follow(before, options)
+            if isinstance(error, MemoryError):  # all ranks have received it as this rank's vote
+                self.engine.raise_failure(error, [])
             raise
 
     def _follow(self, before: int | None, options: SyncOptions) -> None:
