@@ -72,7 +72,7 @@ static PyObject *parameters(PyObject *module, PyObject *values) {
     const int64_t shape[2] = {p->rows, p->cols};
     if (!is_counted(p)) continue;
     rm_param_name(params, p, name, sizeof name);
-    PyObject *entry = Py_BuildValue("ssN", rm_param_kind_name(p->kind), name,
+    PyObject *entry = Py_BuildValue("ssN", rm_kinds[p->kind].kind, name,
                                     rm_tuple_of(shape + 2 - p->n_dims, p->n_dims));
     if (!entry || PyList_Append(list, entry)) Py_CLEAR(list);
     Py_XDECREF(entry);
@@ -104,7 +104,7 @@ static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
   PyObject *dict = PyDict_New();
   for (int kind = 0; dict && kind < RM_N_PARAM_KIND; kind++) {
     PyObject *bytes = PyLong_FromLongLong(elems[kind] * (int64_t)rm_dtype_bytes(dtype));
-    if (!bytes || PyDict_SetItemString(dict, rm_param_kind_name(kind), bytes)) Py_CLEAR(dict);
+    if (!bytes || PyDict_SetItemString(dict, rm_kinds[kind].kind, bytes)) Py_CLEAR(dict);
     Py_XDECREF(bytes);
   }
   return dict;
