@@ -78,10 +78,12 @@ static PyObject *memory_pools(PyObject *module, PyObject *args) {
 static PyObject *engine_limits(PyObject *module, PyObject *none) {
   (void)module, (void)none;
   PyObject *dict = PyDict_New();
-  for (int i = 0; dict && i < RM_ENGINE_LIMITS; i++) {
-    const rm_limit *limit = &rm_engine_limits[i];
-    PyObject *bounds = Py_BuildValue("(LL)", (long long)limit->least, (long long)limit->most);
-    if (!bounds || PyDict_SetItemString(dict, limit->name, bounds)) Py_CLEAR(dict);
+  for (int i = 0; dict && i < RM_N_ENGINE_OPTIONS; i++) {
+    const rm_option *option = &rm_engine_option_table[i];
+    if (!option->most) continue; // not an integer
+    PyObject *bounds =
+        Py_BuildValue("(LK)", (long long)option->least, (unsigned long long)option->most);
+    if (!bounds || PyDict_SetItemString(dict, option->attribute.name, bounds)) Py_CLEAR(dict);
     Py_XDECREF(bounds);
   }
   return dict;

@@ -98,8 +98,7 @@ rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options) {
       .dispatcher = options->dispatcher,
       .sequence_parallel = options->sequence_parallel,
   };
-  rm_code code = rm_rank_check(&worker->runner.rank, worker->engine->spec, &worker->err);
-  if (!code) code = options->cuda_library ? open_gpu(worker, options, card) : open_cpu(worker);
+  rm_code code = options->cuda_library ? open_gpu(worker, options, card) : open_cpu(worker);
   if (!code) {
     worker->memory = rm_memory_name(card);
     const rm_entered saved = rm_enter(worker);
@@ -114,7 +113,6 @@ rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options) {
 
 void rm_worker_destroy(rm_worker *worker) {
   if (!worker->device) return;
-  const rm_entered saved = rm_enter(worker);
   rm_runner_destroy(&worker->runner);
   rm_device_free(worker->device, worker->runner.kv, worker->kv_bytes);
   rm_store_destroy(worker->store);
@@ -123,5 +121,4 @@ void rm_worker_destroy(rm_worker *worker) {
   rm_device_comms_destroy(&worker->runner.rank);
   rm_team_destroy(worker->team);
   rm_free(worker->profile);
-  rm_leave(worker, saved);
 }

@@ -57,5 +57,3 @@ rm_traffic rm_rank_traffic(const rm_rank *rank);
 const char *rm_dispatcher_name(rm_dispatcher dispatcher); // "disabled", "local_allreduce", …
 // Finds a dispatcher by name; RM_E_CONFIG if there is none, also for NULL.
 rm_code rm_dispatcher_named(const char *name, rm_dispatcher *out, rm_error *err);
-// RM_E_CONFIG states the broken rule: of the placement, or of the dispatcher and ep.
-rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err);

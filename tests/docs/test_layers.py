@@ -59,15 +59,16 @@ PYTHON_LAYERS = {
     "ops": {"errors", "runtime"},
     "comm": {"distributed"},
     "sources": {"errors", "runtime", "weights"},
-    "generator": {*_BASE},
+    "options": {*_BASE},
+    "generator": {*_BASE, "options"},
     "prometheus": {"errors", "generator"},
     "": {*_BASE, "generator", "comm", "ops", "sources"},
     "torch": {*_BASE, "", "ops"},
-    "vllm": {*_BASE, "", "generator", "ops", "torch"},
-    "titan": {*_BASE, "", "generator", "ops", "torch"},
-    "run": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm"},
-    "grpo": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "run"},
-    "cli": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "run", "grpo"},
+    "vllm": {*_BASE, "", "options", "generator", "ops", "torch"},
+    "titan": {*_BASE, "", "options", "generator", "ops", "torch"},
+    "run": {*_BASE, "", "options", "comm", "ops", "sources", "torch", "vllm"},
+    "grpo": {*_BASE, "", "options", "comm", "ops", "sources", "torch", "vllm", "run"},
+    "cli": {*_BASE, "", "options", "comm", "ops", "sources", "torch", "vllm", "run", "grpo"},
 }
 # The generator's only run-time dependency; anything else is imported inside the function that needs
 # it.

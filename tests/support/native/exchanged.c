@@ -91,9 +91,9 @@ int main(int argc, char **argv) {
   const rm_device device = rm_device_cpu(rm_kernels_best());
   rm_moe moe;
   rm_field fields[RM_MOE_FIELDS];
-  tiny_must(
-      rm_moe_create(&moe, &params, &device, &rank, options.max_rows, options.static_rows, &err),
-      &err);
+  tiny_must(rm_moe_create(&moe, &params, &device, &rank, NULL, NULL, options.max_rows,
+                          options.static_rows, &err),
+            &err);
   const rm_exchanged tp = rm_exchanged_tp(spec, &options), ep = rm_exchanged_ep(spec, &options);
   printf("%lld %zu %zu %zu %zu %zu %zu\n", (long long)moe.fixed.rows, tp.all, tp.apart, ep.all,
          ep.apart, rm_fields_bytes(fields, rm_moe_fields(&moe, fields)), rm_moe_bytes(&moe));
