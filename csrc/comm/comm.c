@@ -80,12 +80,12 @@ static rm_code refuse_child(const rm_comm *comm, rm_error *err) {
 rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out,
                        rm_error *err) {
   *out = NULL;
-  if (size < 1 || rank < 0 || rank >= size)
-    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", size - 1, rank);
+  const rm_code code = rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, size - 1);
+  if (code) return code;
   rm_comm *comm = rm_alloc(
       1, sizeof *comm + 2 * (size_t)size *
                             (sizeof *comm->send + sizeof *comm->given + sizeof *comm->accounts));
-  if (!comm) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
+  if (!comm) return rm_no_memory(err, "a group of ranks", 0);
   comm->transport = *transport;
   comm->owner = getpid();
   comm->rank = rank;

@@ -103,9 +103,7 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
     return RM_OK;
   }
   float *cos = rm_alloc(n, 2 * sizeof *cos);
-  if (!cos)
-    return rm_fail(err, RM_E_MEMORY, "no memory for a rope table of %lld positions",
-                   (long long)model->options.max_positions);
+  if (!cos) return rm_no_memory(err, "a rope table", 2 * n * sizeof *cos);
   float *sin = cos + n;
   make_rope_table(model, cos, sin);
   device->copy_to_device(device->self, model->cos, cos, n * sizeof *cos);
@@ -165,7 +163,7 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
                         const rm_model_options *options, rm_model **out, rm_error *err) {
   *out = NULL;
   rm_model *model = rm_alloc(1, sizeof *model);
-  if (!model) return rm_fail(err, RM_E_MEMORY, "no memory for the model");
+  if (!model) return rm_no_memory(err, "the model", 0);
   *model = (rm_model){.params = params,
                       .spec = params->spec,
                       .device = device,

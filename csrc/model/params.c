@@ -234,8 +234,7 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
 
 no_memory:
   rm_params_destroy(params);
-  return rm_fail(err, RM_E_MEMORY, "no memory for the parameter table of %lld layers",
-                 (long long)spec->n_layers);
+  return rm_no_memory(err, "the table of parameters", 0);
 }
 
 void rm_params_destroy(rm_params *params) {

@@ -73,6 +73,10 @@ int rm_param_name(const rm_params *params, const rm_param *param, char *buffer, 
 // The rows (elements of a vector) of a parameter that the rank of `placement` holds.
 rm_range rm_param_rows_of(const rm_params *params, const rm_placement *placement,
                           const rm_param *param);
+// The rows of a parameter on all ranks together; the elements of a vector.
+static inline int64_t rm_param_extent(const rm_param *param) {
+  return param->n_dims == 1 ? param->cols : param->rows;
+}
 // The size of a dim on all ranks together.
 static inline int64_t rm_dim_size(const rm_params *params, rm_dim dim) {
   return rm_placement_dim(params->spec, &params->whole, dim).n;

@@ -24,22 +24,20 @@ rm_code rm_dispatcher_named(const char *name, rm_dispatcher *out, rm_error *err)
 rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err) {
   const rm_mesh *mesh = &rank->mesh;
   const char *name = rm_dispatcher_name(rank->dispatcher);
-  const rm_code code = rm_placement_check(spec, mesh, err);
-  if (code) return code;
-  if (rank->dispatcher < 0 || rank->dispatcher >= RM_N_DISPATCHER)
-    return rm_fail(err, RM_E_CONFIG, "ep_backend: expected a token dispatcher, got %d",
-                   (int)rank->dispatcher);
-  if (mesh->tp > RM_MAX_TP)
-    return rm_fail(err, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP, mesh->tp);
+  rm_code code;
+  if ((code = rm_placement_check(spec, mesh, err)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "ep_backend", rank->dispatcher, 0,
+                             RM_N_DISPATCHER - 1)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "tp", mesh->tp, 1, RM_MAX_TP)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "rank", rank->index, 0, rm_mesh_world(mesh) - 1)))
+    return code;
   if (mesh->ep > 1 && rank->dispatcher == RM_DISPATCH_DISABLED)
     return rm_fail(err, RM_E_CONFIG,
                    "ep_backend: expected a token dispatcher for ep=%d, got \"disabled\"", mesh->ep);
   if (mesh->ep > 1 && mesh->ep != mesh->tp && rank->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE)
     return rm_fail(err, RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d", name,
                    mesh->ep, mesh->tp);
-  if (rank->index < 0 || rank->index >= rm_mesh_world(mesh))
-    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", rm_mesh_world(mesh) - 1,
-                   rank->index);
+
   if ((mesh->tp > 1 && !rank->tp) || (mesh->ep > 1 && !rank->ep) ||
       (rm_mesh_world(mesh) > 1 && !rank->world))
     return rm_fail(err, RM_E_CONFIG,

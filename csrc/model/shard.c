@@ -16,8 +16,7 @@ rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype
                     .elem = rm_dtype_bytes(dtype),
                     .whole = rm_placement_whole(spec)};
   out->placements = rm_alloc((size_t)size, sizeof *out->placements);
-  if (!out->placements)
-    return rm_fail(err, RM_E_MEMORY, "no memory for the shards of %d ranks", size);
+  if (!out->placements) return rm_no_memory(err, "the shards of a tp group", 0);
   for (int r = 0; r < size; r++)
     out->placements[r] =
         rm_placement_of(spec, &rank->mesh, rm_mesh_rank(&rank->mesh, at.dp, (int32_t)r));

@@ -53,11 +53,11 @@ size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
 
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
   *out = NULL;
-  if (options->n_pages < 1 || options->n_pages > INT32_MAX / 2)
-    return rm_fail(err, RM_E_CAPACITY, "KV cache: expected 1 to %d pages, got %lld", INT32_MAX / 2,
-                   (long long)options->n_pages);
+  const rm_code code =
+      rm_check_range(err, RM_E_CAPACITY, "KV pages", options->n_pages, 1, INT32_MAX / 2);
+  if (code) return code;
   rm_kv_cache *cache = rm_alloc(1, sizeof *cache);
-  if (!cache) return rm_fail(err, RM_E_MEMORY, "no memory for the KV cache's table");
+  if (!cache) return rm_no_memory(err, "the table of KV pages", 0);
   cache->options = *options;
   const size_t n = (size_t)options->n_pages, size = (size_t)options->page_size;
   size_t routed;
@@ -74,8 +74,8 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
   }
   if (!ok) {
     rm_kv_destroy(cache);
-    return rm_fail(err, RM_E_MEMORY, "no memory for the records of %lld pages of KV cache",
-                   (long long)options->n_pages);
+    return rm_no_memory(err, "the records of KV pages",
+                        n * rm_kv_record_bytes(options->page_size, options->routed_per_token));
   }
   *out = cache;
   return RM_OK;

@@ -55,8 +55,7 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
   if (code) return code;
   if (!grow_buckets(scheduler)) {
     rm_free(group);
-    return rm_fail(err, RM_E_MEMORY, "no memory for the table of %lld requests",
-                   (long long)scheduler->n_groups + 1);
+    return rm_no_memory(err, "the table of requests", 0);
   }
   scheduler->next_order += (uint64_t)group->n;
   scheduler->n_groups++;

@@ -53,10 +53,8 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
   scheduler->memory_bytes = rm_fields_bytes(fields, N_FIELDS(fields));
   scheduler->memory = scheduler->memory_bytes ? rm_map(scheduler->memory_bytes) : NULL;
   if (!scheduler->memory)
-    return rm_fail(
-        err, RM_E_MEMORY,
-        "no memory for %zu bytes of batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)",
-        scheduler->memory_bytes, rows, seqs);
+    return rm_no_memory(err, "a batch (max_num_batched_tokens, max_num_seqs)",
+                        scheduler->memory_bytes);
   rm_fields_place(fields, N_FIELDS(fields), scheduler->memory, scheduler->memory_bytes);
   for (scheduler->n_free_table_rows = 0; scheduler->n_free_table_rows < options->max_num_seqs;
        scheduler->n_free_table_rows++)

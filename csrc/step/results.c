@@ -10,7 +10,7 @@ rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t b
   *out = (rm_results){.device = device, .rank = rank};
   if (device->on_host) return RM_OK;
   if (!(out->list = rm_alloc(RM_MAX_RESULTS, sizeof *out->list)))
-    return rm_fail(err, RM_E_MEMORY, "no memory for a step's results");
+    return rm_no_memory(err, "the results of a step", 0);
   return rm_mirrored_create(device, bytes, "results of a step", &out->mirrored, err);
 }
 

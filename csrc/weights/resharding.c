@@ -22,7 +22,7 @@ static void *with_room(void *list, int64_t n, int64_t *capacity, size_t each, rm
   }
   void *grown = rm_realloc(list, (size_t)more, each);
   if (grown) *capacity = more;
-  else *code = rm_fail(err, RM_E_MEMORY, "no memory for %lld pieces of a tensor", (long long)more);
+  else *code = rm_no_memory(err, "the pieces of a tensor", 0);
   return grown;
 }
 

@@ -31,9 +31,7 @@ static rm_code open_ballot(const rm_store *store, const rm_mesh *mesh, ballot *b
   b->votes = NULL;
   if (rm_mul_size(n, 2 * sizeof *b->sums, &sums))
     b->votes = rm_alloc(ranks, sizeof *b->votes + sizeof *b->bytes + sizeof *b->placements + sums);
-  if (!b->votes)
-    return rm_fail(err, RM_E_MEMORY, "no memory for the votes of %d ranks on %zu parameters", size,
-                   n);
+  if (!b->votes) return rm_no_memory(err, "the votes of all ranks", 0);
   b->sums = (uint64_t *)(b->votes + ranks);
   b->bytes = (size_t *)(b->sums + ranks * 2 * n);
   b->placements = (rm_placement *)(b->bytes + ranks);

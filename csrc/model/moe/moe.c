@@ -29,8 +29,7 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
   moe->dispatches = rank->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE;
   moe->ep = rank->device_ep ? rank->device_ep : rank->ep;
   moe->experts = rm_alloc((size_t)mesh->ep, sizeof *moe->experts);
-  if (!moe->experts)
-    return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", mesh->ep);
+  if (!moe->experts) return rm_no_memory(err, "the experts of an ep group", 0);
   for (int32_t i = 0; i < peers.count; i++)
     moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
   rm_code code = rm_moe_static_create(moe, static_rows, err);

@@ -56,7 +56,7 @@ static const struct {
   {"temperature", "temperature:"}, {"top_p", "top_p:"}, {"min_p", "min_p:"}, {"top_k", "top_k:"},
   {"logprobs", "logprobs:"},
   {"prompt_logprobs", "prompt_logprobs:"}, {"kept_tokens", "kept_tokens=True"},
-  {"stop count", "n_stop_ids:"}, {"no stop ids", "stop_token_ids"},
+  {"stop count", "stop_token_ids:"}, {"no stop ids", "stop_token_ids"},
   {"stop id", "stop_token_ids["}, {"all banned", "every token"}, {"capacity", "pages"},
   {"penalties", "_penalty:"}, {"logit_bias", "logit_bias"}, {"banned", "banned"},
   {"bad_words", "bad_words"},

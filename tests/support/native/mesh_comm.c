@@ -447,7 +447,7 @@ static void refusals(void) {
   rm_region *region;
   rm_comm *comm;
   rm_region_options o = {.world = 65, .n_groups = 1, .buffer_bytes = 64, .timeout = 1};
-  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "ranks that share memory, got 65",
+  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "world: expected 1 to 64, got 65",
           &err);
   o.world = 0;
   refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "got 0", &err);
@@ -467,7 +467,7 @@ static void refusals(void) {
   refused(rm_region_comm(region, 0, twice, 2, 0, &comm, &err), RM_E_CONFIG, "member 1", &err);
   refused(rm_region_comm(region, 0, beyond, 2, 0, &comm, &err), RM_E_CONFIG, "got 3", &err);
   refused(rm_region_comm(region, 1, fine, 2, 0, &comm, &err), RM_E_CONFIG,
-          "index: expected group 0 to 0, got 1", &err);
+          "index: expected 0 to 0, got 1", &err);
   refused(rm_region_comm(region, 0, fine, 2, 2, &comm, &err), RM_E_CONFIG, "rank 2", &err);
   tiny_must(rm_region_comm(region, 0, fine, 2, 0, &comm, &err), &err);
   rm_comm *again;
