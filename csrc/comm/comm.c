@@ -25,7 +25,7 @@ static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;
 // rm_comm_wait polls without sleeping for AWAKE_SECONDS, then with naps; it checks the groups every
 // LOOK_SECONDS.
 static const double AWAKE_SECONDS = 200e-6, LOOK_SECONDS = 1e-3;
-enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 }; // QUEUE_END: wait for the queue, not an event
+enum { NAP_NANOSECONDS = 20000 };
 
 typedef struct account { // a rank's calls so far, sent to another rank to compare them
   uint64_t calls, digest; // number and digest of all calls
@@ -342,8 +342,9 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
                         double timeout, rm_error *err) {
   const double start = rm_now();
   for (double looked = start;;) {
-    const rm_device_status status =
-        event == QUEUE_END ? device->poll(device->self) : device->query_event(device->self, event);
+    const rm_device_status status = event == RM_WAIT_QUEUE
+                                        ? device->poll(device->self)
+                                        : device->query_event(device->self, event);
     const double now = rm_now();
     if (status == RM_DEVICE_OK) return check_completed(comms, n, err);
     if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
@@ -361,13 +362,13 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
 static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int event,
                           rm_error *err) {
   const rm_device_status status =
-      event == QUEUE_END ? device->wait(device->self) : device->wait_event(device->self, event);
+      event == RM_WAIT_QUEUE ? device->wait(device->self) : device->wait_event(device->self, event);
   const rm_code code = rm_device_check(device, status, err);
   return code ? code : check_completed(comms, n, err);
 }
 
-static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int event,
-                          double timeout, rm_error *err) {
+rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int event,
+                     double timeout, rm_error *err) {
   rm_error own = RM_ERROR_INIT; // the groups keep the message even if the caller passes NULL
   rm_error *kept = err ? err : &own;
   int watched = 0;
@@ -381,16 +382,6 @@ static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device
   }
   rm_error_clear(&own);
   return code;
-}
-
-rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout,
-                     rm_error *err) {
-  return wait_until(comms, n, device, QUEUE_END, timeout, err);
-}
-
-rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event,
-                           double timeout, rm_error *err) {
-  return wait_until(comms, n, device, event, timeout, err);
 }
 
 int rm_comm_can_be_captured(const rm_comm *comm) { return comm->transport.waits_in_queue; }

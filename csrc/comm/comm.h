@@ -89,15 +89,14 @@ void rm_comm_abort(rm_comm *comm, rm_code why);
 // transports that cannot detect a failure.
 rm_code rm_comm_check(rm_comm *comm, rm_error *err);
 
-// Waits for a device whose queue may hold calls of `comms` (NULL entries are skipped), and checks
-// the groups meanwhile. If a group fails, or after `timeout` seconds, it aborts all of them, which
-// ends their work in the queue. Returns the group's error, RM_E_COLLECTIVE_TIMEOUT, or RM_E_DEVICE
-// when the device failed. Without a group that waits in the queue it is device->wait.
-rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout,
-                     rm_error *err);
-// The same for device->wait_event.
-rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event,
-                           double timeout, rm_error *err);
+// Waits for an event of a device, or for its whole queue (RM_WAIT_QUEUE), which may hold calls of
+// `comms` (NULL entries are skipped), and checks the groups meanwhile. If a group fails, or after
+// `timeout` seconds, it aborts all of them, which ends their work in the queue. Returns the group's
+// error, RM_E_COLLECTIVE_TIMEOUT, or RM_E_DEVICE when the device failed. Without a group that waits
+// in the queue it is device->wait or device->wait_event.
+enum { RM_WAIT_QUEUE = -1 };
+rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int event,
+                     double timeout, rm_error *err);
 
 // Whether calls only enqueue work, so that a graph can capture them. Barriers cannot be captured.
 int rm_comm_can_be_captured(const rm_comm *comm);

@@ -15,6 +15,7 @@ enum {
   MAX_HEAD_DIM = 1024,
   MAX_EXPERTS = 16384
 };
+_Static_assert(MAX_EXPERTS <= INT16_MAX, "routing is recorded as int16");
 
 static rm_code check_attention(const rm_spec *s, rm_error *err) {
   rm_code code;

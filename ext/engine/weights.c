@@ -69,15 +69,11 @@ static PyObject *all_views(const serving *s) {
   return dict;
 }
 
-PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
+PyObject *rm_engine_py_weights(rm_engine_object *self) {
   rm_store *store = rm_engine_store(self->engine);
   const serving s = {.self = self,
                      .params = rm_store_params(store),
                      .block = rm_store_weights(store),
                      .type = rm_store_params(store)->dtype == RM_BF16 ? NPY_UINT16 : NPY_FLOAT32};
-  PyObject *result = s.block ? all_views(&s) : Py_NewRef(Py_None);
-  rm_engine_leave(self);
-  return result;
+  return s.block ? all_views(&s) : Py_NewRef(Py_None);
 }

@@ -179,7 +179,7 @@ static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
   const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first;
   rm_mirrored_copy_to_host(&moe->groups, moe->group_rows, moe->groups.bytes);
   // The host needs the sizes of the blocks.
-  const rm_code code = rm_rank_wait(moe->rank, moe->device, err);
+  const rm_code code = rm_rank_wait(moe->rank, moe->device, RM_WAIT_QUEUE, err);
   if (code) return code;
   rm_block *send = rm_comm_blocks(moe->ep), *recv = send + shard->size;
   for (int r = 0; r < shard->size; r++) {

@@ -1,5 +1,5 @@
 // exchanged.c: the memory that a rank of a configuration reserves, computed from the configuration
-// alone, without a device or other ranks: the answers of csrc/model/exchange_sizes.h, and the
+// alone, without a device or other ranks: the answers of csrc/gpu/exchange_sizes.h, and the
 // scratch of a layer's experts (csrc/model/moe/) over a group that a recording may hold.
 //
 //   exchanged HIDDEN HEADS HEAD_DIM INTERMEDIATE MOE_INTERMEDIATE EXPERTS TOP_K LAYERS VOCAB TP DP
@@ -7,7 +7,7 @@
 //
 // All layers have experts; bfloat16. Prints rows of a run, bytes over the tp group (all, apart) and
 // the experts' (all, apart), of one layer's scratch on the device, and of what it holds besides.
-#include "model/exchange_sizes.h"
+#include "gpu/exchange_sizes.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -2,7 +2,7 @@
 // host group, so that all ranks report the problem of one rank before NCCL is called. Then NCCL
 // creates the communicator, under a deadline. Then an all-to-all and an all_gather of one word test
 // it and establish its connections, which a capture does not allow.
-#include "comm/nccl/nccl.h"
+#include "gpu/nccl/nccl.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,8 +10,8 @@
 
 #include "base/hash.h"
 #include "base/memory.h"
-#include "comm/nccl/endpoint.h"
 #include "device/devices.h"
+#include "gpu/nccl/endpoint.h"
 
 enum { HELLO_TEXT = 256 };
 
@@ -172,7 +172,7 @@ static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *
   }
   if (!code) code = rm_nccl_exchange(end, RM_COMM_GATHER, 0, 0, timeout, send, recv, err);
   if (!code) device->copy_to_host(device->self, here + n, there + n, 2 * n * word);
-  if (!code) code = rm_comm_wait(&comm, 1, device, timeout, err);
+  if (!code) code = rm_comm_wait(&comm, 1, device, RM_WAIT_QUEUE, timeout, err);
   rm_free(send);
   for (int r = 0; r < end->size && !code; r++)
     if (here[n + (size_t)r] != word_of(r, end->rank) || here[2 * n + (size_t)r] != word_of(r, 0))
