@@ -272,11 +272,10 @@ rm_code rm_comm_gather(rm_comm *comm, rm_block mine, const rm_block recv[], rm_e
   return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, recv, err);
 }
 
-rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[],
+rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, size_t bytes,
                            rm_error *err) {
-  char *at = out;
-  for (int r = 0; r < comm->size; at += bytes[r++]) comm->recv[r] = flat(at, bytes[r]);
-  return rm_comm_gather(comm, flat(send, bytes[comm->rank]), comm->recv, err);
+  for (int r = 0; r < comm->size; r++) comm->recv[r] = flat((char *)out + (size_t)r * bytes, bytes);
+  return rm_comm_gather(comm, flat(send, bytes), comm->recv, err);
 }
 
 // Does the same as `refuse` for arguments that are rejected before blocks exist; `own` has the

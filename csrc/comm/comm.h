@@ -74,10 +74,8 @@ rm_code rm_comm_gather(rm_comm *comm, rm_block mine, const rm_block recv[], rm_e
 // The endpoint's memory for the blocks of one call, [2][size]: to send, then to receive. A gather
 // fills the first half. A view.
 rm_block *rm_comm_blocks(rm_comm *comm);
-// Concatenates bytes[r] bytes of each rank r in `out` on every rank. `send` may point to this
-// rank's range of `out`.
-rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[],
-                           rm_error *err);
+// Concatenates `bytes` bytes of each rank in `out` on every rank.
+rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, size_t bytes, rm_error *err);
 // Copies rank `root`'s data to all ranks, in place.
 rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err);
 rm_code rm_comm_barrier(rm_comm *comm, rm_error *err);

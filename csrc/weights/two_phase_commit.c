@@ -19,7 +19,6 @@ typedef struct ballot { // allocated as one block; `votes` owns it
   int size;
   vote *votes; // [size]
   uint64_t *sums; // [size][2][n], rm_sync_sums of each rank
-  size_t *bytes; // [size]
   rm_placement *placements; // [size]
 } ballot;
 
@@ -30,20 +29,13 @@ static rm_code open_ballot(const rm_store *store, const rm_mesh *mesh, ballot *b
   b->size = size;
   b->votes = NULL;
   if (rm_mul_size(n, 2 * sizeof *b->sums, &sums))
-    b->votes = rm_alloc(ranks, sizeof *b->votes + sizeof *b->bytes + sizeof *b->placements + sums);
+    b->votes = rm_alloc(ranks, sizeof *b->votes + sizeof *b->placements + sums);
   if (!b->votes) return rm_no_memory(err, "the votes of all ranks", 0);
   b->sums = (uint64_t *)(b->votes + ranks);
-  b->bytes = (size_t *)(b->sums + ranks * 2 * n);
-  b->placements = (rm_placement *)(b->bytes + ranks);
+  b->placements = (rm_placement *)(b->sums + ranks * 2 * n);
   for (int r = 0; r < size; r++)
     b->placements[r] = rm_placement_of(rm_store_params(store)->spec, mesh, r);
   return RM_OK;
-}
-
-static rm_code gather_votes(rm_comm *world, ballot *b, const void *mine, void *all, size_t each,
-                            rm_error *err) {
-  for (int r = 0; r < b->size; r++) b->bytes[r] = each;
-  return rm_comm_all_gather(world, mine, all, b->bytes, err);
 }
 
 // Returns RM_OK if all ranks can commit the same version.
@@ -95,11 +87,11 @@ static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepar
   vote mine = {.version = rm_sync_version(store), .n_params = n, .code = prepared};
   rm_error other = RM_ERROR_INIT;
   if (prepared) snprintf(mine.message, sizeof mine.message, "%s", rm_error_message(err));
-  rm_code code = gather_votes(world, b, &mine, b->votes, sizeof mine, &other);
+  rm_code code = rm_comm_all_gather(world, &mine, b->votes, sizeof mine, &other);
   if (!code) code = tally(b, me, &other);
   if (!code)
-    code = gather_votes(world, b, rm_sync_sums(store), b->sums, 2 * (size_t)n * sizeof *b->sums,
-                        &other);
+    code = rm_comm_all_gather(world, rm_sync_sums(store), b->sums, 2 * (size_t)n * sizeof *b->sums,
+                              &other);
   if (!code) code = compare(b, rm_store_params(store), &other);
   if (code) {
     rm_sync_abort(store);

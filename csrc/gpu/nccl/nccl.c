@@ -100,23 +100,20 @@ static rm_code meet(rm_nccl_endpoint *end, rm_code code, hello *mine, rm_nccl_id
                     rm_error *err) {
   const size_t size = (size_t)end->size;
   hello *all = rm_alloc(size, sizeof *all);
-  size_t *bytes = rm_alloc(size, sizeof *bytes);
-  if (!all || !bytes) {
+  if (!all) {
     code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %zu ranks", size);
     rm_comm_abort(end->host, code);
     goto out;
   }
   mine->code = code;
   if (code) snprintf(mine->text, sizeof mine->text, "%s", rm_error_message(err));
-  for (size_t r = 0; r < size; r++) bytes[r] = sizeof *all;
   rm_error met = RM_ERROR_INIT;
-  rm_code common = rm_comm_all_gather(end->host, mine, all, bytes, &met);
+  rm_code common = rm_comm_all_gather(end->host, mine, all, sizeof *all, &met);
   if (!common) common = judge_hellos(all, end->size, &met);
   if (!code && common) code = rm_fail(err, common, "%s", rm_error_message(&met));
   rm_error_clear(&met);
   *id = all[0].id;
 out:
-  rm_free(bytes);
   rm_free(all);
   return code;
 }

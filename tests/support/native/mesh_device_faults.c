@@ -161,7 +161,7 @@ static rm_code gather(rank *self, size_t bytes, rm_error *err) {
   size_t sizes[RANKS];
   for (int r = 0; r < self->t->size; r++)
     sizes[r] = bytes + (size_t)(r == 0); // not NCCL's all_gather
-  return rm_comm_all_gather(self->comm, self->there, self->there + BYTES, sizes, err);
+  return talk_all_gather(self->comm, self->there, self->there + BYTES, sizes, err);
 }
 
 static rm_code swap(rank *self, size_t bytes, rm_error *err) {
