@@ -261,11 +261,14 @@ int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t laye
   return -1;
 }
 
-int rm_param_name(const rm_params *params, const rm_param *param, char *buffer, size_t capacity) {
+rm_param_text rm_param_name(const rm_params *params, const rm_param *param) {
   const char *own = params->spec->names[param->kind],
              *pattern = own ? own : rm_kinds[param->kind].name, *place = strchr(pattern, '#');
-  if (param->layer < 0) return snprintf(buffer, capacity, "%s", pattern);
-  if (!place) return snprintf(buffer, capacity, "model.layers.%d.%s", param->layer, pattern);
-  return snprintf(buffer, capacity, "model.layers.%d.%.*s%d%s", param->layer,
-                  (int)(place - pattern), pattern, param->expert, place + 1);
+  rm_param_text out;
+  if (param->layer < 0) snprintf(out.text, sizeof out.text, "%s", pattern);
+  else if (!place) snprintf(out.text, sizeof out.text, "model.layers.%d.%s", param->layer, pattern);
+  else
+    snprintf(out.text, sizeof out.text, "model.layers.%d.%.*s%d%s", param->layer,
+             (int)(place - pattern), pattern, param->expert, place + 1);
+  return out;
 }

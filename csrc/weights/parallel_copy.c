@@ -177,13 +177,11 @@ static rm_code stage_from_gpu(rm_staging *staging, const rm_copy_task *task, rm_
   const char *from = args->src;
   char *here;
   if (!is_whole && !has_runs)
-    return rm_fail(
-        err, RM_E_LAYOUT,
-        "%.*s: strides [%lld, %lld] spread %lld elements on cuda:%d over %lld bytes; send "
-        ".contiguous()",
-        (int)task->entry->length, task->entry->name, (long long)args->row_stride,
-        (long long)args->col_stride, (long long)(args->rows * args->cols), task->ordinal,
-        (long long)span);
+    return rm_fail(err, RM_E_LAYOUT,
+                   "%s: strides [%lld, %lld] spread %lld elements on cuda:%d over %lld bytes; send "
+                   ".contiguous()",
+                   task->entry->name, (long long)args->row_stride, (long long)args->col_stride,
+                   (long long)(args->rows * args->cols), task->ordinal, (long long)span);
   const rm_code code = reserve(staging, is_whole ? (size_t)span : bytes, &here, err);
   if (code) return code;
   char *there = rm_mirrored_on_device(&staging->halves, here);

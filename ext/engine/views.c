@@ -229,12 +229,11 @@ PyObject *rm_engine_py_profile(rm_engine_object *self) {
 }
 
 static PyObject *manifest_entry(const rm_params *params, const rm_param *param) {
-  char name[256];
-  rm_param_name(params, param, name, sizeof name);
   PyObject *shape = param->n_dims == 1
                         ? Py_BuildValue("(L)", (long long)param->cols)
                         : Py_BuildValue("(LL)", (long long)param->rows, (long long)param->cols);
-  return Py_BuildValue("(sNsO)", name, shape, param->dtype == RM_BF16 ? "bfloat16" : "float32",
+  return Py_BuildValue("(sNsO)", rm_param_name(params, param).text, shape,
+                       param->dtype == RM_BF16 ? "bfloat16" : "float32",
                        param->required ? Py_True : Py_False);
 }
 
