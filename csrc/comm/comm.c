@@ -272,6 +272,16 @@ rm_code rm_comm_gather(rm_comm *comm, rm_block mine, const rm_block recv[], rm_e
   return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, recv, err);
 }
 
+rm_code rm_comm_gather_rows(rm_comm *comm, const void *mine, void *out, const int64_t counts[],
+                            size_t bytes, rm_error *err) {
+  char *at = out;
+  for (int r = 0; r < comm->size; at += (size_t)counts[r++] * bytes)
+    comm->recv[r] = (rm_block){at, counts[r], bytes, bytes};
+  rm_block own = comm->recv[comm->rank];
+  if (mine) own.base = (void *)(uintptr_t)mine;
+  return rm_comm_gather(comm, own, comm->recv, err);
+}
+
 rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, size_t bytes,
                            rm_error *err) {
   for (int r = 0; r < comm->size; r++) comm->recv[r] = flat((char *)out + (size_t)r * bytes, bytes);

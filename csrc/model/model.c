@@ -288,8 +288,8 @@ static rm_code embed(const rm_pass *pass) {
   const int32_t *ids = copy_indices(model, model->embed_ids, n_mine),
                 *from = copy_indices(model, model->embed_rows, n_kept);
   look_up(pass, model->x, ids, model->params->placement.vocab.n ? n_mine : 0);
-  const rm_code code = rm_shard_gather_counted(shard, model->x, model->home, model->embed_counts,
-                                               row_bytes(model), pass->err);
+  const rm_code code = rm_comm_gather_rows(shard->comm, model->x, model->home, model->embed_counts,
+                                           row_bytes(model), pass->err);
   if (!code) gather(model, model->residual, model->home, from, n_kept);
   return code;
 }
@@ -578,8 +578,8 @@ static rm_code finish(const rm_pass *pass, const void **hidden) {
   *hidden = model->x;
   if (!model->sequence_parallel) return RM_OK;
   *hidden = model->home;
-  return rm_shard_gather_counted(&model->shard, model->x, model->home, model->out_counts,
-                                 row_bytes(model), pass->err);
+  return rm_comm_gather_rows(model->shard.comm, model->x, model->home, model->out_counts,
+                             row_bytes(model), pass->err);
 }
 
 rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages,

@@ -88,7 +88,3 @@ typedef struct rm_head {
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err);
 // The share of rank r of the tp group in n rows.
 rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r);
-// All-gathers results of own rows over the tp group, in place: `items` (host memory) has counts[r]
-// items of `bytes` each of each rank r.
-rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size_t bytes,
-                       rm_error *err);

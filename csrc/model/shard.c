@@ -78,13 +78,3 @@ rm_code rm_shard_gather_rows(rm_shard *shard, void *whole, int64_t rows, size_t 
     recv[r] = block(whole, bytes, 1, rm_shard_rows(shard, rows, r), (rm_range){0, 1});
   return rm_comm_gather(shard->comm, recv[shard->me], recv, err);
 }
-
-rm_code rm_shard_gather_counted(rm_shard *shard, const void *mine, void *out, const int64_t *counts,
-                                size_t bytes, rm_error *err) {
-  rm_block *recv = rm_comm_blocks(shard->comm) + shard->size;
-  int64_t first = 0;
-  for (int r = 0; r < shard->size; first += counts[r++])
-    recv[r] = block(out, bytes, 1, (rm_range){first, counts[r]}, (rm_range){0, 1});
-  const rm_range own = {0, counts[shard->me]};
-  return rm_comm_gather(shard->comm, block(mine, bytes, 1, own, (rm_range){0, 1}), recv, err);
-}

@@ -126,6 +126,8 @@ void rm_activate(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq);
 // Makes an ACTIVE sequence WAITING and releases its pages.
 void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq);
+// Counts the prompt of a group when the first row of a sequence is known, once.
+void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq);
 // Plans n_rows rows from seq->next on, and the draw from the last one.
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows);
 // For commit: makes a JOINING sequence ACTIVE, with the pages of the leader's prompt.

@@ -11,9 +11,6 @@
 
 enum { MAX_SAMPLES = 16384 };
 
-#define REFUSE_UNLESS(condition, ...) \
-  if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
-
 rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab,
                            rm_error *err) {
   REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %lld, got none", what,

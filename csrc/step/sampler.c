@@ -346,7 +346,8 @@ static rm_code share(rm_runner *runner, const int64_t *counts, int64_t d, int64_
   for (int64_t i = 0; i < n; i++)
     drawn[i] = (rm_drawn){b->tokens[d + i], b->ranks[d + i], b->logprobs[d + i],
                           b->sampling_logprobs[d + i]};
-  const rm_code code = rm_model_share(runner->model, drawn, counts, sizeof *drawn, err);
+  const rm_code code =
+      rm_comm_gather_rows(runner->rank.tp, NULL, drawn, counts, sizeof *drawn, err);
   for (int64_t i = 0; i < n && !code; i++) {
     b->tokens[d + i] = drawn[i].token;
     b->ranks[d + i] = drawn[i].rank;

@@ -271,24 +271,26 @@ static rm_code fail_absent(const rm_params *params, const char *name, const spel
   if (expert >= 0 && spec->layers[layer].is_moe && expert >= spec->n_experts)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, expert,
                    (long long)spec->n_experts);
+  const int is_moe = layer >= 0 && spec->layers[layer].is_moe;
+  const char *why = "is not a parameter of this model";
   if (s->kind >= RM_P_Q_BIAS && s->kind <= RM_P_O_BIAS)
     // With attention_bias some families still have no bias of o.
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name,
-                   spec->attention_bias ? "" : " (attention_bias=False)");
-  if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model does not norm q and k", name);
-  if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model norms a block's %s", name,
-                   spec->norm_after ? "output" : "input");
-  if (s->kind == RM_P_GATE && spec->ungated && !spec->layers[layer].is_moe)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model's MLPs have no gate", name);
-  if (s->kind >= RM_P_SHARED_GATE && s->kind <= RM_P_SHARED_SWITCH && spec->layers[layer].is_moe)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no %s", name,
-                   spec->shared_intermediate_size ? "gate of its shared expert" : "shared expert");
-  if (s->kind >= RM_P_GATE && layer >= 0)
+    why = spec->attention_bias ? ": the model has no bias there"
+                               : ": the model has no bias there (attention_bias=False)";
+  else if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
+    why = ": the model does not norm q and k";
+  else if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)
+    why = spec->norm_after ? ": the model norms a block's output"
+                           : ": the model norms a block's input";
+  else if (s->kind == RM_P_GATE && spec->ungated && !is_moe)
+    why = ": the model's MLPs have no gate";
+  else if (s->kind >= RM_P_SHARED_GATE && s->kind <= RM_P_SHARED_SWITCH && is_moe)
+    why = spec->shared_intermediate_size ? ": the model has no gate of its shared expert"
+                                         : ": the model has no shared expert";
+  else if (s->kind >= RM_P_GATE && layer >= 0)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d %s", name, layer,
-                   spec->layers[layer].is_moe ? "is a mixture of experts" : "has no experts");
-  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model", name);
+                   is_moe ? "is a mixture of experts" : "has no experts");
+  return rm_fail(err, RM_E_UNEXPECTED_KEY, *why == ':' ? "%s%s" : "%s %s", name, why);
 }
 
 // Finds the spelling of a name and the number of its expert. Returns 0 if there is none. The

@@ -142,9 +142,3 @@ rm_code rm_store_restore(rm_store *store, rm_error *err) {
 void rm_store_free_offloaded(rm_store *store) {
   if (store->serving.block) drop_offloaded(store);
 }
-
-void rm_store_swap_blocks(rm_store *store) {
-  const rm_version_state other = store->serving;
-  store->serving = store->staged;
-  store->staged = other;
-}

@@ -46,4 +46,8 @@ struct rm_store {
 
 // store.c
 void rm_store_drop_block(rm_store *store, rm_version_state *state);
-void rm_store_swap_blocks(rm_store *store); // swaps `serving` and `staged`
+static inline void rm_store_swap_blocks(rm_store *store) {
+  const rm_version_state other = store->serving;
+  store->serving = store->staged;
+  store->staged = other;
+}

@@ -210,22 +210,16 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
   const int size = rm_comm_size(self->comm);
   PyObject *out = NULL;
   char *all = NULL;
-  uint64_t mine = (uint64_t)n, *counts = rm_alloc((size_t)size, sizeof *counts);
+  int64_t mine = n, *counts = rm_alloc((size_t)size, sizeof *counts);
   size_t total = 0;
-  rm_block *recv = rm_comm_blocks(self->comm) + size;
   rm_error err = RM_ERROR_INIT;
   rm_code code = counts ? RM_OK : rm_no_memory(&err, "the sizes of the parts", 0);
   Py_BEGIN_ALLOW_THREADS
     if (!code) code = rm_comm_all_gather(self->comm, &mine, counts, sizeof mine, &err);
-    for (int r = 0; r < size && !code; r++) total += counts[r];
+    for (int r = 0; r < size && !code; r++) total += (size_t)counts[r];
     if (!code && !(all = rm_alloc(total + 1, 1)))
       code = rm_no_memory(&err, "the parts of other ranks", total);
-    char *to = all;
-    for (int r = 0; r < size && !code; to += counts[r++])
-      recv[r] = (rm_block){to, 1, counts[r], counts[r]};
-    if (!code && total)
-      code = rm_comm_gather(self->comm, (rm_block){(void *)(uintptr_t)data, 1, mine, mine}, recv,
-                            &err);
+    if (!code && total) code = rm_comm_gather_rows(self->comm, data, all, counts, 1, &err);
   Py_END_ALLOW_THREADS
   if (!code) out = PyList_New(size);
   const char *at = all;
