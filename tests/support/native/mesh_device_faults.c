@@ -17,6 +17,7 @@
 #include "comm/shm/region.h"
 #include "common/fake_device.h"
 #include "common/fuzz.h"
+#include "common/talk.h"
 #include "gpu/nccl/nccl.h"
 #include "gpu/staged.h"
 

@@ -278,8 +278,8 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
   const rm_spec *spec = rm_engine_params(engine)->spec;
   const int64_t per_token = spec->n_moe_layers * spec->top_k;
   rm_error err = RM_ERROR_INIT;
-  rm_request_view v;
-  tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, id), id, &v, &err), &err);
+  tiny_request_view v;
+  tiny_must(tiny_view_request(rm_engine_scheduler(engine, id), id, &v, &err), &err);
   uint64_t hash = tiny_hash_bytes(0xCBF29CE484222325u, &v.error, sizeof v.error);
   hash = hash_array(hash, v.prompt_logprobs, v.n_prompt - 1, sizeof(float));
   hash = hash_array(hash, v.prompt_sampling_logprobs, v.n_prompt - 1, sizeof(float));
@@ -288,8 +288,8 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
   hash = hash_array(hash, v.prompt_top_logprobs, 2 * (v.n_prompt - 1), sizeof(float));
   hash = hash_array(hash, v.prompt_routed, v.n_prompt * per_token, sizeof(int16_t));
   for (int32_t s = 0; s < v.n; s++) {
-    rm_sample_view w;
-    tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, s, &w, &err), &err);
+    tiny_sample_view w;
+    tiny_must(tiny_view_sample(rm_engine_scheduler(engine, id), id, s, &w, &err), &err);
     const int64_t ends[3] = {w.finish, w.stop_token, w.n_tokens};
     hash = tiny_hash_bytes(hash, ends, sizeof ends);
     hash = hash_array(hash, w.tokens, w.n_tokens, sizeof(int32_t));
