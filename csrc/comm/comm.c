@@ -235,9 +235,11 @@ static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
   return keep(comm, code, err);
 }
 
-static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
-                   rm_error *err) {
+rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
+                         rm_error *err) {
   const double start = rm_now();
+  if (!is_here(comm)) return refuse_child(comm, err);
+  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   comm->sequence++;
   rm_code code = check_call(comm, op, send, recv, err);
   if (code) return refuse(comm, code, err);
@@ -247,17 +249,6 @@ static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm
   comm->stats.calls[op]++;
   comm->stats.seconds += rm_now() - start;
   return RM_OK;
-}
-
-rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
-                         rm_error *err) {
-  if (!is_here(comm)) return refuse_child(comm, err);
-  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
-  if (err) return run(comm, op, send, recv, err);
-  rm_error own = RM_ERROR_INIT; // the group keeps the message even if the caller passes NULL
-  const rm_code code = run(comm, op, send, recv, &own);
-  rm_error_clear(&own);
-  return code;
 }
 
 // ------------------------------------------------------------------------------ other collectives
@@ -288,20 +279,10 @@ rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, size_t by
   return rm_comm_gather(comm, flat(send, bytes), comm->recv, err);
 }
 
-// Does the same as `refuse` for arguments that are rejected before blocks exist; `own` has the
-// message.
-static rm_code refuse_early(rm_comm *comm, rm_error *own, rm_error *err) {
-  if (!comm->failed) refuse(comm, own->code, own);
-  rm_error_clear(own);
-  return rm_fail(err, comm->failed, "%s", comm->reason);
-}
-
 rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err) {
-  if (root < 0 || root >= comm->size) {
-    rm_error own = RM_ERROR_INIT;
-    rm_fail(&own, RM_E_LAYOUT, "root: expected rank 0 to %d, got %d", comm->size - 1, root);
-    return refuse_early(comm, &own, err);
-  }
+  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
+  const rm_code code = rm_check_range(err, RM_E_LAYOUT, "root", root, 0, comm->size - 1);
+  if (code) return refuse(comm, code, err);
   for (int r = 0; r < comm->size; r++) {
     comm->send[r] = comm->rank == root ? flat(data, bytes) : flat(NULL, 0);
     comm->recv[r] = r == root ? flat(data, bytes) : flat(NULL, 0);
@@ -378,18 +359,15 @@ static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device
 
 rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int event,
                      double timeout, rm_error *err) {
-  rm_error own = RM_ERROR_INIT; // the groups keep the message even if the caller passes NULL
-  rm_error *kept = err ? err : &own;
   int watched = 0;
   for (int i = 0; i < n; i++) watched |= comms[i] && waits_in_queue(comms[i]);
-  const rm_code code = watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), kept)
-                               : wait_alone(comms, n, device, event, kept);
+  const rm_code code = watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), err)
+                               : wait_alone(comms, n, device, event, err);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
-    if (!comms[i]->failed) keep(comms[i], code, kept);
+    if (!comms[i]->failed) keep(comms[i], code, err);
   }
-  rm_error_clear(&own);
   return code;
 }
 
@@ -429,16 +407,12 @@ static rm_code compare(rm_comm *comm, rm_comm *host, account *mine, account *the
 }
 
 rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err) {
-  rm_error own = RM_ERROR_INIT;
-  rm_error *kept = err ? err : &own;
   if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   if (rm_comm_size(host) != comm->size || rm_comm_rank(host) != comm->rank)
     return rm_fail(err, RM_E_CONFIG,
                    "host: expected a group in which this is rank %d of %d, got rank %d of %d",
                    comm->rank, comm->size, rm_comm_rank(host), rm_comm_size(host));
-  const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, kept);
-  if (code) refuse(comm, code, kept);
-  rm_error_clear(&own);
-  return code;
+  const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, err);
+  return code ? refuse(comm, code, err) : RM_OK;
 }

@@ -14,6 +14,8 @@
 // After the first error the group is dead on all ranks: waiting and later calls fail with the first
 // failing rank and its error, and received data is undefined. A dead group can only be destroyed.
 //
+// `err` is not NULL: a group keeps its first error.
+//
 // One thread at a time uses a rank's endpoint (rm_comm); rm_comm_abort may be called from any
 // thread.
 //
