@@ -40,6 +40,7 @@ typedef struct tiny_request_view {
 static inline rm_code tiny_view_request(const rm_scheduler *scheduler, uint64_t id,
                                         tiny_request_view *out, rm_error *err) {
   const rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
+  *out = (tiny_request_view){0};
   if (!group) return RM_E_REQUEST;
   *out = (tiny_request_view){
       .id = id,
@@ -64,6 +65,7 @@ static inline rm_code tiny_view_request(const rm_scheduler *scheduler, uint64_t 
 static inline rm_code tiny_view_sample(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
                                        tiny_sample_view *out, rm_error *err) {
   const rm_sequence *seq = rm_find_sample(scheduler, id, sample, err);
+  *out = (tiny_sample_view){0};
   if (!seq) return RM_E_REQUEST;
   *out = (tiny_sample_view){
       .finish = seq->finish,
