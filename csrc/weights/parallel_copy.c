@@ -18,8 +18,7 @@ static rm_code grow(rm_copy_tasks *tasks, int64_t n, rm_error *err) {
   if (tasks->n + n <= tasks->capacity) return RM_OK;
   const int64_t capacity = rm_max64(2 * tasks->capacity, tasks->n + n);
   rm_copy_task *list = rm_realloc(tasks->list, (size_t)capacity, sizeof *list);
-  if (!list)
-    return rm_fail(err, RM_E_MEMORY, "no memory for a list of %lld copies", (long long)capacity);
+  if (!list) return rm_no_memory(err, "a list of copies", (size_t)capacity * sizeof *list);
   tasks->list = list;
   tasks->capacity = capacity;
   return RM_OK;

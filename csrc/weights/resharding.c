@@ -7,8 +7,7 @@ static rm_code add_part(rm_parts *parts, const rm_part *part, rm_error *err) {
   if (parts->n == parts->capacity) {
     const int64_t more = parts->capacity ? 2 * parts->capacity : 16;
     rm_part *grown = rm_realloc(parts->list, (size_t)more, sizeof *grown);
-    if (!grown)
-      return rm_fail(err, RM_E_MEMORY, "no memory for %lld parts of a tensor", (long long)more);
+    if (!grown) return rm_no_memory(err, "the parts of a tensor", 0);
     parts->list = grown;
     parts->capacity = more;
   }
