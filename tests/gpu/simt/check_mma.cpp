@@ -119,14 +119,14 @@ bool banks() {
   return true;
 }
 
-// x of a tile: every chunk has a place; rm_load_matrices makes B from the lanes' chunks; and the 8
-// chunks of a phase, like the 8 that are written at once, are in different banks.
+// x of a tile: every vector has a place; rm_load_matrices makes B from the lanes' vectors; and the 8
+// vectors of a phase, like the 8 that are written at once, are in different banks.
 bool swizzle() {
   constexpr int COLS = 192, CHUNKS = RM_TILE_K / 8, EIGHT = 8;
-  tally chunks(COLS * CHUNKS);
+  tally vectors(COLS * CHUNKS);
   for (int row = 0; row < COLS; row++)
-    for (int chunk = 0; chunk < CHUNKS; chunk++) chunks.add(rm_tile_vector(row, chunk));
-  if (!chunks.once()) return fails("chunks", 0, 0);
+    for (int vector = 0; vector < CHUNKS; vector++) vectors.add(rm_tile_vector(row, vector));
+  if (!vectors.once()) return fails("vectors", 0, 0);
   for (int from = 0; from < COLS * CHUNKS; from += EIGHT) {
     tally banks(EIGHT);
     for (int i = from; i < from + EIGHT; i++)
