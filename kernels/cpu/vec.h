@@ -34,6 +34,22 @@ VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) {
   return (char *)p + i * (dtype == RM_BF16 ? 2 : 4);
 }
 
+VEC int vf_any_nonfinite(vf x) {
+  const vi exponent = vi_set1(0x7f800000);
+  return vi_any(vi_eq(vi_and(vf_bits(x), exponent), exponent));
+}
+
+// tree16 of the lanes, and the largest lane (a NaN only if a lane is a NaN).
+#define VF_FOLD(name, op) \
+  VEC float name(vf x) { \
+    const __m256 s8 = _mm256_##op##_ps(vf_lower(x), vf_upper(x)); \
+    const __m128 s4 = _mm_##op##_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1)); \
+    const __m128 s2 = _mm_##op##_ps(s4, _mm_movehl_ps(s4, s4)); \
+    return _mm_cvtss_f32(_mm_##op##_ss(s2, _mm_movehdup_ps(s2))); \
+  }
+VF_FOLD(vf_tree16, add)
+VF_FOLD(vf_max16, max)
+
 // ------------------------------------------------------------------------------------- lanes of T
 // A row of bf16 pairs is 16 words of (k even, k odd). Returns the upper halves as floats;
 // vf_even_at returns the lower ones.

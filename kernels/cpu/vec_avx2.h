@@ -25,6 +25,11 @@ typedef struct vi {
 #define VEC static inline __attribute__((always_inline))
 
 VEC vf vf_make(__m256 a, __m256 b) { return (vf){a, b}; }
+// An operation of two vectors is that of their halves.
+#define VF_OF_TWO(name, op) \
+  VEC vf name(vf x, vf y) { return vf_make(op(x.a, y.a), op(x.b, y.b)); }
+#define VI_OF_TWO(name, op) \
+  VEC vi name(vi x, vi y) { return (vi){op(x.a, y.a), op(x.b, y.b)}; }
 VEC vf vf_zero(void) { return vf_make(_mm256_setzero_ps(), _mm256_setzero_ps()); }
 VEC vf vf_set1(float x) { return vf_make(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
 VEC vf vf_load(const float *p) { return vf_make(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
@@ -32,10 +37,10 @@ VEC void vf_store(float *p, vf x) {
   _mm256_storeu_ps(p, x.a);
   _mm256_storeu_ps(p + 8, x.b);
 }
-VEC vf vf_add(vf x, vf y) { return vf_make(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
-VEC vf vf_sub(vf x, vf y) { return vf_make(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
-VEC vf vf_mul(vf x, vf y) { return vf_make(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
-VEC vf vf_div(vf x, vf y) { return vf_make(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+VF_OF_TWO(vf_add, _mm256_add_ps)
+VF_OF_TWO(vf_sub, _mm256_sub_ps)
+VF_OF_TWO(vf_mul, _mm256_mul_ps)
+VF_OF_TWO(vf_div, _mm256_div_ps)
 VEC vf vf_fma(vf x, vf y, vf z) {
   return vf_make(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
 }
@@ -68,18 +73,19 @@ VEC vf vf_neg(vf x) {
   return vf_make(_mm256_xor_ps(x.a, _mm256_set1_ps(-0.0f)),
                  _mm256_xor_ps(x.b, _mm256_set1_ps(-0.0f)));
 }
-// x > m ? x : m
-VEC vf vf_max(vf x, vf m) { return vf_make(_mm256_max_ps(x.a, m.a), _mm256_max_ps(x.b, m.b)); }
-// x < m ? x : m
-VEC vf vf_min(vf x, vf m) { return vf_make(_mm256_min_ps(x.a, m.a), _mm256_min_ps(x.b, m.b)); }
+VF_OF_TWO(vf_max, _mm256_max_ps) // x > y ? x : y
+VF_OF_TWO(vf_min, _mm256_min_ps) // x < y ? x : y
 
 VEC vi vi_set1(int32_t x) { return (vi){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 VEC vi vi_load(const void *p) {
   return (vi){_mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)p + 1)};
 }
-VEC vi vi_add(vi x, vi y) { return (vi){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
-VEC vi vi_sub(vi x, vi y) { return (vi){_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
-VEC vi vi_and(vi x, vi y) { return (vi){_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+VI_OF_TWO(vi_add, _mm256_add_epi32)
+VI_OF_TWO(vi_sub, _mm256_sub_epi32)
+VI_OF_TWO(vi_and, _mm256_and_si256)
+VI_OF_TWO(vi_or, _mm256_or_si256)
+VI_OF_TWO(vi_eq, _mm256_cmpeq_epi32)
+VI_OF_TWO(vi_gt, _mm256_cmpgt_epi32)
 // x & ~y
 VEC vi vi_without(vi x, vi y) {
   return (vi){_mm256_andnot_si256(y.a, x.a), _mm256_andnot_si256(y.b, x.b)};
@@ -146,44 +152,20 @@ VEC vf vf_scale(vf p, vf n, vi i) {
 }
 
 // Masks of comparisons, false with a NaN.
-VEC vi vf_gt(vf x, vf y) {
-  return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ)),
-              _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))};
-}
-VEC vi vf_ge(vf x, vf y) {
-  return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)),
-              _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ))};
-}
-VEC vi vf_is_nan(vf x) {
-  return (vi){_mm256_castps_si256(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q)),
-              _mm256_castps_si256(_mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q))};
-}
-VEC vi vi_eq(vi x, vi y) {
-  return (vi){_mm256_cmpeq_epi32(x.a, y.a), _mm256_cmpeq_epi32(x.b, y.b)};
-}
+#define VF_COMPARED(x, y, how) \
+  ((vi){_mm256_castps_si256(_mm256_cmp_ps((x).a, (y).a, how)), \
+        _mm256_castps_si256(_mm256_cmp_ps((x).b, (y).b, how))})
+VEC vi vf_gt(vf x, vf y) { return VF_COMPARED(x, y, _CMP_GT_OQ); }
+VEC vi vf_ge(vf x, vf y) { return VF_COMPARED(x, y, _CMP_GE_OQ); }
+VEC vi vf_is_nan(vf x) { return VF_COMPARED(x, x, _CMP_UNORD_Q); }
 VEC int vi_any(vi mask) { return _mm256_movemask_epi8(_mm256_or_si256(mask.a, mask.b)) != 0; }
 VEC uint32_t vi_lanes(vi mask) {
   return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.a)) |
          (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.b)) << 8;
 }
-VEC int vf_any_nonfinite(vf x) {
-  const vi exponent = vi_set1(0x7f800000);
-  return vi_any(vi_eq(vi_and(vf_bits(x), exponent), exponent));
-}
 
-// tree16 of the lanes; below, the largest lane (a NaN only if a lane is a NaN).
-VEC float vf_tree16(vf x) {
-  const __m256 s8 = _mm256_add_ps(x.a, x.b);
-  const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-  const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
-  return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
-}
-VEC float vf_max16(vf x) {
-  const __m256 s8 = _mm256_max_ps(x.a, x.b);
-  const __m128 s4 = _mm_max_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-  const __m128 s2 = _mm_max_ps(s4, _mm_movehl_ps(s4, s4));
-  return _mm_cvtss_f32(_mm_max_ss(s2, _mm_movehdup_ps(s2)));
-}
+VEC __m256 vf_lower(vf x) { return x.a; }
+VEC __m256 vf_upper(vf x) { return x.b; }
 
 // bf16.
 VEC vf vf_load_bf16(const uint16_t *p) {
@@ -222,15 +204,8 @@ VEC void vec_prefetch_l2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT
 // rm_token_weight of 16 lanes, to p[0 … 16).
 VEC void vec_token_weights(uint64_t *p, vf e) {
   const vi u = vf_bits(e), exponent = vi_srl(u, 23);
-  const vi usable = {_mm256_and_si256(_mm256_cmpgt_epi32(exponent.a, _mm256_setzero_si256()),
-                                      _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.a)),
-                     _mm256_and_si256(_mm256_cmpgt_epi32(exponent.b, _mm256_setzero_si256()),
-                                      _mm256_cmpgt_epi32(_mm256_set1_epi32(128), exponent.b))};
-  const vi mantissa = {
-      _mm256_and_si256(usable.a, _mm256_or_si256(_mm256_and_si256(u.a, _mm256_set1_epi32(0x7fffff)),
-                                                 _mm256_set1_epi32(0x800000))),
-      _mm256_and_si256(usable.b, _mm256_or_si256(_mm256_and_si256(u.b, _mm256_set1_epi32(0x7fffff)),
-                                                 _mm256_set1_epi32(0x800000)))};
+  const vi usable = vi_and(vi_gt(exponent, vi_set1(0)), vi_gt(vi_set1(128), exponent));
+  const vi mantissa = vi_and(usable, vi_or(vi_and(u, vi_set1(0x7fffff)), vi_set1(0x800000)));
   const vi shift = vi_sub(vi_set1(127), exponent);
   const __m128i m[4] = {_mm256_castsi256_si128(mantissa.a), _mm256_extracti128_si256(mantissa.a, 1),
                         _mm256_castsi256_si128(mantissa.b),

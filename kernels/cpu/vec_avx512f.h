@@ -19,27 +19,31 @@ typedef __m512 vf;
 typedef __m512i vi;
 
 #define VEC static inline __attribute__((always_inline))
+#define VF_OF_TWO(name, op) \
+  VEC vf name(vf x, vf y) { return op(x, y); }
+#define VI_OF_TWO(name, op) \
+  VEC vi name(vi x, vi y) { return op(x, y); }
 
 VEC vf vf_zero(void) { return _mm512_setzero_ps(); }
 VEC vf vf_set1(float x) { return _mm512_set1_ps(x); }
 VEC vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 VEC void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
-VEC vf vf_add(vf x, vf y) { return _mm512_add_ps(x, y); }
-VEC vf vf_sub(vf x, vf y) { return _mm512_sub_ps(x, y); }
-VEC vf vf_mul(vf x, vf y) { return _mm512_mul_ps(x, y); }
-VEC vf vf_div(vf x, vf y) { return _mm512_div_ps(x, y); }
+VF_OF_TWO(vf_add, _mm512_add_ps)
+VF_OF_TWO(vf_sub, _mm512_sub_ps)
+VF_OF_TWO(vf_mul, _mm512_mul_ps)
+VF_OF_TWO(vf_div, _mm512_div_ps)
 VEC vf vf_fma(vf x, vf y, vf z) { return _mm512_fmadd_ps(x, y, z); }
 VEC vf vf_fma_at(const float *x, vf w, vf z) { return vf_fma(vf_set1(*x), w, z); }
 VEC vf vf_mul_at(const float *x, vf w) { return vf_mul(vf_set1(*x), w); }
 VEC void vf_add_to(float *sum, vf x) { vf_store(sum, vf_add(vf_load(sum), x)); }
-VEC vf vf_max(vf x, vf m) { return _mm512_max_ps(x, m); } // x > m ? x : m
-VEC vf vf_min(vf x, vf m) { return _mm512_min_ps(x, m); } // x < m ? x : m
+VF_OF_TWO(vf_max, _mm512_max_ps) // x > y ? x : y
+VF_OF_TWO(vf_min, _mm512_min_ps) // x < y ? x : y
 
 VEC vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 VEC vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
-VEC vi vi_add(vi x, vi y) { return _mm512_add_epi32(x, y); }
-VEC vi vi_sub(vi x, vi y) { return _mm512_sub_epi32(x, y); }
-VEC vi vi_and(vi x, vi y) { return _mm512_and_si512(x, y); }
+VI_OF_TWO(vi_add, _mm512_add_epi32)
+VI_OF_TWO(vi_sub, _mm512_sub_epi32)
+VI_OF_TWO(vi_and, _mm512_and_si512)
 VEC vi vi_without(vi x, vi y) { return _mm512_andnot_si512(y, x); } // x & ~y
 VEC vi vf_bits(vf x) { return _mm512_castps_si512(x); }
 VEC vf vi_floats(vi x) { return _mm512_castsi512_ps(x); }
@@ -78,26 +82,10 @@ VEC vi vf_is_nan(vf x) { return vi_of(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q)); }
 VEC vi vi_eq(vi x, vi y) { return vi_of(_mm512_cmpeq_epi32_mask(x, y)); }
 VEC int vi_any(vi mask) { return vi_bits(mask) != 0; }
 VEC uint32_t vi_lanes(vi mask) { return vi_bits(mask); }
-VEC int vf_any_nonfinite(vf x) {
-  const vi exponent = vi_set1(0x7f800000);
-  return vi_any(vi_eq(vi_and(vf_bits(x), exponent), exponent));
-}
 
-// tree16 of the lanes; below, the largest lane (a NaN only if a lane is a NaN).
-VEC __m256 upper_half(vf x) {
+VEC __m256 vf_lower(vf x) { return _mm512_castps512_ps256(x); }
+VEC __m256 vf_upper(vf x) {
   return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
-}
-VEC float vf_tree16(vf x) {
-  const __m256 s8 = _mm256_add_ps(_mm512_castps512_ps256(x), upper_half(x));
-  const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-  const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
-  return _mm_cvtss_f32(_mm_add_ss(s2, _mm_movehdup_ps(s2)));
-}
-VEC float vf_max16(vf x) {
-  const __m256 s8 = _mm256_max_ps(_mm512_castps512_ps256(x), upper_half(x));
-  const __m128 s4 = _mm_max_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
-  const __m128 s2 = _mm_max_ps(s4, _mm_movehl_ps(s4, s4));
-  return _mm_cvtss_f32(_mm_max_ss(s2, _mm_movehdup_ps(s2)));
 }
 
 // bf16.

@@ -53,14 +53,14 @@ static void fill(uint32_t *words, int64_t n, rm_dtype dtype, uint64_t seed) {
   }
 }
 
-static rm_ctx context(void) {
-  return (rm_ctx){.workspace = scratch, .workspace_bytes = sizeof scratch, .n_threads = 1};
-}
+// A check: runs ops of `k` once, whose results are `out`; p: its row of CHECKS.
+typedef void (*check_fn)(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p);
 
-static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, int64_t rows, int64_t inner,
-                 int swiglu) {
-  const rm_ctx ctx = context();
-  const int64_t n = swiglu ? 24 : 37;
+static const rm_ctx CTX = {.workspace = scratch, .workspace_bytes = sizeof scratch, .n_threads = 1};
+
+// p: rows, inner dimension, whether it is gemm_swiglu.
+static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
+  const int64_t rows = p[0], inner = p[1], swiglu = p[2], n = swiglu ? 24 : 37;
   const rm_gemm_args a = {.y = out,
                           .x = in.x,
                           .w = in.w,
@@ -72,27 +72,11 @@ static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, int64_t rows, i
                           .ldy = n,
                           .dtype = dtype,
                           .y_dtype = swiglu ? dtype : RM_F32};
-  if (swiglu) k->gemm_swiglu(&ctx, &a);
-  else k->gemm(&ctx, &a);
+  if (swiglu) k->gemm_swiglu(&CTX, &a);
+  else k->gemm(&CTX, &a);
 }
-static void gemm_1(const rm_kernels *k, rm_dtype dtype, void *out) {
-  gemm(k, dtype, out, 1, SHALLOW, 0);
-}
-static void gemm_19(const rm_kernels *k, rm_dtype dtype, void *out) {
-  gemm(k, dtype, out, ROWS, SHALLOW, 0);
-}
-static void gemm_35(const rm_kernels *k, rm_dtype dtype, void *out) {
-  gemm(k, dtype, out, 35, DEEP, 0);
-}
-static void swiglu_5(const rm_kernels *k, rm_dtype dtype, void *out) {
-  gemm(k, dtype, out, 5, SHALLOW, 1);
-}
-static void swiglu_35(const rm_kernels *k, rm_dtype dtype, void *out) {
-  gemm(k, dtype, out, 35, DEEP, 1);
-}
-
-static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
-  const rm_ctx ctx = context();
+static void norm(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
+  (void)p;
   memcpy((char *)out + sizeof in.want / 2, in.x, ROWS * 53 * rm_dtype_bytes(dtype));
   const rm_rms_norm_args a = {.out = out,
                               .residual = (char *)out + sizeof in.want / 2,
@@ -102,16 +86,14 @@ static void norm(const rm_kernels *k, rm_dtype dtype, void *out) {
                               .rows = ROWS,
                               .n = 53,
                               .dtype = dtype};
-  k->rms_norm(&ctx, &a);
+  k->rms_norm(&CTX, &a);
 }
 
-// With group 3 and head0 2: a rank with one query head of the first KV head and three of the
-// second.
-static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t group,
-                      int64_t head0) {
+// p: group and head0. With 3 and 2: a rank with one query head of the first KV head and three of
+// the second.
+static void attention(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
   static const int32_t positions[] = {0, 15, 16, 31, 32, 70, 71, 95}, sequence[8] = {0};
   static const int32_t pages[PAGES] = {3, 0, 5, 1, 4, 2};
-  const rm_ctx ctx = context();
   const rm_attention_args a = {.out = out,
                                .q = in.x,
                                .k_cache = in.w,
@@ -126,22 +108,14 @@ static void attention(const rm_kernels *k, rm_dtype dtype, void *out, int64_t gr
                                .n_kv_heads = KV_HEADS,
                                .head_dim = HEAD_DIM,
                                .page_size = PAGE,
-                               .group = group,
-                               .head0 = head0,
+                               .group = p[0],
+                               .head0 = p[1],
                                .scale = 0.125f,
                                .dtype = dtype};
-  k->attention(&ctx, &a);
+  k->attention(&CTX, &a);
 }
-static void attention_whole(const rm_kernels *k, rm_dtype dtype, void *out) {
-  attention(k, dtype, out, 0, 0);
-}
-static void attention_part(const rm_kernels *k, rm_dtype dtype, void *out) {
-  attention(k, dtype, out, 3, 2);
-}
-
-static void router(const rm_kernels *k, rm_dtype dtype, void *out, rm_score score,
-                   int64_t n_groups) {
-  const rm_ctx ctx = context();
+// p: score, number of groups.
+static void router(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
   const rm_router_args a = {.ids = out,
                             .gates = (float *)out + ROWS * TOP_K,
                             .routed = (int16_t *)out + 4 * ROWS * TOP_K,
@@ -152,24 +126,17 @@ static void router(const rm_kernels *k, rm_dtype dtype, void *out, rm_score scor
                             .hidden = 64,
                             .n_experts = EXPERTS,
                             .top_k = TOP_K,
-                            .n_groups = n_groups,
+                            .n_groups = p[1],
                             .top_groups = 3,
                             .route_scale = 2.5f,
                             .renormalize = 1,
-                            .score = score,
+                            .score = (rm_score)p[0],
                             .dtype = dtype};
-  k->router(&ctx, &a);
+  k->router(&CTX, &a);
 }
-static void router_softmax(const rm_kernels *k, rm_dtype dtype, void *out) {
-  router(k, dtype, out, RM_SCORE_SOFTMAX, 0);
-}
-static void router_sigmoid(const rm_kernels *k, rm_dtype dtype, void *out) {
-  router(k, dtype, out, RM_SCORE_SIGMOID, 7);
-}
-
-static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
+static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
+  (void)p;
   static uint8_t flags[ROWS];
-  const rm_ctx ctx = context();
   rm_sample_params params[ROWS];
   int32_t *kept = (int32_t *)out + 4 * ROWS;
   float *logprobs = (float *)out + ROWS, *rest = (float *)out + 5 * ROWS;
@@ -185,7 +152,7 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
                                 .ldx = 64,
                                 .ld_logits = WIDE,
                                 .dtype = dtype};
-  k->lm_head(&ctx, &head);
+  k->lm_head(&CTX, &head);
   for (int r = 0; r < ROWS; r++)
     params[r] = (rm_sample_params){.temperature = 0.25f * (float)(r % 5),
                                    .top_p = r % 2 ? 0.9f : 1.0f,
@@ -205,19 +172,19 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out) {
                                  .rows = ROWS,
                                  .vocab = WIDE,
                                  .ld_logits = WIDE};
-  k->sample(&ctx, &sample);
+  k->sample(&CTX, &sample);
   const rm_ranks_args ranks = {
       (int32_t *)out + 3 * ROWS, in.logits, sample.tokens, ROWS, WIDE, WIDE};
-  k->ranks(&ctx, &ranks);
+  k->ranks(&CTX, &ranks);
   memcpy(rest, in.stats, sizeof in.stats);
   memcpy(rest + 2 * ROWS, in.logits, sizeof in.logits);
 }
 
-static void head_in_pairs(const rm_kernels *k, rm_dtype dtype, void *out) {
+static void head_in_pairs(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
+  (void)p;
   enum { BLOCKS = (WIDE + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK };
   static uint8_t flags[ROWS];
   static int32_t targets[ROWS];
-  const rm_ctx ctx = context();
   float *pairs = out, *logits = pairs + BLOCKS * ROWS * 2, *stats = logits + ROWS;
   for (int r = 0; r < ROWS; r++) targets[r] = r * 11 - 1;
   const rm_lm_head_args head = {.targets = targets,
@@ -231,7 +198,7 @@ static void head_in_pairs(const rm_kernels *k, rm_dtype dtype, void *out) {
                                 .dtype = dtype,
                                 .pairs = pairs,
                                 .target_logits = logits};
-  k->lm_head(&ctx, &head);
+  k->lm_head(&CTX, &head);
   const rm_merge_pairs_args merge = {.stats = stats,
                                      .target_logprobs = stats + 2 * ROWS,
                                      .targets = targets,
@@ -240,21 +207,21 @@ static void head_in_pairs(const rm_kernels *k, rm_dtype dtype, void *out) {
                                      .target_logits = logits,
                                      .rows = ROWS,
                                      .n_blocks = BLOCKS};
-  k->merge_pairs(&ctx, &merge);
+  k->merge_pairs(&CTX, &merge);
 }
 
-// whole: a norm over all heads, by the squares of head_squares.
-static void rope(const rm_kernels *k, rm_dtype dtype, void *out, int whole) {
+// p: whether the norm is over all heads, by the squares of head_squares.
+static void rope(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
+  const int whole = p[0] != 0;
   static int32_t positions[ROWS];
   static int64_t slots[ROWS];
   static uint8_t flags[ROWS];
-  const rm_ctx ctx = context();
   const int64_t q_words = ROWS * HEADS * 32 * (int64_t)rm_dtype_bytes(dtype);
   float *q_squares = (float *)out + OUT - ROWS * (HEADS + KV_HEADS),
         *k_squares = q_squares + ROWS * HEADS;
   const rm_head_squares_args squares = {q_squares, k_squares, in.x, ROWS,
                                         HEADS,     KV_HEADS,  32,   dtype};
-  if (whole) k->head_squares(&ctx, &squares);
+  if (whole) k->head_squares(&CTX, &squares);
   memset(k_cache[0], 0, sizeof k_cache[0]);
   memset(v_cache[0], 0, sizeof v_cache[0]);
   for (int r = 0; r < ROWS; r++) {
@@ -284,17 +251,14 @@ static void rope(const rm_kernels *k, rm_dtype dtype, void *out, int whole) {
                                 .all_heads = HEADS,
                                 .all_kv_heads = KV_HEADS,
                                 .dtype = dtype};
-  k->qk_rope_kv(&ctx, &a);
+  k->qk_rope_kv(&CTX, &a);
   memcpy((char *)out + q_words, k_cache[0], 8192);
   memcpy((char *)out + q_words + 8192, v_cache[0], 8192);
 }
-static void rope_by_head(const rm_kernels *k, rm_dtype dtype, void *out) { rope(k, dtype, out, 0); }
-static void rope_whole(const rm_kernels *k, rm_dtype dtype, void *out) { rope(k, dtype, out, 1); }
-
-static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
+static void combine(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
+  (void)p;
   static int32_t place[ROWS * TOP_K], ids[ROWS * TOP_K];
   static float gates[ROWS * TOP_K];
-  const rm_ctx ctx = context();
   for (int i = 0; i < ROWS * TOP_K; i++) {
     place[i] = (i * 7) % (ROWS * TOP_K);
     ids[i] = (i % TOP_K * 4 + i / TOP_K) % EXPERTS;
@@ -310,13 +274,13 @@ static void combine(const rm_kernels *k, rm_dtype dtype, void *out) {
                              .n_experts = EXPERTS,
                              .top_k = TOP_K,
                              .dtype = dtype};
-  k->combine(&ctx, &a);
+  k->combine(&CTX, &a);
 }
 
 // Packs into both layouts, with rows that begin in the middle of a tile, and writes the results too
 // (digest, first non-finite element).
-static void pack(const rm_kernels *k, rm_dtype dtype, void *out) {
-  const rm_ctx ctx = context();
+static void pack(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
+  (void)p;
   rm_pack_args a = {.src = in.x,
                     .rows = 41,
                     .cols = 40,
@@ -331,7 +295,7 @@ static void pack(const rm_kernels *k, rm_dtype dtype, void *out) {
     a.src_dtype = i && dtype == RM_BF16 ? RM_SRC_F32 : dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32;
     a.layout = layouts[i];
     a.dst = (char *)out + i * (sizeof in.want / 2);
-    k->pack(&ctx, &a);
+    k->pack(&CTX, &a);
     ((uint64_t *)out)[sizeof in.want / 16 - 1 - i] = a.digest;
     ((uint64_t *)out)[sizeof in.want / 16 - 3 - i] = (uint64_t)a.nonfinite_index;
   }
@@ -339,23 +303,24 @@ static void pack(const rm_kernels *k, rm_dtype dtype, void *out) {
 
 static const struct check {
   const char *name;
-  void (*run)(const rm_kernels *, rm_dtype, void *out);
-} CHECKS[] = {{"gemm", gemm_1},
-              {"gemm", gemm_19},
-              {"gemm", gemm_35},
-              {"gemm_swiglu", swiglu_5},
-              {"gemm_swiglu", swiglu_35},
-              {"rms_norm", norm},
-              {"attention", attention_whole},
-              {"attention", attention_part},
-              {"router", router_softmax},
-              {"router", router_sigmoid},
-              {"lm_head, sample or ranks", head_and_sample},
-              {"lm_head or merge_pairs", head_in_pairs},
-              {"qk_rope_kv", rope_by_head},
-              {"head_squares or qk_rope_kv", rope_whole},
-              {"combine", combine},
-              {"pack", pack}};
+  check_fn run;
+  int64_t p[3];
+} CHECKS[] = {{"gemm", gemm, {1, SHALLOW}},
+              {"gemm", gemm, {ROWS, SHALLOW}},
+              {"gemm", gemm, {35, DEEP}},
+              {"gemm_swiglu", gemm, {5, SHALLOW, 1}},
+              {"gemm_swiglu", gemm, {35, DEEP, 1}},
+              {"rms_norm", norm, {0}},
+              {"attention", attention, {0, 0}},
+              {"attention", attention, {3, 2}},
+              {"router", router, {RM_SCORE_SOFTMAX, 0}},
+              {"router", router, {RM_SCORE_SIGMOID, 7}},
+              {"lm_head, sample or ranks", head_and_sample, {0}},
+              {"lm_head or merge_pairs", head_in_pairs, {0}},
+              {"qk_rope_kv", rope, {0}},
+              {"head_squares or qk_rope_kv", rope, {1}},
+              {"combine", combine, {0}},
+              {"pack", pack, {0}}};
 
 const char *rm_verify(const rm_kernels *kernels) {
   for (rm_dtype dtype = RM_BF16; dtype <= RM_F32; dtype++) {
@@ -364,10 +329,10 @@ const char *rm_verify(const rm_kernels *kernels) {
     for (size_t i = 0; i < sizeof CHECKS / sizeof CHECKS[0]; i++) {
       memset(in.want, 0, sizeof in.want);
       memset(in.got, 0, sizeof in.got);
-      CHECKS[i].run(&rm_table_ref, dtype, in.want);
+      CHECKS[i].run(&rm_table_ref, dtype, in.want, CHECKS[i].p);
       // An op that reads scratch before it writes it reads NaNs.
       memset(scratch, 0xff, sizeof scratch / 16);
-      CHECKS[i].run(kernels, dtype, in.got);
+      CHECKS[i].run(kernels, dtype, in.got, CHECKS[i].p);
       if (memcmp(in.want, in.got, sizeof in.want) != 0) return CHECKS[i].name;
     }
   }
@@ -378,7 +343,6 @@ const char *rm_verify(const rm_kernels *kernels) {
 // Returns the best of three runs, which other load affects least.
 static double gemm_gflops(const rm_kernels *kernels, int64_t rows, int64_t columns) {
   enum { K = 512 };
-  const rm_ctx ctx = context();
   const rm_gemm_args a = {.y = scratch + (2 << 20),
                           .x = in.x,
                           .w = in.w,
@@ -392,7 +356,7 @@ static double gemm_gflops(const rm_kernels *kernels, int64_t rows, int64_t colum
   double best = 0;
   for (int i = 0; i < 4; i++) { // the first run warms up
     const double start = rm_now();
-    kernels->gemm(&ctx, &a);
+    kernels->gemm(&CTX, &a);
     const double rate = 2e-9 * (double)(rows * columns * K) / (rm_now() - start);
     if (i && rate > best) best = rate;
   }
