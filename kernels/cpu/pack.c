@@ -36,49 +36,35 @@ typedef struct part { // the results of one thread
 } part;
 
 // ------------------------------------------------------------------------------------ stored rows
-// Converts n elements from `src`, `step` bytes apart.
-static void convert_bf16(void *to, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
-  uint16_t *out = to;
-  if (from == RM_SRC_F32 && step == 4) { // gcc vectorizes this loop
-    for (int64_t i = 0; i < n; i++) out[i] = bf16_from_f32(load32(src + i * 4));
-    return;
-  }
-  switch (from) {
-    case RM_SRC_BF16:
-      for (int64_t i = 0; i < n; i++) out[i] = load16(src + i * step);
-      break;
-    case RM_SRC_F32:
-      for (int64_t i = 0; i < n; i++) out[i] = bf16_from_f32(load32(src + i * step));
-      break;
-    case RM_SRC_F16:
-      for (int64_t i = 0; i < n; i++) out[i] = bf16_from_f32(f32_from_f16(load16(src + i * step)));
-      break;
-    case RM_SRC_F64:
-      for (int64_t i = 0; i < n; i++) out[i] = bf16_from_f32(f32_from_f64(load64(src + i * step)));
-      break;
+// Converts n elements from `src`, `step` bytes apart. The dtypes are constants.
+INLINE void convert_as(rm_dtype stored, rm_src_dtype from, void *to, const char *src, int64_t step,
+                       int64_t n) {
+  for (int64_t i = 0; i < n; i++, src += step) {
+    if (stored == RM_F32) ((uint32_t *)to)[i] = f32_from(src, from);
+    else if (from == RM_SRC_BF16) ((uint16_t *)to)[i] = load16(src);
+    else ((uint16_t *)to)[i] = bf16_from_f32(f32_from(src, from));
   }
 }
 
-static void convert_f32(void *to, const char *src, int64_t step, int64_t n, rm_src_dtype from) {
-  uint32_t *out = to;
-  if (from == RM_SRC_BF16 && step == 2) {
-    for (int64_t i = 0; i < n; i++) out[i] = (uint32_t)load16(src + i * 2) << 16;
-    return;
-  }
+INLINE void convert_to(rm_dtype stored, void *to, const char *src, int64_t step, int64_t n,
+                       rm_src_dtype from) {
   switch (from) {
-    case RM_SRC_BF16:
-      for (int64_t i = 0; i < n; i++) out[i] = (uint32_t)load16(src + i * step) << 16;
-      break;
-    case RM_SRC_F32:
-      for (int64_t i = 0; i < n; i++) out[i] = load32(src + i * step);
-      break;
-    case RM_SRC_F16:
-      for (int64_t i = 0; i < n; i++) out[i] = f32_from_f16(load16(src + i * step));
-      break;
-    case RM_SRC_F64:
-      for (int64_t i = 0; i < n; i++) out[i] = f32_from_f64(load64(src + i * step));
-      break;
+    case RM_SRC_BF16: convert_as(stored, RM_SRC_BF16, to, src, step, n); break;
+    case RM_SRC_F32: convert_as(stored, RM_SRC_F32, to, src, step, n); break;
+    case RM_SRC_F16: convert_as(stored, RM_SRC_F16, to, src, step, n); break;
+    case RM_SRC_F64: convert_as(stored, RM_SRC_F64, to, src, step, n); break;
   }
+}
+
+static void convert(rm_dtype stored, void *to, const char *src, int64_t step, int64_t n,
+                    rm_src_dtype from) {
+  // gcc vectorizes the loops of a constant step.
+  if (stored == RM_BF16 && from == RM_SRC_F32 && step == 4)
+    convert_as(RM_BF16, RM_SRC_F32, to, src, 4, n);
+  else if (stored == RM_F32 && from == RM_SRC_BF16 && step == 2)
+    convert_as(RM_F32, RM_SRC_BF16, to, src, 2, n);
+  else if (stored == RM_BF16) convert_to(RM_BF16, to, src, step, n, from);
+  else convert_to(RM_F32, to, src, step, n, from);
 }
 
 static int is_transposed(const rm_pack_args *args) {
@@ -102,9 +88,7 @@ static void copy_row(const rm_pack_args *args, int64_t row, int64_t col, int64_t
   const int64_t step = args->col_stride * src_bytes(args->src_dtype),
                 used = n * (int64_t)rm_dtype_bytes(args->dst_dtype);
   if (is_direct(args)) memcpy(to, source(args, row, col), (size_t)used);
-  else if (args->dst_dtype == RM_BF16)
-    convert_bf16(to, source(args, row, col), step, n, args->src_dtype);
-  else convert_f32(to, source(args, row, col), step, n, args->src_dtype);
+  else convert(args->dst_dtype, to, source(args, row, col), step, n, args->src_dtype);
   memset(to + used, 0, (size_t)(bytes - used));
 }
 
@@ -117,14 +101,10 @@ static void copy_columns(const rm_pack_args *args, int64_t row, int lanes, int64
   for (int lane = 0; lane < lanes; lane++) memset(to + lane * RUN, 0, (size_t)bytes);
   for (int64_t c = 0; c < n; c++) {
     _Alignas(32) char column[SQUARE * 4];
-    if (args->dst_dtype == RM_BF16) {
-      convert_bf16(column, source(args, row, col + c), step, lanes, args->src_dtype);
-      for (int lane = 0; lane < lanes; lane++)
-        memcpy(to + lane * RUN + c * stored, column + lane * 2, 2);
-    } else {
-      convert_f32(column, source(args, row, col + c), step, lanes, args->src_dtype);
-      for (int lane = 0; lane < lanes; lane++)
-        memcpy(to + lane * RUN + c * stored, column + lane * 4, 4);
+    convert(args->dst_dtype, column, source(args, row, col + c), step, lanes, args->src_dtype);
+    for (int lane = 0; lane < lanes; lane++) {
+      if (stored == 2) memcpy(to + lane * RUN + c * 2, column + lane * 2, 2);
+      else memcpy(to + lane * RUN + c * 4, column + lane * 4, 4);
     }
   }
 }
