@@ -28,8 +28,10 @@ TRAIN = (
 )
 INSTALL_TRAIN = "pip install '.[train]' in rollmesh's checkout"
 # Rows of rollmesh.options that are options of commands.
-PLACE = ("device", "ep_backend")
-ENGINE = ("dtype", "isa", "threads", "kv_cache_gib", "max_model_len")
+PLACE, ENGINE = (
+    tuple(name for name, row in ROWS.items() if row.metadata["command"] == group)
+    for group in ("mesh", "engine")
+)
 GENERATOR_KEYS = (*PLACE, "tp", "dp", "ep", "dtype", "threads")
 
 
@@ -38,7 +40,8 @@ def add_options(group: Any, *names: str, **docs: str) -> None:
     for name in names:
         row, kind = ROWS[name], kind_of(name)
         words = row.metadata["check"]
-        doc = row.metadata["doc"].replace("None:", "default:" if row.default is None else "none:")
+        doc = row.metadata["doc"]
+        doc = doc.replace("None:", "default:") if row.default is None else doc.split("; None:")[0]
         group.add_argument(
             f"--{name.replace('_', '-')}",
             **({"action": "store_true"} if kind is bool else {"type": kind}),
