@@ -308,7 +308,8 @@ void rm_engine_abort_groups(rm_engine *engine) {
 static double longest(double a, double b) { return a > b ? a : b; }
 
 static void add_worker(const rm_worker *worker, rm_engine_stats *out) {
-  const rm_traffic traffic = rm_comms_traffic(&worker->runner);
+  rm_traffic traffic = rm_rank_traffic(&worker->runner.rank);
+  rm_graphs_add_traffic(worker->runner.graphs, &traffic);
   out->weight_bytes += worker->params->bytes;
   out->kv_bytes += worker->runner.kv ? worker->kv_bytes : 0;
   out->workspace_bytes += rm_runner_workspace(&worker->runner);
@@ -351,7 +352,7 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   for (int w = 0; w < engine->n_workers; w++) add_worker(&engine->workers[w], out);
   for (int d = 0; d < engine->n_replicas; d++) {
     add_scheduler(&engine->schedulers[d], out);
-    out->replays += rm_first_worker(engine, d)->runner.replays;
+    out->replays += rm_graphs_replays(rm_first_worker(engine, d)->runner.graphs);
   }
 }
 

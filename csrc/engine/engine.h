@@ -49,7 +49,7 @@ typedef struct rm_engine_options {
   rm_dtype dtype;
   const rm_kernels *kernels; // kernels of the CPU; NULL: rm_kernels_best()
   const char *cuda_library; // NULL: the CPU; else the path of the CUDA library. View during create
-  const char *cuda_family; // family of the ops; NULL: device/cuda.h selects it
+  const char *cuda_family; // family of the ops; NULL: gpu/gpu.h selects it
   int cuda_ordinal; // all ranks on this device; −1: rank r on device r modulo the number of devices
   int n_threads; // total of all ranks here; 0: rm_usable_cores, at most RM_MAX_THREADS
   int64_t max_model_len, max_num_seqs;
@@ -62,7 +62,7 @@ typedef struct rm_engine_options {
   uint64_t seed; // for requests without a seed
   int prefix_caching;
   int profile; // time every op (rm_engine_profile); only on the CPU
-  int enforce_eager; // do not capture graphs (step/graph_replay.h)
+  int enforce_eager; // do not capture graphs (gpu/graphs.c)
   int64_t external_pages; // > 0: number of pages of an external scheduler; kv_bytes is ignored
   int64_t n_eos;
   const int32_t *eos_ids; // [n_eos] view during create
@@ -173,7 +173,7 @@ rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err);
 void rm_engine_free_offloaded(rm_engine *engine); // no effect while the weights sleep
 
 // Whether the ranks here are on GPUs. ready_queue: the device whose stream DLPack producers
-// synchronize with for tensors of an ordinal (device/ready_streams.h); a view.
+// synchronize with for tensors of an ordinal (gpu/ready_streams.c); a view.
 int rm_engine_reads_gpus(const rm_engine *engine);
 rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **out, rm_error *err);
 

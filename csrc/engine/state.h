@@ -5,9 +5,9 @@
 
 #include "base/memory.h"
 #include "clock.h"
-#include "device/ready_streams.h"
 #include "engine/engine.h"
 #include "engine/groups.h"
+#include "gpu/gpu.h"
 #include "step/runner.h"
 
 enum { N_GROUPS = RM_GROUP_WORLD + 1 }; // groups of the model

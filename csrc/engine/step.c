@@ -25,7 +25,7 @@ static rm_code compute(rm_worker *worker, void *arg) {
     code = rm_forward(&worker->runner, &worker->err);
     worker->forward_seconds += rm_now() - start;
   }
-  if (code) rm_comms_abort(&worker->runner, code); // other ranks may wait for this one
+  if (code) rm_rank_abort(&worker->runner.rank, code); // other ranks may wait for this one
   return code;
 }
 

@@ -76,7 +76,7 @@ static rm_code commit_worker(rm_worker *worker, void *arg) {
   (void)arg;
   const rm_code code =
       rm_sync_commit_together(worker->store, &worker->runner.rank, &worker->report, &worker->err);
-  if (!code) rm_comms_set_epoch(&worker->runner, rm_store_version(worker->store));
+  if (!code) rm_rank_set_epoch(&worker->runner.rank, rm_store_version(worker->store));
   return code;
 }
 
@@ -167,7 +167,7 @@ enum { DISCARD = 8 }; // with parts: discard weights that an earlier sleep offlo
 static rm_code sleep_worker(rm_worker *worker, void *arg) {
   const unsigned parts = *(const unsigned *)arg;
   if (parts & DISCARD) rm_store_discard(worker->store);
-  if (parts & (RM_PART_WEIGHTS | RM_PART_KV)) rm_graphs_clear(&worker->runner);
+  if (parts & (RM_PART_WEIGHTS | RM_PART_KV)) rm_graphs_clear(worker->runner.graphs);
   if (parts & RM_PART_WEIGHTS) {
     if (parts & RM_SLEEP_OFFLOAD) rm_store_release_blocks(worker->store);
     else rm_store_discard(worker->store);

@@ -40,3 +40,35 @@ rm_code rm_rank_wait_event(const rm_rank *rank, const rm_device *device, int eve
   const double seconds = device_groups(rank, groups);
   return rm_comm_wait_event(groups, 2, device, event, seconds, err);
 }
+
+// ------------------------------------------------------------------------------------- all groups
+void rm_rank_set_epoch(const rm_rank *rank, int64_t version) {
+  rm_comm *const groups[] = {rank->tp, rank->ep, rank->device_tp, rank->device_ep};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+    if (groups[i]) rm_comm_set_epoch(groups[i], version);
+}
+
+void rm_rank_abort(const rm_rank *rank, rm_code why) {
+  rm_comm *const groups[] = {rank->device_tp, rank->device_ep, rank->tp, rank->ep, rank->world};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+    if (groups[i]) rm_comm_abort(groups[i], why);
+}
+
+// A staged comm is counted by its host comm.
+rm_traffic rm_rank_traffic(const rm_rank *rank) {
+  const rm_comm *const tp = rank->device_tp, *const ep =
+                                                 rank->device_ep == tp ? NULL : rank->device_ep;
+  const rm_comm *const groups[] = {rank->tp, rank->ep, rank->world,
+                                   tp && rm_comm_can_be_captured(tp) ? tp : NULL,
+                                   ep && rm_comm_can_be_captured(ep) ? ep : NULL};
+  rm_traffic traffic = {0};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
+    rm_comm_stats its;
+    if (!groups[i]) continue;
+    rm_comm_statistics(groups[i], &its);
+    traffic.bytes += its.bytes_sent;
+    traffic.seconds += its.seconds;
+    for (int op = 0; op < RM_N_COMM_OP; op++) traffic.calls += its.calls[op];
+  }
+  return traffic;
+}

@@ -11,25 +11,24 @@ iterator that generates) and every call in a forked child raise StateError.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.distributed.comm import Nccl
-from rollmesh.distributed.follow import Follower, followed_methods
+from rollmesh.distributed.leading import LedEngine, Operations, call_text
 from rollmesh.distributed.mesh import Mesh
-from rollmesh.distributed.rank_engine import PUSHES
-from rollmesh.distributed.spmd import SpmdEngine, join
-from rollmesh.errors import ConfigError, Error, RequestError, StateError, UnexpectedKeyError
+from rollmesh.distributed.peers import FOLLOW, join
+from rollmesh.errors import ConfigError, RequestError, StateError, UnexpectedKeyError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.options import EngineOptions, GeneratorOptions, check_option, documentation, takes
 from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
@@ -51,17 +50,39 @@ from rollmesh.runtime.arguments import (
     part_names,
 )
 from rollmesh.runtime.devices import CUDA_FAMILIES, Device, device_of
-from rollmesh.runtime.engine_views import Ids, OpTime
+from rollmesh.runtime.engine_views import OpTime
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.resharding import BOX_DIMS
 from rollmesh.weights.self_test import Scorer, run_self_test
 from rollmesh.weights.sync import SyncOptions, source_of_follower
 from rollmesh.weights.transport.tensors import check_source
-from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
+from rollmesh.weights.updates import Sync, Weights
 
 PEFT = (".lora_", ".base_layer.", "base_model.model.")  # parts of names in a model with adapters
 _log = logging.getLogger("rollmesh")
 _log.addHandler(logging.NullHandler())  # prints nothing unless the program adds a handler
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _by_every_rank(
+    method: Callable[Concatenate[Generator, P], T],
+) -> Callable[Concatenate[Generator, P], T]:
+    """Marks a call that every rank may make, if ranks are processes: rank 0 makes it, and the other
+    ranks apply its operations and return its result."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(self: Generator, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(
+            method.__name__,
+            lambda: signature.bind(self, *args, **kwargs).arguments,
+            lambda: method(self, *args, **kwargs),
+        )
+
+    return call
 
 
 class ParameterInfo(NamedTuple):
@@ -117,6 +138,7 @@ class Generator:
             self._engine_options(options, where, nccl),
             None if nccl is not None and nccl.group is None else options.comm,
             self.mesh,
+            partial(LedEngine, mesh=self.mesh),
         )
         self._requests = Requests(
             self._engine,
@@ -286,6 +308,7 @@ class Generator:
         return times
 
     # ---------------------------------------------------------------------------------- generation
+    @_by_every_rank
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -309,6 +332,7 @@ class Generator:
         """
         return self._calls.generate(prompts, params, use_tqdm, on_error, timeout)
 
+    @_by_every_rank
     def chat(
         self,
         messages: Sequence[Any],
@@ -349,6 +373,7 @@ class Generator:
         prompts = [Chat(chat, options) for chat in chats]
         return self._calls.generate(prompts, params, use_tqdm, on_error, timeout)
 
+    @_by_every_rank
     def submit(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -361,6 +386,7 @@ class Generator:
         order."""
         return self._calls.submit(prompts, params)
 
+    @_by_every_rank
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
         """Runs engine steps, at least one, until min_outputs submitted requests are finished. Stops
         earlier if all requests are finished, after `timeout` seconds, or if the generator is
@@ -375,6 +401,7 @@ class Generator:
         long as that of the slowest replica, so generate is faster if all requests must finish."""
         return self._calls.poll(min_outputs, timeout)
 
+    @_by_every_rank
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
         """Aborts these requests, or all with None. poll (or generate) returns them with their
         tokens so far and finish_reason "abort"; a running score or logits raises StateError."""
@@ -411,12 +438,14 @@ class Generator:
         return self._streams.stream(prompt, params)
 
     # ------------------------------------------------------------------------------------- scoring
+    @_by_every_rank
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """Returns float32 [len, vocab] for each sequence: row i has the logits of token i+1, given
         tokens 0..i."""
         sequences = sequences_of(ids_list)
         return self._calls.score(sequences, [None] * len(sequences), self.spec.vocab_size)
 
+    @_by_every_rank
     def score(
         self,
         ids_list: Sequence[Prompt],
@@ -445,6 +474,7 @@ class Generator:
         return self._calls.score(sequences, chosen)
 
     # ------------------------------------------------------------------------------------- weights
+    @_by_every_rank
     def sync_weights(
         self,
         source: Any,
@@ -495,17 +525,16 @@ class Generator:
         MeshMismatchError. RankLostError, CollectiveMismatchError and CollectiveTimeoutError end the
         mesh.
         """
-        with self._refusing(BEGINNING):
-            options = SyncOptions(
-                version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
-            )
-            # If ranks are processes, another process may have the source.
-            if source is not None or not self._engine.has_peers:
-                check_source(source)
-            deadline = deadline_of(timeout)
+        options = SyncOptions(
+            version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
+        )
+        # If ranks are processes, another process may have the source.
+        if source is not None or not self._engine.has_peers:
+            check_source(source)
+        deadline = deadline_of(timeout)
         try:
             report: SyncReport = self._loop.lend(
-                lambda: self._weights.sync(source, options, deadline), deadline
+                lambda: self._weights.sync(options, source=source, deadline=deadline), deadline
             )
         except UnexpectedKeyError as error:
             if any(part in str(error) for part in PEFT):
@@ -524,30 +553,16 @@ class Generator:
         )
         return report
 
-    @contextmanager
-    def _refusing(self, where: str) -> Iterator[None]:
-        """Sends the error to the other processes if this process refuses its arguments."""
-        try:
-            yield
-        except Error as error:
-            if self._engine.has_peers and self._engine.role is None:
-                self._loop.call(partial(self._engine.refuse, where, error))
-            raise
-
     def begin_sync(self, version: int | None = None, **options: Any) -> Sync:
         """Opens a sync whose tensors are pushed one by one, in any order; see Sync. The options are
         those of sync_weights, except timeout. Drops a sync that is already open.
 
         If ranks are processes, each rank pushes the whole set, and the ranks synchronize at every
-        push. Raises StateError after follow()."""
-        if self._engine.role is not None:
-            raise StateError(
-                "begin_sync: expected ranks that make their own calls, got ranks that follow rank "
-                "0; call sync_weights there"
-            )
-        with self._refusing(PUSHES):
-            checked = SyncOptions(version, **options)
-        sync = Sync(self._weights, self._loop.lend, checked)
+        push. Raises StateError while other ranks are in follow()."""
+
+        given = {"version": version, **options}
+        self._call("begin_sync", lambda: given, lambda: SyncOptions(**given))
+        sync = Sync(self._weights, self._loop.lend, SyncOptions(**given))
         try:
             self._loop.lend(lambda: self._weights.begin(sync))
             return sync
@@ -578,10 +593,9 @@ class Generator:
 
     # --------------------------------------------------------------------------- several processes
     def follow(self, source: Callable[[int | None], Any] | None = None) -> None:
-        """Lets rank 0 control all ranks, if ranks are processes: only rank 0 makes calls from now
-        on, and the other ranks repeat them inside this method. All ranks call it once. On rank 0 it
-        returns at once. On the other ranks it returns when rank 0 has closed its generator, and
-        closes their generators too. In one process it does nothing.
+        """Makes every call of rank 0 on this rank, if ranks are processes, until rank 0 closes its
+        generator; then closes this generator. On rank 0 it waits for the other ranks and returns.
+        In one process it does nothing.
 
         source  this rank's source in a sync of rank 0: a function of sync_weights' `version` that
                 returns the `source`. None: this rank has no weights. Rank 0 passes its own source
@@ -591,70 +605,60 @@ class Generator:
         begin_sync. All replicas step together. astream yields partial outputs of replica 0 only;
         requests of other replicas yield only their final output.
 
-        Raises CollectiveMismatchError (a rank is in another call, or only this rank is paused),
-        StateError (called twice, or a begin_sync is open), SyncAbortedError (another rank refused
-        its arguments), RankLostError (a rank has ended, or rank 0 has ended without close), and
-        other errors that end the mesh. Any other error of a call is raised on rank 0 only, and this
-        method continues.
+        Raises CollectiveMismatchError (ranks above 0 are in different calls), StateError (another
+        thread of this rank is in follow), RankLostError (a rank has ended, or rank 0 has ended
+        without close), and other errors that end the mesh. Any other error of a call is raised on
+        rank 0 only, and this method continues.
         """
-        with self._refusing("follow"):
-            if source is not None and not callable(source):
-                raise ConfigError(
-                    f"source: expected a function of the version, got {shown(source)}"
-                )
+        if source is not None and not callable(source):
+            raise ConfigError(f"source: expected a function of the version, got {shown(source)}")
         engine = self._engine
-        if not isinstance(engine, SpmdEngine):
+        if not isinstance(engine, LedEngine):
             self._loop.check_alive()
-            return
-        try:
-            follower = self._loop.call(lambda: engine.follow(self._weights.fault_if_open()))
-            if follower is not None:
-                self._follow(engine, follower, source)
-        except BaseException as error:
-            if not self._loop.is_gone():
-                engine.abort_unless_shared(error)
-            raise
+        elif engine.rank > 0:
+            with engine.following():
+                engine.apply_calls(FOLLOW, self._operations(source), self._loop.lend)
+            self.close()
+        elif not engine.is_followed:
+            engine.lead_call(FOLLOW, lambda: None, self._loop.call)
 
-    def _follow(
-        self, engine: SpmdEngine, follower: Follower, source: Callable[[int | None], Any] | None
-    ) -> None:
-        def sync(options: dict[str, Any]) -> None:
-            self._weights.sync(
-                None if source is None else source_of_follower(source, options["version"]),
-                SyncOptions(**options),
-            )
+    def _call(
+        self, name: str, arguments: Callable[[], Mapping[str, Any]], function: Callable[[], T]
+    ) -> T:
+        """Makes a call that every rank may make, see _by_every_rank."""
+        engine = self._engine
+        if not isinstance(engine, LedEngine) or engine.is_followed:
+            return function()
+        values = arguments()
+        text = call_text(name, values)
+        if engine.rank == 0:
+            return engine.lead_call(text, function, self._loop.call)
 
-        def add(prompt_ids: Ids, params: dict[str, Any]) -> None:
-            self._requests.add(prompt_ids, SamplingParams(**params))
+        def apply() -> Any:
+            engine.check_not_following()
+            operations = self._operations(lambda version: values.get("source"))
+            return engine.apply_calls(text, operations, lambda operation: operation())
 
-        def add_score(ids: Ids, params: dict[str, Any] | None, vocab_size: int) -> None:
-            self._requests.add_score(
-                ids, None if params is None else SamplingParams(**params), vocab_size
-            )
+        result: T = self._loop.lend(apply)
+        return result
 
-        calls = followed_methods(self._requests, self._weights, self._engine)
-        calls |= {"sync": sync, "add": add, "add_score": add_score}
+    def _operations(self, source: Callable[[int | None], Any] | None) -> Operations:
+        """Returns the operations that rank 0 sends, by name. source: see follow."""
+        requests, weights, engine = self._requests, self._weights, self._engine
 
-        def make(batch: list[tuple[str, dict[str, Any]]]) -> None:
-            with follower.obeying():
-                for name, values in batch:
-                    try:
-                        calls[name](**values)
-                    except Exception as error:
-                        if engine.abort_unless_shared(error, voting=name == "sync"):
-                            raise
+        def sync(options: SyncOptions) -> SyncReport:
+            own = None if source is None else source_of_follower(source, options.version)
+            return weights.sync(options, source=own)
 
-        try:
-            for batch in follower.received():
-                self._loop.lend(partial(make, batch))
-        except BaseException:
-            engine.give_up()
-            raise
-        finally:
-            follower.ended = True
-        self.close()
+        methods: tuple[Callable[..., Any], ...] = (
+            *(requests.add, requests.add_score, requests.step, requests.abort),
+            *(requests.forget, requests.release, weights.sleep, weights.wake),
+            *(requests.cut_off, engine.pause, engine.reset_prefix_cache, sync),
+        )
+        return {method.__name__: method for method in methods}
 
     # ------------------------------------------------------------------------- pause, sleep, close
+    @_by_every_rank
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Stops scheduling. mode: "abort" ends running requests, "wait" finishes them first, "keep"
         stops them until resume().
@@ -667,18 +671,19 @@ class Generator:
                 self._requests.abort(self._requests.live())
             while mode == "wait" and not self._engine.paused and self._engine.unfinished():
                 call.check_wanted()
-                if self._requests.step()[0] == 0 and (left := self._engine.unfinished()):
+                if self._requests.step() == 0 and (left := self._engine.unfinished()):
                     raise StateError(f"{left} requests cannot finish while a part is asleep")
             self._engine.pause(True)
 
         call = Call(pause)
-        call.is_collective = True
         self._loop.run(call)
 
+    @_by_every_rank
     def resume(self) -> None:
         """Ends pause()."""
         self._loop.call(partial(self._engine.pause, False))
 
+    @_by_every_rank
     def sleep(
         self,
         parts: str | Sequence[str] = ("weights", "kv"),
@@ -696,65 +701,42 @@ class Generator:
 
         level: vLLM's argument. 1 is sleep(keep_weights=True), 2 is sleep().
         """
-        with self._refusing(SLEEP):
-            mask = part_mask(parts)
-            if level is not None:
-                if (
-                    type(level) is not int
-                    or level not in (1, 2)
-                    or mask != part_mask(PARTS)
-                    or keep_weights
-                ):
-                    raise ConfigError(
-                        "level: expected 1 or 2 in place of parts and keep_weights, got "
-                        f"{shown(level)}, {shown(parts)}"
-                    )
-                keep_weights = level == 1
-            keep = boolean("keep_weights", keep_weights)
-            if keep and not mask & PARTS["weights"]:
+        mask = part_mask(parts)
+        if level is not None:
+            if (
+                type(level) is not int
+                or level not in (1, 2)
+                or mask != part_mask(PARTS)
+                or keep_weights
+            ):
                 raise ConfigError(
-                    "parts: expected 'weights' among them with keep_weights=True, got "
-                    f"{shown(parts)}"
+                    "level: expected 1 or 2 in place of parts and keep_weights, got "
+                    f"{shown(level)}, {shown(parts)}"
                 )
+            keep_weights = level == 1
+        keep = boolean("keep_weights", keep_weights)
+        if keep and not mask & PARTS["weights"]:
+            raise ConfigError(
+                f"parts: expected 'weights' among them with keep_weights=True, got {shown(parts)}"
+            )
 
-        def sleep() -> None:
-            self._weights.require_equal(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
-            self._weights.reset("a part was put to sleep")
-            self._weights.sleep(mask, keep)
-
-        self._on_all_ranks(sleep)
+        self._loop.call(lambda: self._weights.sleep(mask, keep))
         _log.info("sleep: %s%s", part_names(mask), ", weights kept" if keep else "")
 
+    @_by_every_rank
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
         """Allocates the memory again. Weights that were not kept need a sync. Raises CapacityError
         if a GPU has too little memory; all parts then stay asleep, kept weights stay kept, and a
         later call may succeed."""
-        with self._refusing(WAKE):
-            mask = part_mask(parts)
-
-        def wake() -> None:
-            self._weights.require_equal(WAKE, part_names(mask))
-            self._weights.wake(mask)
-
-        self._on_all_ranks(wake)
+        mask = part_mask(parts)
+        self._loop.call(lambda: self._weights.wake(mask))
         _log.info("wake: %s", part_names(mask))
-
-    def _on_all_ranks(self, function: Callable[[], None]) -> None:
-        """Runs this rank's part of a call that all ranks make."""
-
-        def run() -> None:
-            try:
-                function()
-            except Exception as error:
-                self._engine.abort_unless_shared(error)
-                raise
-
-        self._loop.call(run)
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
         """Calls wake(), under vLLM's name. tags: "weights", "kv_cache" or both; None: both."""
         self.wake(tuple(PARTS) if tags is None else tags)
 
+    @_by_every_rank
     def reset_prefix_cache(self) -> None:
         """Removes all prefixes from the prefix cache."""
         self._loop.call(self._engine.reset_prefix_cache)
@@ -763,9 +745,10 @@ class Generator:
         """Frees memory and threads, and drops unfinished requests. Every later call except close()
         raises StateError."""
 
+        if isinstance(self._engine, LedEngine):
+            self._engine.check_not_following()
+
         def release() -> None:
-            if self._engine.role is not None:
-                self._engine.role.close()
             self._engine.close()
             self._weights.forget()
 

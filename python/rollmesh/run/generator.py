@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import rollmesh as rm
 from rollmesh.options import ROWS
-from rollmesh.request.arguments import check_vocabulary
+from rollmesh.request.arguments import check_vocabulary, eos_ids
 from rollmesh.run.config import Config, GeneratorTable
-from rollmesh.run.data import eos_ids
 from rollmesh.weights.self_test import Generates
 
 # Keys of [generator] that are passed to rm.Generator as they are.
@@ -49,16 +48,17 @@ def make_generator(
 ) -> RolloutGenerator:
     """Makes the generator of a run. hf_config: config of the model whose weights will be pushed.
     comm: the comm of this rank, if this process is a rank of the generator's mesh."""
-    check_vocabulary(tokenizer, hf_config)
-    g, eos, top_k = config.generator, eos_ids(tokenizer, hf_config), config.rollout.top_k
+    spec = rm.ModelSpec.from_hf(hf_config)
+    check_vocabulary(tokenizer, spec)
+    g, eos, top_k = config.generator, eos_ids(None, tokenizer, spec), config.rollout.top_k
     if not eos:
         _log.warning(
             "no token ends a completion: neither tokenizer, config.json nor "
             "generation_config.json has an eos_token_id"
         )
-    if top_k >= hf_config.vocab_size:
+    if top_k >= spec.vocab_size:
         raise rm.ConfigError(
-            f"[rollout] top_k: expected below the {hf_config.vocab_size} tokens of the model's "
+            f"[rollout] top_k: expected below the {spec.vocab_size} tokens of the model's "
             f"vocabulary, got {top_k}"
         )
     if g.engine == "vllm":
@@ -66,7 +66,7 @@ def make_generator(
 
         return VllmGenerator(g, hf_config, eos, routing=config.correction.routing_replay)
     return rm.Generator(
-        rm.ModelSpec.from_hf(hf_config),
+        spec,
         mesh=rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep),
         comm=rm.comm.nccl(comm) if g.exchange == "nccl" else comm,
         eos_token_ids=eos,
