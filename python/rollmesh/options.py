@@ -40,6 +40,7 @@ from rollmesh.runtime.messages import shown
 
 DTYPES = ("bfloat16", "float32")
 MAX_GIB = 2**20
+OF_A_RANK = {"of_a_rank": True}  # ranks of a mesh may differ: results do not depend on the option
 P = ParamSpec("P")
 S = TypeVar("S")
 O = TypeVar("O")  # noqa: E741
@@ -51,14 +52,16 @@ def option(
     doc: str,
     check: Check | tuple[str, ...] | None = None,
     command: str | None = None,
+    **more: Any,
 ) -> Any:
     """Declares a row.
 
     check    a function, or the valid words. None checks the type: bool, or an integer within the
              engine's bounds; values of other types are checked where they are used
     command  group of options of `rollmesh` commands that has the row: "mesh" or "engine"
+    more     OF_A_RANK, if ranks of a mesh may differ in it
     """
-    return field(default=default, metadata={"doc": doc, "check": check, "command": command})
+    return field(default=default, metadata={"doc": doc, "check": check, "command": command, **more})
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -137,6 +140,7 @@ class SharedOptions:
         "the quota of its control groups",
         lambda name, value: thread_count(value, name),
         command="engine",
+        **OF_A_RANK,
     )
     seed: int = option(
         0,
@@ -244,14 +248,24 @@ class EngineOptions(SharedOptions):
     kv_bytes: int = 0
     memory_fraction: float = 0.0  # decides if kv_bytes is 0
     external_pages: int = 0  # > 0: an external scheduler (vLLM's) hands out so many KV pages
-    isa: str | None = None  # of the CPU
-    cuda_library: str | None = None  # None: the CPU; runtime/devices.py
-    cuda_ordinal: int = -1
+    isa: str | None = field(default=None, metadata=OF_A_RANK)  # of the CPU
+    # None: the CPU. This and the next: runtime/devices.py
+    cuda_library: str | None = field(default=None, metadata=OF_A_RANK)
+    cuda_ordinal: int = field(default=-1, metadata=OF_A_RANK)
     cuda_family: str | None = None
-    nccl_library: str | None = None  # distributed/comm.py
-    nccl_gpu: str | None = None
-    cublas_library: str | None = None  # runtime/cublas.py
-    cublas_version: str | None = None  # compared among ranks
+    # This and the next: distributed/comm.py
+    nccl_library: str | None = field(default=None, metadata=OF_A_RANK)
+    nccl_gpu: str | None = field(default=None, metadata=OF_A_RANK)
+    cublas_library: str | None = field(default=None, metadata=OF_A_RANK)  # runtime/cublas.py
+    cublas_version: str | None = None
+
+    def shared_by_ranks(self) -> dict[str, Any]:
+        """Returns the options that must be equal on all ranks of a mesh."""
+        return {
+            row.name: getattr(self, row.name)
+            for row in fields(self)
+            if not row.metadata.get("of_a_rank")
+        }
 
 
 # --------------------------------------------------------------------------------- use of the rows
