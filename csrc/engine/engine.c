@@ -62,7 +62,7 @@ rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_err
 
 // ---------------------------------------------------------------------------------------- options
 #define ROW(name, type, member, least, most) \
-  {{#name, RM_ATTR_##type, offsetof(rm_engine_options, member)}, least, most},
+  {RM_ATTRIBUTE_AS(rm_engine_options, type, name, member), least, most},
 const rm_option rm_engine_option_table[RM_N_ENGINE_OPTIONS] = {RM_ENGINE_OPTIONS(ROW)};
 
 static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
