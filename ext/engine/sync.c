@@ -288,16 +288,17 @@ static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {
   return -1;
 }
 
-#define REPORT(key, type, member) {key, type, offsetof(rm_sync_report, member)}
+#define REPORT(type, member) RM_ATTRIBUTE(rm_sync_report, type, member)
+#define REPORT_AS(type, name, member) RM_ATTRIBUTE_AS(rm_sync_report, type, name, member)
 static const rm_attribute report_fields[] = {
-    REPORT("version", RM_ATTR_I64, version),
-    REPORT("num_tensors", RM_ATTR_I64, n_tensors),
-    REPORT("num_parameters", RM_ATTR_I64, n_parameters),
-    REPORT("num_skipped", RM_ATTR_I64, n_skipped),
-    REPORT("bytes", RM_ATTR_U64, bytes),
-    REPORT("seconds", RM_ATTR_F64, seconds),
-    REPORT("copy_seconds", RM_ATTR_F64, copy_seconds),
-    REPORT("digest", RM_ATTR_U64, digest),
+    REPORT(I64, version),
+    REPORT_AS(I64, num_tensors, n_tensors),
+    REPORT_AS(I64, num_parameters, n_parameters),
+    REPORT_AS(I64, num_skipped, n_skipped),
+    REPORT(U64, bytes),
+    REPORT(F64, seconds),
+    REPORT(F64, copy_seconds),
+    REPORT(U64, digest),
 };
 
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
