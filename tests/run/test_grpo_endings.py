@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo_runs import DENSE, SMALL, lines_of, state_of, whole  # noqa: F401 (a fixture)
+from grpo_runs import run as run_whole
 from marks import full
+from paths import ROOT
 
 from rollmesh.cli import main
 from rollmesh.run.signals import SIGNALS, Interrupts
@@ -30,8 +33,6 @@ from rollmesh.run.signals import SIGNALS, Interrupts
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_grpo_faults import DENSE, ROOT, SMALL, lines_of, state_of, whole  # noqa: F401 (a fixture)
-from test_grpo_faults import run as run_whole
 
 from rollmesh.grpo import loop
 from rollmesh.run import config, metrics, progress
