@@ -21,10 +21,10 @@ import numpy as np
 
 import rollmesh as rm
 from rollmesh import _core, vllm
+from rollmesh._core import usable_cores
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
 from rollmesh.runtime import cublas, nccl
-from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import LIBRARY_SWITCH, is_there, library_path, why_absent
 from rollmesh.runtime.messages import byte_text, plain, shown
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh.distributed.wire import sendable
 from rollmesh.errors import RequestError
 from rollmesh.runtime.arguments import MAX_TOKENS, REAL, integer_of, is_unicode, items_of
 from rollmesh.runtime.messages import shown
@@ -42,6 +43,7 @@ _REALS = {  # field → least and largest value, what is expected
 _BOOLEANS = ("ignore_eos", "kept_tokens", "skip_special_tokens", "include_stop_str_in_output")
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The settings of one request. Immutable; `dataclasses.replace` makes a changed copy. A wrong

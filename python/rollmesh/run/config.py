@@ -18,9 +18,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import rollmesh as rm
+from rollmesh.options import LIMITS, ROWS
 from rollmesh.run.config_rules import check_together, uses_tensor_cores
 from rollmesh.run.tables import NO_KEY, number, override, read_table
+from rollmesh.runtime.arguments import MAX_THREADS
 from rollmesh.runtime.messages import plain
+
+
+def same(name: str) -> Any:
+    """A key with the default and the bounds of Generator's argument of this name."""
+    bounds = dict(zip(("at_least", "at_most"), LIMITS.get(name, ()), strict=False))
+    return number(ROWS[name].default, **bounds)
 
 
 def _keys(hint: Any, names: str, **limits: float) -> list[tuple[str, Any, Any]]:
@@ -126,26 +134,25 @@ class RolloutTable:
 
 @dataclass(frozen=True)
 class GeneratorTable:
-    """Arguments of rm.Generator and rm.Mesh, and the engine that runs them. Both engines give the
-    same numbers."""
+    """Arguments of rm.Generator (rollmesh/options.py) and rm.Mesh, and the engine that runs them.
+    Both engines give the same numbers."""
 
     # vllm: vLLM's AsyncLLM schedules, rollmesh computes (docs/vllm.md).
     engine: Literal["rollmesh", "vllm"] = "rollmesh"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: str = "cpu"
-    threads: int = number(0, at_least=0, at_most=256)  # 0: one per core this process may use
+    dtype: Literal["bfloat16", "float32"] = same("dtype")
+    device: str = same("device")
+    threads: int = number(0, at_least=0, at_most=MAX_THREADS)  # 0: one per usable core
     max_model_len: int = number(4096, at_least=2)
-    max_num_seqs: int = number(256, at_least=1)
+    max_num_seqs: int = same("max_num_seqs")
     kv_cache_gib: float = number(1.0, above=0)
     tp: int = number(1, at_least=1)
     dp: int = number(1, at_least=1)
     ep: int = number(1, at_least=1)
-    ep_backend: str = "alltoall"
-    sequence_parallel: bool = False
+    ep_backend: str = same("ep_backend")
+    sequence_parallel: bool = same("sequence_parallel")
     exchange: Literal["host", "nccl"] = "host"  # between GPUs: through host memory, or NCCL
-    enforce_eager: bool = False  # on a GPU: no CUDA graphs
-    # CPU: ref, avx2, …; GPU: cuda_fma, cuda_mma. Default: the first that is available.
-    isa: str | None = None
+    enforce_eager: bool = same("enforce_eager")
+    isa: str | None = same("isa")
     comm: Literal["auto", "threads", "shm", "torch"] = "auto"  # auto: shm under torchrun
     comm_timeout: float = number(1800.0, above=0)  # seconds that a rank waits for the others
 

@@ -8,18 +8,17 @@ bit for bit, so a run can be resumed with the other.
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from typing import Any, Protocol
 
 import rollmesh as rm
+from rollmesh.options import ROWS
 from rollmesh.request.arguments import check_vocabulary, eos_ids
-from rollmesh.run.config import Config
+from rollmesh.run.config import Config, GeneratorTable
 from rollmesh.weights.self_test import Generates
 
-# Keys of [generator] that are arguments of rm.Generator.
-SAME = (
-    *("sequence_parallel", "device", "dtype", "ep_backend", "max_model_len", "max_num_seqs"),
-    *("kv_cache_gib", "enforce_eager", "isa"),
-)
+# Keys of [generator] that are passed to rm.Generator as they are.
+SAME = (ROWS.keys() & {key.name for key in fields(GeneratorTable)}) - {"comm", "threads"}
 _log = logging.getLogger("rollmesh.grpo")
 
 
