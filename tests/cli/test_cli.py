@@ -259,7 +259,7 @@ def test_bench_prints_figures() -> None:
     assert all(float(line.split()[1].replace(",", "")) > 0 for line in lines[1:])
 
 
-@pytest.mark.usefixtures("torch_as_it_was")
+@pytest.mark.usefixtures("torch_as_it_was", "no_pictures")  # of the second run
 def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
     small = [
         "--set",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo_runs import DENSE, SMALL, no_pictures, whole  # noqa: F401
+from grpo_runs import DENSE, SMALL, whole  # noqa: F401
 from paths import ROOT
 
 import rollmesh as rm

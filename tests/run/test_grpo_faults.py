@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from grpo_runs import DENSE, SMALL, lines_of, no_pictures, run, state_of, whole  # noqa: F401
+from grpo_runs import DENSE, SMALL, lines_of, run, state_of, whole  # noqa: F401
 from paths import ROOT
 
 import rollmesh as rm

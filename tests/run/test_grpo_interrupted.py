@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo_runs import DENSE, SMALL, lines_of, no_pictures, run, state_of, whole  # noqa: F401
+from grpo_runs import DENSE, SMALL, lines_of, run, state_of, whole  # noqa: F401
 from paths import ROOT
 
 import rollmesh as rm
@@ -39,21 +39,6 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was", "no_pictures")
 
 
 # ------------------------------------------------------------------------------------- resuming
-@pytest.fixture
-def plain_signals() -> Iterator[None]:
-    """Restores signals that the parent process may have ignored, such as a shell for background
-    jobs, or nohup."""
-    plain = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGTERM: signal.SIG_DFL,
-        signal.SIGHUP: signal.SIG_DFL,
-    }
-    before = {number: signal.signal(number, handler) for number, handler in plain.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.usefixtures("plain_signals")
 def test_what_ends_a_run_says_how_to_go_on(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -21,12 +21,6 @@ def tokenizer() -> Any:
     return data.load_tokenizer(ROOT / "data/chars")
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables draw_curves, which takes longer than these runs."""
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
-
-
 def run(
     out: Path, resume: Path | None = None, show: Callable[[Any], None] = lambda _: None
 ) -> None:
