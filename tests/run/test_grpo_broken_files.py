@@ -1,5 +1,5 @@
-"""Files of a run that are missing, cut in half or changed, and settings that nothing can hold. Each
-is named by an error."""
+"""Errors name the files of a run that are missing, cut in half or changed, and the settings that are
+out of every range."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What ends a run of `rollmesh grpo`, and what does not: a Ctrl-C, an error, a closed output, an
-exporter that fails.
+"""Runs of `rollmesh grpo` that a Ctrl-C or an error ends, and runs that continue although their
+output is closed or an exporter fails.
 
-A run that ends leaves its last finished step and says how to continue."""
+A run that ends leaves its last finished step and prints how to continue."""
 
 from __future__ import annotations
 
