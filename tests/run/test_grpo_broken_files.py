@@ -1,4 +1,4 @@
-"""Errors name the files of a run that are missing, cut in half or changed, and the settings that are
+"""Errors name the files of a run that are missing, cut in half or changed, and settings that are
 out of every range."""
 
 from __future__ import annotations
