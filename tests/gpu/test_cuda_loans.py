@@ -698,7 +698,7 @@ def changed(*path: Any) -> dict[str, Any]:
 
 
 def test_a_good_description() -> None:
-    assert sorted(manifest.parse_loan(GOOD).tensors) == ["a", "b", "c"]
+    assert sorted(manifest.parse_loan(GOOD, set()).tensors) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -721,7 +721,7 @@ def test_a_good_description() -> None:
         (changed("tensors", 0, 3, [1]), "expected at most 4 sizes >= 1"),
         (changed("tensors", 0, 4, 1), "a: expected one of 1 allocations, got number 1"),
         (changed("tensors", 0, 1, "int8"), "expected a dtype of .*, got 'int8'"),
-        (changed("number", 0), r"the number of a loan: expected an integer in \[1, 2\^63\), got 0"),
+        (changed("number", 0), r"the number of a loan: expected an integer in .*, got 0"),
         (changed("number", True), "the number of a loan: .*, got True"),
         (changed("number", 2**63), "the number of a loan: .*, got 9223372036854775808"),
         ([], "expected a manifest of lent weights"),
@@ -729,12 +729,12 @@ def test_a_good_description() -> None:
 )
 def test_damaged_descriptions(value: Any, message: str) -> None:
     with pytest.raises(rm.FormatError, match=message):
-        manifest.parse_loan(value)
+        manifest.parse_loan(value, set())
 
 
 def test_a_description_with_a_name_twice() -> None:
-    with pytest.raises(rm.DuplicateKeyError, match="a comes twice"):
-        manifest.parse_loan(changed("tensors", 1, 0, "a"))
+    with pytest.raises(rm.DuplicateKeyError, match="a: expected it once"):
+        manifest.parse_loan(changed("tensors", 1, 0, "a"), set())
 
 
 def test_a_reader_without_a_version_is_refused_by_name(make: Callable[..., rm.Generator]) -> None:

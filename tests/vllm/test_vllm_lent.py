@@ -254,7 +254,7 @@ def test_names_that_come_twice(
 ) -> None:
     served = workers()
     remote = served.trainer()
-    with pytest.raises(RuntimeError, match=r"DuplicateKeyError: .*a comes twice"):
+    with pytest.raises(RuntimeError, match=r"DuplicateKeyError: .*a: expected it once"):
         remote.send(served.client, pairs, 1, command="send_pairs")
     served.hold()
     served.push(remote)
@@ -649,7 +649,7 @@ NOTHING = {**GOOD, "allocations": [], "tensors": []}
     [
         (5, rm.FormatError, "expected a manifest of lent weights"),
         ({}, rm.FormatError, "expected a manifest of lent weights"),
-        (GOOD, rm.DuplicateKeyError, "a comes twice"),
+        (GOOD, rm.DuplicateKeyError, "a: expected it once"),
         (NOTHING, rm.StateError, "bucket 1 of .* was taken back by its trainer"),
         ({**NOTHING, "number": 2}, rm.UnexpectedKeyError, "a"),
     ],

@@ -175,7 +175,7 @@ BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
     "a byte": (_changed_byte, "FormatError: .* expected checksum "),
     "offset": (
         lambda b: b.described(lambda t: t.update(offset=1 << 40)),
-        "FormatError: .* bytes at 1099511627776",
+        "FormatError: .* at 1099511627776",
     ),
     "offset below 0": (lambda b: b.described(lambda t: t.update(offset=-64)), "FormatError"),
     "shape": (lambda b: b.described(lambda t: t.update(shape=[1 << 40, 1 << 40])), "FormatError"),
