@@ -15,7 +15,8 @@ other ranks raise SyncAbortedError.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice, zip_longest
+from itertools import chain, groupby, islice, zip_longest
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError
 from rollmesh.runtime.messages import reason
 from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
 from rollmesh.weights.plan import Plan
-from rollmesh.weights.reshard_plan import Box, Copy, plan_copies
+from rollmesh.weights.reshard_plan import Box, Copy, merged, plan_copies
 from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, pair_of
 
 Array = NDArray[Any]
@@ -86,6 +87,16 @@ def _described(part: Part | Exception) -> Described:
 
 def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
     return tuple((first, first + n) for first, n in zip(offsets, sizes, strict=True))
+
+
+def wanted_boxes(wanted: NDArray[np.int64], n_dims: int) -> list[tuple[int, Box]]:
+    """Converts the array of SyncEntry.wanted() to boxes, as few as possible for each rank."""
+    parts = ((rank, numbers) for rank, *numbers in wanted.tolist() if 0 not in numbers[BOX_DIMS:])
+    return [
+        (rank, box)
+        for rank, its in groupby(parts, itemgetter(0))
+        for box in merged(_box(n[:n_dims], n[BOX_DIMS:][:n_dims]) for _, n in its)
+    ]
 
 
 def _slices(box: Box, origin: Dims) -> tuple[slice, ...]:
@@ -175,14 +186,7 @@ class Resharding:
             return name, np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
         held = tuple((rank, _box(*its[3:])) for rank, its in told.items() if its is not None)
         if (key := (held, wanted.tobytes())) not in self._copies:
-            self._copies[key] = plan_copies(
-                name,
-                held,
-                [
-                    (rank, _box(numbers[: len(shape)], numbers[BOX_DIMS:][: len(shape)]))
-                    for rank, *numbers in wanted.tolist()
-                ],
-            )
+            self._copies[key] = plan_copies(name, held, wanted_boxes(wanted, len(shape)))
         return name, self._moved(
             self._copies[key], dtype, shape, mine if isinstance(mine, Part) else None, world
         )
