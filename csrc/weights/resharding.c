@@ -4,8 +4,7 @@
 static rm_part wanted(const rm_params *params, const rm_placement *placement, int n_dims,
                       const rm_param_rows *at, int64_t rank) {
   const rm_param *param = &params->list[at->param];
-  const rm_range rows = rm_placement_rows(params->spec, placement, param->kind, param->expert,
-                                          param->n_dims == 1 ? param->cols : param->rows);
+  const rm_range rows = rm_param_rows_of(params, placement, param);
   rm_part part = {rank, {0, 0, 0, 0}, {1, 1, 1, 1}};
   const int d = n_dims == 3;
   part.first[0] = at->outer;

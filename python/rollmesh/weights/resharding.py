@@ -129,17 +129,10 @@ def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterator
         raise SyncAbortedError("expected a source on one rank at least, got none on any")
     if not any(told[rank][1] for rank in givers):
         if own is not None and len(givers) == len(told):
-            return _own(ranks, own)
+            return iter(own)
         givers = givers[:1]
     ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
     return Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
-
-
-def _own(ranks: RankEngine, source: Source) -> Iterator[tuple[str, Any]]:
-    try:
-        yield from source
-    except Exception as error:  # noqa: BLE001 (barrier sends it to all ranks and raises it)
-        ranks.fault = error
 
 
 class Resharding:

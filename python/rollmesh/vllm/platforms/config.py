@@ -17,18 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmesh import _core
-from rollmesh.distributed.mesh import Mesh, check_backend
+from rollmesh._core import usable_cores
+from rollmesh.distributed.mesh import Mesh
 from rollmesh.errors import ConfigError
 from rollmesh.model.spec import ModelSpec
-from rollmesh.runtime.arguments import (
-    boolean,
-    choice,
-    engine_integer,
-    integer,
-    page_positions,
-    thread_count,
-)
-from rollmesh.runtime.cores import usable_cores
+from rollmesh.options import DTYPES, check_option
+from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.devices import CUDA_FAMILIES
 from rollmesh.runtime.messages import listed, shown
 from rollmesh.vllm.update_info import info_of
@@ -37,7 +31,6 @@ WORKER = "rollmesh.vllm.worker.worker.Worker"
 SCHEDULER = "rollmesh.vllm.scheduler.Scheduler"
 ASYNC_SCHEDULER = "rollmesh.vllm.scheduler.AsyncScheduler"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-DTYPES = ("bfloat16", "float32")
 EXCHANGES = ("host", "nccl")
 BACKEND = "rollmesh"  # name of the weight transfer backend
 OMP_SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
@@ -149,7 +142,7 @@ def _check_cache(cache_config: Any, dtype: str) -> None:
             f"kv_cache_dtype: expected 'auto' or the model's dtype {dtype!r}, got "
             f"{shown(cache_config.cache_dtype)}"
         )
-    page_positions("block_size", cache_config.block_size)
+    check_option("block_size", cache_config.block_size)
     if cache_config.prefix_match_unit not in (None, cache_config.block_size):
         raise ConfigError(
             f"prefix_match_unit: expected None or block_size = {cache_config.block_size}, got "
@@ -161,9 +154,9 @@ def _check_cache(cache_config: Any, dtype: str) -> None:
 def _check_sizes(vllm_config: Any) -> None:
     """Checks the engine's own limits before a worker is started."""
     scheduler = vllm_config.scheduler_config
-    engine_integer("max_model_len", vllm_config.model_config.max_model_len)
-    engine_integer("max_num_seqs", scheduler.max_num_seqs)
-    engine_integer("max_num_batched_tokens", scheduler.max_num_batched_tokens)
+    check_option("max_model_len", vllm_config.model_config.max_model_len)
+    check_option("max_num_seqs", scheduler.max_num_seqs)
+    check_option("max_num_batched_tokens", scheduler.max_num_batched_tokens)
     integer("seed", vllm_config.model_config.seed, 0, 2**63 - 1)
     if (given := vllm_config.cache_config.kv_cache_memory_bytes) is not None and _workers_are_here(
         vllm_config
@@ -238,10 +231,8 @@ def options(vllm_config: Any) -> Options:
         )
     given = extra.get("rollmesh", {}) if isinstance(extra, dict) else {}
     chosen = info_of(Options, given, ConfigError, 'additional_config["rollmesh"]')
-    if chosen.threads is not None:
-        thread_count(chosen.threads)
-    check_backend(chosen.ep_backend)
-    boolean("sequence_parallel", chosen.sequence_parallel)
+    for name in ("threads", "ep_backend", "sequence_parallel"):
+        check_option(name, getattr(chosen, name))
     # The name is checked on the worker's machine, which may be another one.
     if chosen.isa is not None and not isinstance(chosen.isa, str):
         raise ConfigError(f"isa: expected a str or None, got {shown(chosen.isa)}")
