@@ -1,8 +1,7 @@
 """WeightSender(lend=True): a trainer's tensors on a GPU, read there by vLLM's workers in other
 processes. Runs on the simulated devices (test_cuda_loans.py), which end a process that frees memory
-which another process has open. A worker in this process uses vLLM's base class of weight transfer
-engines, or the stand-in for it if vLLM is not installed; ranks that are processes always use the
-stand-in (test_vllm_plugin.py has the whole engine).
+which another process has open. The workers run without vLLM (test_vllm_plugin.py has the whole
+engine).
 
 Oracle: the logits of a Generator on the CPU with the same weights. Bound: 0 differing bits."""
 
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import vllm_standin
 from helpers import numpy_state_dict, tiny_config
 from marks import full
 from test_cuda_sources import library
@@ -107,12 +105,6 @@ class Workers:
         self.hold()
 
 
-@pytest.fixture(scope="module")
-def standin() -> Iterator[None]:
-    with vllm_standin.installed():
-        yield
-
-
 def ranks() -> Any:
     import vllm_ranks
 
@@ -120,7 +112,7 @@ def ranks() -> Any:
 
 
 @pytest.fixture(scope="module")
-def two(standin: None, simt_library: Path) -> Iterator[Workers]:
+def two(simt_library: Path) -> Iterator[Workers]:
     """Two ranks on separate GPUs."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(LIBRARY_SWITCH, str(simt_library))
@@ -130,9 +122,7 @@ def two(standin: None, simt_library: Path) -> Iterator[Workers]:
 
 
 @pytest.fixture
-def workers(
-    request: pytest.FixtureRequest, standin: None, library: Path
-) -> Iterator[Callable[..., Workers]]:
+def workers(request: pytest.FixtureRequest, library: Path) -> Iterator[Callable[..., Workers]]:
     """One worker in this process; the two of this file; or two that end with the test."""
     made: list[Workers] = []
 
@@ -602,7 +592,7 @@ def test_a_loan_is_opened_after_its_tensors_were_written_and_described() -> None
     assert numbers == [1, 0, 1]
 
 
-def test_a_worker_closes_what_was_lent_though_the_set_cannot_be_dropped(standin: None) -> None:
+def test_a_worker_closes_what_was_lent_though_the_set_cannot_be_dropped() -> None:
     from rollmesh.vllm.weight_updates import WeightUpdates
 
     def fails(*_: Any, **__: Any) -> None:
@@ -611,7 +601,7 @@ def test_a_worker_closes_what_was_lent_though_the_set_cannot_be_dropped(standin:
     closed: list[bool] = []
     updates: Any = WeightUpdates.__new__(WeightUpdates)
     updates._set, updates.weights = object(), SimpleNamespace(reset=fails)
-    updates._transfer = SimpleNamespace(end_weight_update=lambda: closed.append(True))
+    updates._segment = SimpleNamespace(close=lambda: closed.append(True))
     with pytest.raises(rm.RankLostError):
         updates.drop("it was refused")
     assert closed == [True]

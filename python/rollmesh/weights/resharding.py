@@ -189,7 +189,9 @@ class Resharding:
     ) -> Array:
         """Returns an array of the whole shape with the parts that this rank holds or receives. The
         other elements are not valid."""
-        me, origin, array = self._ranks.rank, (), None
+        me = self._ranks.rank
+        origin: Dims = ()
+        array: Any = None
         if mine is not None and 0 not in mine.sizes:
             origin, array = mine.offsets, mine.array()
         has_all = array is not None and array.shape == shape

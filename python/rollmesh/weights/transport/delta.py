@@ -249,7 +249,7 @@ class _Row(NamedTuple):
         return WORDS[DTYPES[self.entry.dtype].itemsize]  # type: ignore[no-any-return]
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return math.prod(self.entry.shape)
 
 
@@ -372,7 +372,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
     def _whole(self, row: _Row, parts: list[memoryview]) -> Array:
         words = np.empty(0, row.words)
         if parts:
-            words = self._stream(row, parts[0], row.words, row.count)
+            words = self._stream(row, parts[0], row.words, row.size)
         array = words.view(DTYPES[row.entry.dtype]).reshape(row.entry.shape)
         _require_sum(row.entry, array)
         return array
@@ -414,12 +414,12 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         if not parts:
             return None
         if row.kind == "words":
-            return row, None, self._stream(row, parts[0], row.words, row.count)
+            return row, None, self._stream(row, parts[0], row.words, row.size)
         gaps = self._stream(row, parts[0], GAP, row.changed).astype(np.int64)
         places = np.cumsum(gaps)
-        if not (gaps[1:] > 0).all() or int(places[-1]) >= row.count:
+        if not (gaps[1:] > 0).all() or int(places[-1]) >= row.size:
             raise FormatError(
-                f"{row.entry.name}: expected growing places below {row.count}, got others"
+                f"{row.entry.name}: expected growing places below {row.size}, got others"
             )
         return row, places, self._stream(row, parts[1], row.words, row.changed)
 
@@ -547,18 +547,18 @@ def _row(
     needed = bytes_needed(name, dtype, shape)
     row = _Row(Entry(name, dtype, tuple(shape), 0, needed, str(total)), kind, changed, tuple(sizes))
     streams, changes = {
-        "same": (0, 0), "places": (2, changed), "words": (int(row.count > 0), row.count)
+        "same": (0, 0), "places": (2, changed), "words": (int(row.size > 0), row.size)
     }[kind]  # fmt: skip
     if (
         type(changed) is not int
-        or not (kind == "places") <= changed <= row.count
+        or not (kind == "places") <= changed <= row.size
         or changed != changes
         or len(row.sizes) != streams
         or not all(type(n) is int and 0 <= n <= num_bytes for n in row.sizes)
         or sum(row.sizes) > _most(needed) + _most(changed * GAP.itemsize)
     ):
         raise ValueError(
-            f"{kind!r} of {shown(name)}: {changed!r:.80} changes of {row.count} words in streams "
+            f"{kind!r} of {shown(name)}: {changed!r:.80} changes of {row.size} words in streams "
             f"of {sizes!r:.80} bytes"
         )
     return row

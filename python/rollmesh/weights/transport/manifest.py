@@ -129,10 +129,10 @@ def check_version(version: Any, last: int | None) -> int:
     unless it exceeds the last one."""
     if version is None:
         version = 0 if last is None else last + 1
-    version = integer_of(VersionError, "version", version, 0, MAX_VERSION)
-    if last is not None and version <= last:
-        raise VersionError(f"version {version} does not exceed {last}, the last one")
-    return version
+    number = integer_of(VersionError, "version", version, 0, MAX_VERSION)
+    if last is not None and number <= last:
+        raise VersionError(f"version {number} does not exceed {last}, the last one")
+    return number
 
 
 def parse(text: bytes, num_bytes: int) -> Manifest:
@@ -164,7 +164,7 @@ def bytes_needed(name: Any, dtype: Any, shape: Sequence[Any]) -> int:
             f"{name}: expected at most {MAX_DIMS} dims and 2^60 elements, got shape "
             f"{list(shape)!r:.200}"
         )
-    return math.prod(shape) * DTYPES[dtype].itemsize
+    return int(math.prod(shape) * DTYPES[dtype].itemsize)
 
 
 def _check_entry(entry: Entry, num_bytes: int) -> None:
