@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rollmesh.distributed.mesh import Mesh
-from rollmesh.model.placement import Placement, placements
+from rollmesh.model.placement import placements
 from rollmesh.model.spec import ModelSpec
 
 # Dispatchers that move rows between the ranks' home shards.
@@ -42,37 +42,33 @@ def step_traffic(
     captured: bool = False,
 ) -> Traffic:
     """Returns the bytes that one decode step sends."""
-    step = _Step(
-        spec,
-        mesh,
-        rows,
-        2 if dtype == "bfloat16" else 4,
-        ep_backend,
-        sequence_parallel and mesh.tp > 1,
-        static,
-        captured,
-    )
+    elem = 2 if dtype == "bfloat16" else 4
+    shards = sequence_parallel and mesh.tp > 1
+    step = _Step(spec, mesh, rows, elem, ep_backend, shards, static or captured, captured)
     return Traffic(mesh.dp * step.tp_bytes(), step.ep_bytes())
 
 
-class _Step:
-    def __init__(
-        self,
-        spec: ModelSpec,
-        mesh: Mesh,
-        rows: int,
-        elem: int,
-        backend: str,
-        sequence_parallel: bool,
-        static: bool,
-        captured: bool,
-    ):
-        self.spec, self.mesh, self.rows, self.elem = spec, mesh, rows, elem
-        self.backend, self.sp = backend, sequence_parallel
-        self.static, self.captured = static or captured, captured
-        self.travels = mesh.ep > 1 and backend in TRAVELLING
-        self.replica: list[Placement] = placements(spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
-        self.num_moe, self.hidden = sum(spec.is_moe_layer), spec.hidden_size
+class _Step(NamedTuple):
+    spec: ModelSpec
+    mesh: Mesh
+    rows: int
+    elem: int  # bytes of an element
+    backend: str
+    sp: bool
+    static: bool
+    captured: bool
+
+    @property
+    def travels(self) -> bool:
+        return self.mesh.ep > 1 and self.backend in TRAVELLING
+
+    @property
+    def num_moe(self) -> int:
+        return sum(self.spec.is_moe_layer)
+
+    @property
+    def hidden(self) -> int:
+        return self.spec.hidden_size
 
     def gathered(self, width: int, rows: int | None = None) -> int:
         """Returns the bytes to gather a [rows, width] activation on every rank of a replica."""
@@ -87,11 +83,17 @@ class _Step:
         or to the home rows with sequence parallelism."""
         if not self.sp:
             return self.gathered(self.hidden)
-        kept = sum(
-            rows * len(rank.hidden)
-            for rows, rank in zip(self.home_rows(), self.replica, strict=True)
+        return (self.rows * self.hidden - self.kept("hidden")) * self.elem
+
+    def kept(self, cut: str) -> int:
+        """Returns the elements that the ranks of a replica compute of their own home rows. cut: the
+        field of Placement that divides the columns."""
+        mesh = self.mesh
+        ranks = placements(self.spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
+        return sum(
+            rows * len(getattr(rank, cut))
+            for rows, rank in zip(self.home_rows(), ranks, strict=True)
         )
-        return (self.rows * self.hidden - kept) * self.elem
 
     def tp_bytes(self) -> int:
         if self.mesh.tp == 1:
@@ -131,11 +133,8 @@ class _Step:
         )
         last = self.gathered(self.hidden) if self.sp else 0
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
-        kept = sum(
-            rows * len(rank.vocab)
-            for rows, rank in zip(self.home_rows(), self.replica, strict=True)
-        )
-        head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1)
+        unsent = self.kept("vocab")
+        head = 4 * (self.rows * spec.vocab_size - unsent) + self.rows * (blocks * 8 + 16) * (tp - 1)
         compared = ACCOUNT if self.captured else 0
         looked_up = self.gathered(self.hidden) * (tp if self.static else 1)
         return looked_up + layers + routed + last + head + (compared + self.rows) * pairs
