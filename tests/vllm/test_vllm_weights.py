@@ -126,7 +126,7 @@ BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
     ),
     "nonce": (
         lambda b: b.info.update(nonce="0" * 32),
-        "AuthError: .* was not written by the sender",
+        "AuthError: .* expected a file of the sender",
     ),
     "no such file": (
         lambda b: b.info.update(segment="rollmesh-weights-" + "0" * 32),
@@ -299,7 +299,7 @@ def test_what_one_rank_refuses_all_refuse(two: Served) -> None:
         two.client.init_weight_transfer_engine({})
         two.client.start_weight_update()
         with pytest.raises(
-            RuntimeError, match="CollectiveMismatchError: rank 1 begins a bucket of weights with"
+            RuntimeError, match="CollectiveMismatchError: rank 1 is in a bucket of weights of"
         ):
             two.client.update_weights([block.info, block.info | spoil])
         assert two.client.left_over() == 0

@@ -66,7 +66,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
             DeltaWriter(tmp_path)
         assert (tmp_path / "x.being-written").exists()
         writer.publish(state(2))
-    with pytest.raises(rm.StateError, match="the writer is closed"):
+    with pytest.raises(rm.StateError, match="expected an open writer"):
         writer.publish(state(3))
     with DeltaWriter(tmp_path) as other:
         assert other.version == 2

@@ -240,15 +240,16 @@ def _same(told: Mapping[int, Described | None]) -> tuple[str, str, Dims]:
     first, its = next(iter(going.items()))
     if ended:
         raise MeshMismatchError(
-            f"rank {ended[0]} has no more weights where rank {first} gives {its[0]}; {ALIKE}"
+            f"rank {ended[0]}: expected {its[0]}, as on rank {first}, got no more weights; {ALIKE}"
         )
     for rank, other in going.items():
         if other[0] != its[0]:
             raise MeshMismatchError(
-                f"rank {rank} gives {other[0]} where rank {first} gives {its[0]}; {ALIKE}"
+                f"rank {rank}: expected {its[0]}, as on rank {first}, got {other[0]}; {ALIKE}"
             )
         if other[1:3] != its[1:3]:
             raise MeshMismatchError(
-                f"{its[0]}: {other[1]} {other[2]} on rank {rank}, {its[1]} {its[2]} on rank {first}"
+                f"{its[0]}: expected {its[1]} {its[2]}, as on rank {first}, got {other[1]} "
+                f"{other[2]} on rank {rank}"
             )
     return its[0], its[1], tuple(its[2])

@@ -170,7 +170,7 @@ class DeltaEncoder:
         """Returns the version encoded last as a whole set, for a receiver that does not have the
         base of its delta. Raises NotSyncedError before the first version."""
         if self.version is None:
-            raise NotSyncedError("no version was encoded; call encode first")
+            raise NotSyncedError("whole: expected an encoded version, got none; call encode first")
         return self._message(self.last.arrays, self.version, None)[0]
 
     def _message(
@@ -303,7 +303,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
 
     def __iter__(self) -> Iterator[str]:
         if self.version is None:
-            raise NotSyncedError("no version was applied; the first message has to be a whole set")
+            raise NotSyncedError("expected a version, got none; the first message is a whole set")
         return iter(self._arrays)
 
     def __len__(self) -> int:
@@ -350,8 +350,8 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
     def _require_base(self, header: Header) -> None:
         if self.version is None:
             raise BaseVersionError(
-                f"version {header.version} is a delta against version {header.base}: expected a "
-                "whole set first"
+                f"version {header.version}: expected a whole set first, got a delta against "
+                f"version {header.base}"
             )
         if (header.run, header.base) != (self.run, self.version):
             run = "" if header.run == self.run else f" of run {header.run[:8]}"
@@ -506,7 +506,7 @@ def header_size(start: bytes, num_bytes: int) -> int:
 def parse_header(start: bytes, text: bytes, num_bytes: int) -> Header:
     """Returns the header of a message without its payload. num_bytes: bytes of the payload."""
     if _header_sum(text) != start[16:START]:
-        raise FormatError("a delta's header: its checksum differs")
+        raise FormatError("a delta's header: expected the checksum before it, got another")
     try:
         values = json.loads(text)
         rows = tuple(_row(num_bytes, *row) for row in values["tensors"])

@@ -139,7 +139,8 @@ class DeltaWriter:
         """
         if self._lock.descriptor < 0:
             raise StateError(
-                f"{plain(self._folder)}: the writer is closed, or belongs to another process"
+                f"{plain(self._folder)}: expected an open writer of this process, got one that was "
+                "closed or is another process's"
             )
         if not self._holds_lock():
             raise StateError(
@@ -304,10 +305,10 @@ class DeltaReader(DeltaDecoder):
                 with suppress(FileNotFoundError):  # a file was removed: a newer set exists
                     return self._reach()
         if not self._folder.is_dir():
-            raise NotSyncedError(f"{plain(self._folder)} is gone")
+            raise NotSyncedError(f"{plain(self._folder)}: expected a folder, got none")
         raise FormatError(
-            f"{plain(self._folder)}: files go away while they are read; is there more than one "
-            "writer?"
+            f"{plain(self._folder)}: expected files that stay while they are read, got files that "
+            "were removed; is there more than one writer?"
         )
 
     def _reach(self) -> int:
@@ -327,7 +328,7 @@ class DeltaReader(DeltaDecoder):
             for file in rest:
                 self._take(file)
         if self.version is None:
-            raise NotSyncedError(f"{plain(self._folder)} has no whole set of weights yet")
+            raise NotSyncedError(f"{plain(self._folder)}: expected a whole set, got none yet")
         return self.version
 
     def _require_own_run(self, files: list[_File]) -> None:

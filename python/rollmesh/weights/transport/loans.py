@@ -89,8 +89,8 @@ def gpus() -> _core.Gpus:
     path = library_path()
     if not path.exists():
         raise ConfigError(
-            f"lending tensors on GPUs needs {path.name}, which this build lacks: it was made "
-            "without nvcc"
+            f"lending tensors on GPUs: expected {path.name}, got a build without it, made without "
+            "nvcc"
         )
     return _core.Gpus(str(path))
 
@@ -271,12 +271,15 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         assert segment is not None
         if self._has_read or self._borrowed is not None:
             raise StateError(
-                f"{self._what} {'was given back' if self._has_read else 'is being read'}; "
+                f"{self._what}: expected a loan to open, got one that "
+                f"{'was given back' if self._has_read else 'is being read'}; "
                 "refresh() maps the next one"
             )
         if loan.process == this_process():
-            instead = f"pass the tensors themselves, to sync_weights or load_weights{self._remedy}"
-            raise StateError(f"{self._what} is lent by this process itself: {instead}")
+            raise StateError(
+                f"{self._what}: expected a loan of another process, got one of this process: pass "
+                f"the tensors themselves, to sync_weights or load_weights{self._remedy}"
+            )
         with segment.reading(loan.number, self._what) as is_lent_still:
             self._borrowed = self._borrow(loan, is_lent_still)
             try:
@@ -295,7 +298,7 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
 
     def _known(self) -> Manifest:
         if self._manifest is None:
-            raise StateError(f"the reader of {self._what} has no version; call refresh()")
+            raise StateError(f"{self._what}: expected a version, got none; call refresh()")
         return self._manifest
 
     def __getitem__(self, name: str) -> NDArray[Any] | _core.DeviceArray:
@@ -303,7 +306,8 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         if manifest.loan is not None and name in manifest.loan.tensors:
             if self._borrowed is None:
                 raise StateError(
-                    f"{name} is lent: read it by sync_weights, or within `with reader.lent()`"
+                    f"{name}: expected an open loan, got a tensor that is lent: read it by "
+                    "sync_weights, or within `with reader.lent()`"
                 )
             return self._borrowed.array(name)
         entry = manifest.entries[name]

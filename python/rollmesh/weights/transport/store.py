@@ -118,7 +118,7 @@ class SharedWriter:
         any error the current version stays.
         """
         if self._closed:
-            raise StateError("the writer is closed")
+            raise StateError("publish: expected an open writer, got one that was closed")
         if os.getpid() != self._process:
             raise StateError(
                 f"expected a writer of this process, got that of process {self._process}; "
@@ -126,8 +126,8 @@ class SharedWriter:
             )
         if self._now is not None and self._now.lent_to:
             raise StateError(
-                f"version {self.version} is lent to {self._now.lent_to} readers; call "
-                "wait_until_read() or take_back() first"
+                f"publish: expected no version that is lent, got version {self.version}, which is "
+                f"lent to {self._now.lent_to} readers; call wait_until_read() or take_back() first"
             )
         lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
         check_source(source)
@@ -285,7 +285,7 @@ class SharedReader(ReceivedTensors):
         try:
             return MappedSegment(self._path, self._nonce)
         except FileNotFoundError as error:
-            raise NotSyncedError(f"{self._path} has no published version") from error
+            raise NotSyncedError(f"{self._path}: expected a published version, got none") from error
 
     def close(self) -> None:
         """Closes this reader. Raises StateError within `lent()`."""

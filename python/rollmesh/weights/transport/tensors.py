@@ -80,7 +80,7 @@ def dense(name: str, tensor: Any) -> Any:
         tensor = tensor.full_tensor()
     # Sharded trainers resize the storage to 0; NumPy would then read freed memory.
     if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
-        raise LayoutError(f"{name}: the tensor's storage is empty (0 bytes)")
+        raise LayoutError(f"{name}: expected a tensor with storage, got one of 0 bytes")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {tensor.dtype}")
     return tensor.detach()
