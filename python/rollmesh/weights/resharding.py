@@ -28,6 +28,7 @@ from rollmesh.runtime.messages import reason
 from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
 from rollmesh.weights.plan import Plan
 from rollmesh.weights.reshard_plan import Box, Copy, merged, plan_copies
+from rollmesh.weights.sync import raises
 from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, pair_of
 
 Array = NDArray[Any]
@@ -44,37 +45,30 @@ class Source:
 
     def __init__(self, source: Any):
         self.holds, self.is_sharded = holds_tensors(source), False
-        self._fault: Exception | None = None
-        self._entries: Iterator[Any] = iter(())
+        self._pairs: Iterator[Any]
         try:
-            is_mapping = isinstance(source, Mapping)
-            self._entries = iter(source.items() if is_mapping else source)
-            if is_mapping:
+            if isinstance(source, Mapping):
+                self._pairs = iter(source.items())
                 self.is_sharded = any(map(is_sharded, source.values()))
             else:
-                first = list(islice(self._entries, 1))
-                self.is_sharded = any(
-                    isinstance(entry, (tuple, list)) and len(entry) == 2 and is_sharded(entry[1])
-                    for entry in first
-                )
-                self._entries = chain(first, self._entries)
+                pairs = iter(source)
+                first = list(islice(pairs, 1))
+                self._pairs = chain(first, pairs)
+                self.is_sharded = any(is_sharded(pair_of(entry)[1]) for entry in first)
         except Exception as error:  # noqa: BLE001 (raised instead of returning the entry)
-            self._fault = error
+            self._pairs = map(raises, [error])
 
     def __iter__(self) -> Iterator[Any]:
-        if self._fault is not None:
-            raise self._fault
-        return self._entries
+        return self._pairs
 
     def take(self, count: int) -> list[Part | Exception]:
         """Returns the next entries, fewer at the end of the source. An exception of the source is
         the last element."""
         parts: list[Part | Exception] = []
         try:
-            for entry in islice(iter(self), count):
+            for entry in islice(self._pairs, count):
                 parts.append(part_of(*pair_of(entry)))
         except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
-            self._fault = error
             parts.append(error)
         return parts
 

@@ -93,10 +93,10 @@ def source_of_follower(source: Callable[[int | None], Any], version: int | None)
             check_source(made)
         return made
     except Exception as error:  # noqa: BLE001 (raised when the ranks exchange entries)
-        return map(_raise, [error])
+        return map(raises, [error])
 
 
-def _raise(error: Exception) -> tuple[str, Any]:
+def raises(error: Exception) -> tuple[str, Any]:
     raise error
 
 

@@ -208,27 +208,23 @@ class DeltaEncoder:
         """Returns kind, number of changed words, streams and checksum of one tensor."""
         # Created here, since a compressor belongs to one thread.
         compress = self._compressor(level=LEVEL).compress
-        words = _words(array)
-        total = checksum(bytes_of(array))
-        if before is None:
-            return "words", words.size, [compress(_planes(words))] if words.size else [], total
-        old = _words(before)
-        differs = words != old
-        count = int(np.count_nonzero(differs))
-        if count == 0:
-            return "same", 0, [], self.last.sums[name]
-        if count * DENSE_SHARE >= words.size:
-            return "words", words.size, [compress(_planes(words ^ old))], total
-        places = np.flatnonzero(differs)
-        gaps = np.diff(places, prepend=0)
-        if int(gaps.max()) > MAX_GAP:
-            return "words", words.size, [compress(_planes(words ^ old))], total
-        return (
-            "places",
-            places.size,
-            [compress(_planes(gaps.astype(GAP))), compress(_planes(words[places] ^ old[places]))],
-            total,
-        )
+        words, total = _words(array), checksum(bytes_of(array))
+        kind, count, streams = "words", words.size, [words] if words.size else []
+        if before is not None:
+            old = _words(before)
+            differs = words != old
+            changed = int(np.count_nonzero(differs))
+            if changed == 0:
+                return "same", 0, [], self.last.sums[name]
+            if changed * DENSE_SHARE < words.size:
+                places = np.flatnonzero(differs)
+                gaps = np.diff(places, prepend=0)
+                if int(gaps.max()) <= MAX_GAP:
+                    kind, count = "places", changed
+                    streams = [gaps.astype(GAP), words[places] ^ old[places]]
+            if kind == "words":
+                streams = [words ^ old]
+        return kind, count, [compress(_planes(part)) for part in streams], total
 
 
 def _forms(arrays: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -322,8 +322,7 @@ class DeltaReader(DeltaDecoder):
             for file in fresh if starts_anew else own:
                 self._take(file)
         except FormatError:
-            rest = self._from_whole(files)
-            if not rest or (self.version is not None and rest[0].version <= self.version):
+            if not (rest := self._from_whole(files)):
                 raise
             for file in rest:
                 self._take(file)

@@ -52,7 +52,7 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
             return array
         raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {array.dtype}")
     if isinstance(tensor, _core.DeviceArray):
-        return _from_gpu(tensor)
+        return tensor.numpy().view(DTYPES[tensor.dtype])
     if not is_torch(tensor):
         raise UnsupportedTensorError(
             f"{name}: expected a NumPy array or a torch tensor, got a {type(tensor).__name__}"
@@ -84,10 +84,6 @@ def dense(name: str, tensor: Any) -> Any:
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {tensor.dtype}")
     return tensor.detach()
-
-
-def _from_gpu(tensor: _core.DeviceArray) -> NDArray[Any]:
-    return tensor.numpy().view(DTYPES[tensor.dtype])
 
 
 def _objection(tensor: Any) -> str | None:
