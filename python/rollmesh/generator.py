@@ -262,6 +262,7 @@ class Generator:
             return entry.shape, entry.wanted()
 
         shape, rows = wanted() if self._loop.is_inside else self._loop.call(wanted)
+        rows = rows[rows[:, 1 + BOX_DIMS :].all(axis=1)]  # without the parts that are empty
         needed = (
             rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
         )
