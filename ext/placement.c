@@ -129,11 +129,9 @@ static int parts_of(PyObject *module, PyObject *object, const char *name, const 
 static int shape_of(PyObject *module, PyObject *shape, rm_pieces *pieces) {
   const Py_ssize_t n = PySequence_Size(shape);
   if (n < 0) return -1;
-  if (n > RM_BOX_DIMS) {
-    rm_raise_code(module, RM_E_LAYOUT, "%s: expected at most %d dims, got %zd", pieces->name,
-                  RM_BOX_DIMS, n);
-    return -1;
-  }
+  if (n > RM_BOX_DIMS)
+    return rm_refuse(module, RM_E_LAYOUT, "%s: expected at most %d dims, got %zd", pieces->name,
+                     RM_BOX_DIMS, n);
   pieces->n_dims = (int)n;
   for (Py_ssize_t d = 0; d < n; d++) {
     PyObject *size = PySequence_GetItem(shape, d);

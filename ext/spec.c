@@ -38,10 +38,10 @@ static const rm_attribute model_fields[] = {
 // Attributes of EngineValues.
 static const rm_attribute fields[] = {
     SPEC("sigmoid_scores", RM_ATTR_BOOL, sigmoid_scores),
-    SPEC("qk_norm", RM_ATTR_INT, qk_norm),
-    SPEC("wq_rows", RM_ATTR_INT, wq_rows),
+    SPEC("qk_norm", RM_ATTR_I32, qk_norm),
+    SPEC("wq_rows", RM_ATTR_I32, wq_rows),
     SPEC("rope_neighbours", RM_ATTR_BOOL, rope_neighbours),
-    SPEC("activation", RM_ATTR_INT, activation),
+    SPEC("activation", RM_ATTR_I32, activation),
     SPEC("rope_scale", RM_ATTR_F32, rope_scale),
 };
 enum { LAYER_COLUMNS = 3 }; // is_moe, rotates, window
@@ -53,10 +53,8 @@ static int read_names(PyObject *module, PyObject *names, rm_spec *values) {
     if (!PyArg_ParseTuple(PyTuple_GetItem(names, i), "ss", &kind, &name)) return -1;
     int k = 0;
     while ((known = rm_param_kind_name(k)) && strcmp(known, kind) != 0) k++;
-    if (!known) {
-      rm_raise_code(module, RM_E_CONFIG, "names: expected kinds of parameters, got %s", kind);
-      return -1;
-    }
+    if (!known)
+      return rm_refuse(module, RM_E_CONFIG, "names: expected kinds of parameters, got %s", kind);
     values->names[k] = name;
   }
   return PyErr_Occurred() ? -1 : 0;

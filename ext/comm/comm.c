@@ -24,11 +24,9 @@ typedef struct comm_object {
 int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out) {
   *out = NULL;
   if (object == Py_None) return 0;
-  if (!rm_is(module, object, RM_TYPE_COMM) || !((comm_object *)object)->comm) {
-    rm_raise_code(module, RM_E_STATE, "expected a Comm that is open and not in use, got %R",
-                  object);
-    return -1;
-  }
+  if (!rm_is(module, object, RM_TYPE_COMM) || !((comm_object *)object)->comm)
+    return rm_refuse(module, RM_E_STATE, "expected a Comm that is open and not in use, got %R",
+                     object);
   *out = ((comm_object *)object)->comm;
   ((comm_object *)object)->comm = NULL;
   return 0;
@@ -198,9 +196,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 // ------------------------------------------------------------------------------- Python's messages
 static int enter(comm_object *self) {
   if (self->comm) return 0;
-  rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE,
-                "expected a Comm that is open and not in use by an engine");
-  return -1;
+  return rm_refuse(rm_module_of((PyObject *)self), RM_E_STATE,
+                   "expected a Comm that is open and not in use by an engine");
 }
 
 static PyObject *comm_all_gather(comm_object *self, PyObject *args) {

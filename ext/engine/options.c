@@ -13,7 +13,7 @@ typedef struct names { // attributes that are converted to other values
 
 #define OPTION(python_name, type, member) {python_name, type, offsetof(rm_engine_options, member)}
 static const rm_attribute option_fields[] = {
-    OPTION("threads", RM_ATTR_INT, n_threads),
+    OPTION("threads", RM_ATTR_I32, n_threads),
     OPTION("max_model_len", RM_ATTR_I64, max_model_len),
     OPTION("max_num_seqs", RM_ATTR_I64, max_num_seqs),
     OPTION("max_num_batched_tokens", RM_ATTR_I64, max_num_batched_tokens),
@@ -26,7 +26,7 @@ static const rm_attribute option_fields[] = {
     OPTION("profile", RM_ATTR_BOOL, profile),
     OPTION("enforce_eager", RM_ATTR_BOOL, enforce_eager),
     OPTION("sequence_parallel", RM_ATTR_BOOL, sequence_parallel),
-    OPTION("cuda_ordinal", RM_ATTR_INT, cuda_ordinal),
+    OPTION("cuda_ordinal", RM_ATTR_I32, cuda_ordinal),
     OPTION("cuda_library", RM_ATTR_TEXT, cuda_library),
     OPTION("cuda_family", RM_ATTR_TEXT, cuda_family),
     OPTION("nccl_library", RM_ATTR_TEXT, nccl_library),

@@ -20,10 +20,9 @@ static void page_sizes(rm_op_call *c) {
 }
 
 static void same_size(rm_op_call *c, const char *name, int dim, int64_t seen, int64_t wanted) {
-  if (c->failed || seen == wanted) return;
-  rm_raise_code(c->module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", name,
+  if (seen != wanted)
+    rm_op_raise(c, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", name,
                 (long long)wanted, dim, (long long)seen);
-  c->failed = 1;
 }
 
 // ----------------------------------------------------------------------------------- head_squares
@@ -31,10 +30,9 @@ static void split_heads(rm_op_call *c) {
   rm_op_values *v = &c->v;
   const int64_t of_kv = v->width - v->num_heads * v->head_dim, pair = 2 * v->head_dim;
   if (!pair || of_kv < pair || of_kv % pair) {
-    rm_raise_code(c->module, RM_E_SHAPE,
-                  "qkv: expected (%lld + 2%skv_heads)%s%lld columns, kv_heads at least 1, got %lld",
-                  (long long)v->num_heads, "·", "·", (long long)v->head_dim, (long long)v->width);
-    c->failed = 1;
+    rm_op_raise(c, RM_E_SHAPE,
+                "qkv: expected (%lld + 2%skv_heads)%s%lld columns, kv_heads at least 1, got %lld",
+                (long long)v->num_heads, "·", "·", (long long)v->head_dim, (long long)v->width);
     return;
   }
   v->num_kv_heads = of_kv / pair;
@@ -159,9 +157,9 @@ static void check_tables(rm_op_call *c) {
     if (last / v->page_size >= v->max_pages)
       rm_op_refuse(c, RM_E_REQUEST, "a position", last, "less than", v->max_pages * v->page_size);
     if (!c->failed)
-      rm_op_in_range_from(c, "block_tables", v->block_tables,
-                          seqs[r] * v->max_pages + first / v->page_size,
-                          last / v->page_size - first / v->page_size + 1, 0, v->n_pages);
+      rm_op_in_range(c, "block_tables",
+                     v->block_tables + seqs[r] * v->max_pages + first / v->page_size,
+                     last / v->page_size - first / v->page_size + 1, 0, v->n_pages);
   }
 }
 

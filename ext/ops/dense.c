@@ -89,14 +89,13 @@ static void swiglu_weights(rm_op_call *c) {
 
 // A new output has the requested dtype; an existing output determines it.
 static void gemm_out(rm_op_call *c, rm_op_argument *out) {
-  PyObject *given = PyDict_GetItemString(c->arguments, out->name);
-  const int is_new = !given || given == Py_None || given == Py_Ellipsis;
+  PyObject *given = rm_op_given(c, out->name);
+  const int is_new = !given || given == Py_Ellipsis;
   c->v.out_dtype = !is_new            ? rm_op_dtype_of(c, given, out->name)
                    : c->v.float32_out ? RM_F32
                                       : c->v.dtype;
-  if (c->failed || c->v.dtype == RM_BF16 || c->v.out_dtype == RM_F32) return;
-  rm_raise_code(c->module, RM_E_DTYPE, "out: expected float32, got bfloat16: x is float32");
-  c->failed = 1;
+  if (c->v.dtype == RM_F32 && c->v.out_dtype == RM_BF16)
+    rm_op_raise(c, RM_E_DTYPE, "out: expected float32, got bfloat16: x is float32");
 }
 
 // Checks that every row belongs to a group; other rows would not be written.

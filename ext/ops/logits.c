@@ -95,14 +95,11 @@ static void check_columns(rm_op_call *c) {
       rm_op_refuse(c, RM_E_REQUEST, "banned_starts", starts[r + 1], "ascending, at least",
                    starts[r]);
     if (!(v->temperature[r] >= 0.0f && v->top_p[r] > 0.0f && v->top_p[r] <= 1.0f &&
-          v->min_p[r] >= 0.0f && v->min_p[r] <= 1.0f) &&
-        !c->failed) {
-      rm_raise_code(c->module, RM_E_REQUEST,
-                    "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got "
-                    "others in row %lld",
-                    (long long)r);
-      c->failed = 1;
-    }
+          v->min_p[r] >= 0.0f && v->min_p[r] <= 1.0f))
+      rm_op_raise(c, RM_E_REQUEST,
+                  "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got "
+                  "others in row %lld",
+                  (long long)r);
   }
 }
 

@@ -76,12 +76,10 @@ static void distinct_in_rows(rm_op_call *c) {
   for (int64_t r = 0; r < rows && !c->failed; r++)
     for (int64_t i = 1; i < n && !c->failed; i++)
       for (int64_t j = 0; j < i && !c->failed; j++)
-        if (ids[r * n + i] == ids[r * n + j]) {
-          rm_raise_code(c->module, RM_E_REQUEST,
-                        "ids: expected distinct experts in a row, got %d twice in row %lld",
-                        ids[r * n + i], (long long)r);
-          c->failed = 1;
-        }
+        if (ids[r * n + i] == ids[r * n + j])
+          rm_op_raise(c, RM_E_REQUEST,
+                      "ids: expected distinct experts in a row, got %d twice in row %lld",
+                      ids[r * n + i], (long long)r);
 }
 
 static void combine_sizes(rm_op_call *c) {

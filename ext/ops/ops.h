@@ -46,7 +46,8 @@ typedef struct rm_kernels_object {
 
 // The largest size: sums of sizes and rounding up are exact in int64_t; products are checked.
 enum { RM_OP_MAX_SIZE = INT32_MAX };
-enum { RM_OP_MAX_INDICES = 4, RM_OP_MAX_DIMS = 3 }; // index arrays of one op; dims of an array
+// Index arrays and arguments of one op; dims of an array.
+enum { RM_OP_MAX_INDICES = 4, RM_OP_MAX_ARGUMENTS = 20, RM_OP_MAX_DIMS = 3 };
 
 // -------------------------------------------------------------------------------------- the table
 // The arguments of a call by name, and the sizes that follow from them.
@@ -150,11 +151,12 @@ extern const rm_op rm_ops_dense[], rm_ops_attention[], rm_ops_moe[], rm_ops_logi
 struct rm_op_call {
   rm_kernels_object *self; // view; NULL in a function that runs no op
   PyObject *module; // view
-  PyObject *arguments; // view: the dict
+  const rm_op_argument *table; // the op's; view
+  PyObject *objects[RM_OP_MAX_ARGUMENTS]; // views: the argument of each entry; NULL: absent
   PyObject *outputs; // owned tuple
   rm_op_values v;
   int is_decided; // whether an array has decided v.dtype
-  int n_taken, n_outputs; // numbers so far
+  int n_outputs; // so far
   int failed;
   void *copies[RM_OP_MAX_INDICES]; // owned, of index arrays of the host, until the call ends
   void *block; // owned: one more block of memory, until the call ends
@@ -169,10 +171,10 @@ struct rm_op_call {
 
 // run.c
 PyObject *rm_op_run(rm_kernels_object *self, PyObject *args); // Kernels.run
-PyObject *rm_op_arguments(PyObject *module, PyObject *ignored); // _core.op_arguments
+PyObject *rm_op_table(void); // new: the dict of _core.op_arguments
 
-// Whether an argument was given and is not None.
-int rm_op_given(const rm_op_call *c, const char *name);
+// The argument of an entry; NULL: absent or None.
+PyObject *rm_op_given(const rm_op_call *c, const char *name);
 // Returns the data of an array with n_dims sizes; for indices a copy. A size of exactly −1 is set
 // to the array's size.
 void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags,
@@ -191,6 +193,8 @@ const void *rm_op_seen(rm_op_call *c, const void *view);
 void *rm_op_mirrored(rm_op_call *c, size_t bytes);
 const void *rm_op_there(const rm_op_call *c, const void *here); // the device half
 
+// Raises an error and fails the call, unless it has failed. Formats are PyErr_Format's.
+void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...);
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen,
                   const char *expected, long long limit);
 // Converts a number argument: an integer in [low, high] (ShapeError; −1 after an error), or a
@@ -204,8 +208,6 @@ void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t un
 // Check that all a[i] are in [low, high).
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low,
                     int64_t high);
-void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t from, int64_t n,
-                         int64_t low, int64_t high);
 int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b); // 0 after an error
 int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n,
                            int64_t k); // rm_packed_elems, checked

@@ -18,9 +18,10 @@ static int n_dims_of(const rm_op_argument *a) {
 
 static void *value_at(rm_op_call *c, size_t offset) { return (char *)&c->v + offset; }
 
-int rm_op_given(const rm_op_call *c, const char *name) {
-  PyObject *object = PyDict_GetItemString(c->arguments, name);
-  return object && object != Py_None;
+PyObject *rm_op_given(const rm_op_call *c, const char *name) {
+  int i = 0;
+  while (!is_last(&c->table[i]) && (!c->table[i].name || strcmp(c->table[i].name, name) != 0)) i++;
+  return c->objects[i] == Py_None ? NULL : c->objects[i];
 }
 
 // ----------------------------------------------------------------------------------- one argument
@@ -103,16 +104,13 @@ static void take_array(rm_op_call *c, const rm_op_argument *a, PyObject *object)
   memcpy(value_at(c, a->value), &data, sizeof data);
 }
 
-static void take(rm_op_call *c, const rm_op_argument *entry) {
-  rm_op_argument a = *entry;
-  PyObject *object = a.name ? PyDict_GetItemString(c->arguments, a.name) : NULL;
-  c->n_taken += object != NULL;
-  if (c->failed) return;
+static void take(rm_op_call *c, int i) {
+  rm_op_argument a = c->table[i];
   if (a.step) a.step(c);
   if (a.adjust) a.adjust(c, &a);
   if (c->failed || !a.name) return;
-  if (is_array(&a)) take_array(c, &a, object);
-  else take_number(c, &a, object);
+  if (is_array(&a)) take_array(c, &a, c->objects[i]);
+  else take_number(c, &a, c->objects[i]);
 }
 
 // --------------------------------------------------------------------------------------- the call
@@ -123,12 +121,23 @@ static const rm_op *op_named(const char *name) {
   return NULL;
 }
 
-// All sizes are unknown until an argument sets them.
-static int start(rm_op_call *c, const rm_op *op) {
-  int n_outputs = 0;
-  for (const rm_op_argument *a = op->arguments; !is_last(a); a++) {
+// Finds the argument of each entry. `names` has the names of the entries, in their order. All sizes
+// are unknown until an argument sets them.
+static int start(rm_op_call *c, const rm_op *op, PyObject *names, PyObject *arguments) {
+  int n_outputs = 0, n_found = 0;
+  Py_ssize_t at = 0;
+  PyObject *name;
+  c->table = op->arguments;
+  for (int i = 0; !is_last(&c->table[i]); i++) {
+    const rm_op_argument *a = &c->table[i];
     n_outputs += (a->flags & RM_OP_NEW) != 0;
-    for (int i = 0; i < n_dims_of(a); i++) *(int64_t *)value_at(c, a->dims[i]) = -1;
+    for (int d = 0; d < n_dims_of(a); d++) *(int64_t *)value_at(c, a->dims[d]) = -1;
+    if (a->name && PyDict_Next(names, &at, &name, NULL))
+      n_found += (c->objects[i] = PyDict_GetItemWithError(arguments, name)) != NULL;
+  }
+  if (n_found != PyDict_Size(arguments)) {
+    PyErr_Format(PyExc_TypeError, "%s: expected arguments of the op, got %R", op->name, arguments);
+    return -1;
   }
   c->v.two = 2;
   c->outputs = PyTuple_New(n_outputs);
@@ -151,17 +160,14 @@ static rm_limits limits_of(const rm_op_values *v) {
 
 PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
   rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)};
+  PyObject *arguments, *names, *none = NULL;
   const char *name;
-  if (!PyArg_ParseTuple(args, "sO!:run", &name, &PyDict_Type, &c.arguments)) return NULL;
+  if (!PyArg_ParseTuple(args, "sO!:run", &name, &PyDict_Type, &arguments)) return NULL;
   const rm_op *op = op_named(name);
   if (!op) return PyErr_Format(PyExc_ValueError, "expected the name of an op, got '%.64s'", name);
-  if (start(&c, op)) return NULL;
-  for (const rm_op_argument *a = op->arguments; !is_last(a); a++) take(&c, a);
-  if (!c.failed && c.n_taken != PyDict_Size(c.arguments)) {
-    PyErr_Format(PyExc_TypeError, "%s: expected arguments of the op, got %R", name, c.arguments);
-    c.failed = 1;
-  }
-  PyObject *none = NULL;
+  names = PyDict_GetItem(rm_state(c.module)->op_arguments, PyTuple_GetItem(args, 0));
+  if (start(&c, op, names, arguments)) return NULL;
+  for (int i = 0; !c.failed && !is_last(&c.table[i]); i++) take(&c, i);
   if (!rm_op_begin(&c, limits_of(&c.v))) {
     op->run(self->table, &c.ctx, &c.v);
     none = rm_op_finish(&c);
@@ -182,8 +188,7 @@ static const char *role_of(const rm_op_argument *a) {
                                                         : "in";
 }
 
-PyObject *rm_op_arguments(PyObject *module, PyObject *ignored) {
-  (void)module, (void)ignored;
+PyObject *rm_op_table(void) {
   PyObject *all = PyDict_New();
   for (int g = 0; all && g < N_GROUPS; g++)
     for (const rm_op *op = groups[g]; all && op->name; op++) {
