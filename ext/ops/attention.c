@@ -158,7 +158,8 @@ static void check_tables(rm_op_call *c) {
       rm_op_refuse(c, RM_E_REQUEST, "a position", last, "less than", v->max_pages * v->page_size);
     if (!c->failed)
       rm_op_in_range(c, "block_tables",
-                     v->block_tables + seqs[r] * v->max_pages + first / v->page_size,
+                     (const int32_t *)v->block_tables + seqs[r] * v->max_pages +
+                         first / v->page_size,
                      last / v->page_size - first / v->page_size + 1, 0, v->n_pages);
   }
 }
