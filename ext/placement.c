@@ -1,12 +1,10 @@
-// placement.c: a model's parameters and the shard of each that a rank holds, for rollmesh.model, and
-// the copies that move a trainer's pieces there, for rollmesh.weights.resharding.
+// placement.c: a model's parameters and the shard of each that a rank holds, for rollmesh.model.
 #include "arrays.h"
 
 #include <string.h>
 
 #include "model/params.h"
 #include "spec.h"
-#include "weights/resharding.h"
 
 // Reads a spec, and the mesh that its model is divided over. Returns the spec, which the caller
 // destroys; NULL with the exception set.
@@ -74,7 +72,7 @@ static PyObject *parameters(PyObject *module, PyObject *values) {
     const int64_t shape[2] = {p->rows, p->cols};
     if (!is_counted(p)) continue;
     rm_param_name(params, p, name, sizeof name);
-    PyObject *entry = Py_BuildValue("ssN", rm_param_kind_name(p->kind), name,
+    PyObject *entry = Py_BuildValue("ssN", rm_kinds[p->kind].kind, name,
                                     rm_tuple_of(shape + 2 - p->n_dims, p->n_dims));
     if (!entry || PyList_Append(list, entry)) Py_CLEAR(list);
     Py_XDECREF(entry);
@@ -106,60 +104,10 @@ static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
   PyObject *dict = PyDict_New();
   for (int kind = 0; dict && kind < RM_N_PARAM_KIND; kind++) {
     PyObject *bytes = PyLong_FromLongLong(elems[kind] * (int64_t)rm_dtype_bytes(dtype));
-    if (!bytes || PyDict_SetItemString(dict, rm_param_kind_name(kind), bytes)) Py_CLEAR(dict);
+    if (!bytes || PyDict_SetItemString(dict, rm_kinds[kind].kind, bytes)) Py_CLEAR(dict);
     Py_XDECREF(bytes);
   }
   return dict;
-}
-
-// Reads parts: int64 [n][9], the memory layout of rm_part.
-static int parts_of(PyObject *module, PyObject *object, const char *name, const rm_part **parts,
-                    int64_t *n) {
-  rm_array_want want = {.name = name,
-                        .type = NPY_INT64,
-                        .n_dims = 2,
-                        .shape = {-1, sizeof(rm_part) / sizeof(int64_t)}};
-  void *data;
-  if (rm_array_data(module, object, &want, &data)) return -1;
-  *parts = data;
-  *n = want.shape[0];
-  return 0;
-}
-
-static int shape_of(PyObject *module, PyObject *shape, rm_pieces *pieces) {
-  const Py_ssize_t n = PySequence_Size(shape);
-  if (n < 0) return -1;
-  if (n > RM_BOX_DIMS)
-    return rm_refuse(module, RM_E_LAYOUT, "%s: expected at most %d dims, got %zd", pieces->name,
-                     RM_BOX_DIMS, n);
-  pieces->n_dims = (int)n;
-  for (Py_ssize_t d = 0; d < n; d++) {
-    PyObject *size = PySequence_GetItem(shape, d);
-    pieces->shape[d] = size ? PyLong_AsLongLong(size) : -1;
-    Py_XDECREF(size);
-    if (PyErr_Occurred()) return -1;
-  }
-  return 0;
-}
-
-static PyObject *plan_copies(PyObject *module, PyObject *args) {
-  PyObject *shape, *held, *wanted, *out = NULL;
-  long long n_ranks;
-  rm_pieces pieces = {0};
-  rm_copies copies = {0};
-  rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "sOOOL:plan_copies", &pieces.name, &shape, &held, &wanted, &n_ranks))
-    return NULL;
-  pieces.n_ranks = n_ranks;
-  if (shape_of(module, shape, &pieces) ||
-      parts_of(module, held, "held", &pieces.held, &pieces.n_held) ||
-      parts_of(module, wanted, "wanted", &pieces.wanted, &pieces.n_wanted))
-    return NULL;
-  _Static_assert(sizeof(rm_copy) == 10 * sizeof(int64_t), "a copy is a row of the array");
-  if (rm_plan_copies(&pieces, &copies, &err)) rm_raise(module, &err);
-  else out = rm_array_new(NPY_INT64, 2, (const int64_t[]){copies.n, 10}, copies.list);
-  rm_copies_clear(&copies);
-  return out;
 }
 
 PyMethodDef rm_placement_functions[] = {
@@ -169,8 +117,5 @@ PyMethodDef rm_placement_functions[] = {
      "(spec): [(kind, name, shape)] of the tensors of a checkpoint, without routers' biases."},
     {"parameter_bytes", parameter_bytes, METH_VARARGS,
      "(spec, tp, dp, ep, rank, bfloat16): {kind: bytes} that this rank stores, in one version."},
-    {"plan_copies", plan_copies, METH_VARARGS,
-     "(name, shape, held, wanted, num_ranks), parts int64 [n][rank, 4 firsts, 4 sizes]: int64 "
-     "[n][from, to, 4 firsts, 4 sizes]."},
     {0},
 };

@@ -11,26 +11,26 @@ iterator that generates) and every call in a forked child raise StateError.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.distributed.comm import Comm, Nccl, check_surroundings
-from rollmesh.distributed.follow import Follower, followed_methods
+from rollmesh.distributed.comm import Nccl
+from rollmesh.distributed.leading import LedEngine, Operations, call_text
 from rollmesh.distributed.mesh import Mesh
-from rollmesh.distributed.rank_engine import PUSHES
-from rollmesh.distributed.spmd import SpmdEngine, join
-from rollmesh.errors import ConfigError, Error, RequestError, StateError, UnexpectedKeyError
+from rollmesh.distributed.peers import FOLLOW, join
+from rollmesh.errors import ConfigError, RequestError, StateError, UnexpectedKeyError
 from rollmesh.model.spec import ModelSpec
+from rollmesh.options import EngineOptions, GeneratorOptions, check_option, documentation, takes
 from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
 from rollmesh.request.calls import Calls, Prompt, sequences_of
 from rollmesh.request.loop import Call, EngineLoop
@@ -45,29 +45,44 @@ from rollmesh.runtime.arguments import (
     boolean,
     choice,
     deadline_of,
-    engine_integer,
-    gib_bytes,
-    integer,
     items_of,
-    page_positions,
     part_mask,
     part_names,
-    share_of_memory,
-    thread_count,
 )
-from rollmesh.runtime.devices import device_of
-from rollmesh.runtime.engine_options import EngineOptions
-from rollmesh.runtime.engine_views import Ids, OpTime
+from rollmesh.runtime.devices import CUDA_FAMILIES, Device, device_of
+from rollmesh.runtime.engine_views import OpTime
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.resharding import BOX_DIMS
 from rollmesh.weights.self_test import Scorer, run_self_test
 from rollmesh.weights.sync import SyncOptions, source_of_follower
 from rollmesh.weights.transport.tensors import check_source
-from rollmesh.weights.updates import BEGINNING, SLEEP, WAKE, Sync, Weights
+from rollmesh.weights.updates import Sync, Weights
 
 PEFT = (".lora_", ".base_layer.", "base_model.model.")  # parts of names in a model with adapters
 _log = logging.getLogger("rollmesh")
 _log.addHandler(logging.NullHandler())  # prints nothing unless the program adds a handler
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _by_every_rank(
+    method: Callable[Concatenate[Generator, P], T],
+) -> Callable[Concatenate[Generator, P], T]:
+    """Marks a call that every rank may make, if ranks are processes: rank 0 makes it, and the other
+    ranks apply its operations and return its result."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(self: Generator, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(
+            method.__name__,
+            lambda: signature.bind(self, *args, **kwargs).arguments,
+            lambda: method(self, *args, **kwargs),
+        )
+
+    return call
 
 
 class ParameterInfo(NamedTuple):
@@ -89,57 +104,9 @@ class Shard(NamedTuple):
 
 class Generator:
     """Generates tokens with a model whose weights come from a trainer. Creating a generator loads
-    no weights.
+    no weights. Its arguments are the rows of rollmesh.options.GeneratorOptions:
 
-    spec                    the model
-    mesh                    degrees of parallelism (rm.Mesh). Without comm, the ranks are threads of
-                            this process and share `threads`
-    comm                    None: all ranks are threads of this process. rm.comm.shm or
-                            rm.comm.torch: this process is one rank. rm.comm.nccl over one of these:
-                            NCCL moves activations between GPUs; otherwise the host moves them
-    device                  "cpu"; "cuda": rank r on GPU r modulo the number of GPUs; "cuda:N": all
-                            ranks of this process on GPU N
-    dtype                   dtype of weights, activations and KV: "bfloat16", or "float32" for
-                            debugging
-    ep_backend              how tokens reach their experts if mesh.ep > 1: "alltoall",
-                            "allgather_reducescatter", "local_allreduce" (ep = tp). On GPUs the
-                            first two are the same in short steps, and in all steps with NCCL
-    sequence_parallel       compute norms and residuals on token shards; no effect if mesh.tp = 1
-    tokenizer               a transformers tokenizer or a tokenizers.Tokenizer, for text prompts,
-                            output texts and stop strings
-    eos_token_ids           ids that end a sample; None: the tokenizer's and the model config's
-    max_model_len           largest number of positions of a sequence, prompt and completion
-                            together; the rope table has this length. None: 4096, or the config's
-                            max_position_embeddings for the rope types dynamic and longrope, whose
-                            frequencies depend on it. A warning is logged if it exceeds the number
-                            of positions in the config
-    max_num_seqs            largest number of samples that run at the same time
-    max_num_batched_tokens  largest number of rows of an engine step; longer prompts are prefilled
-                            in chunks
-    block_size              number of positions of a KV page, a multiple of 16
-    kv_cache_gib            size of each rank's KV cache in units of 2^30 bytes; None:
-                            memory_fraction decides
-    memory_fraction         with kv_cache_gib=None: the share of the device's free memory for two
-                            copies of the weights and the KV cache. The rest is left for CUDA
-                            graphs, NCCL and the trainer's tensors. Ranks on one GPU (on the CPU: on
-                            one machine) share it. All ranks of a mesh get the same number of pages,
-                            the largest number that fits on every rank
-    enable_prefix_caching   reuse the KV of equal prompt prefixes
-    threads                 number of threads; None: one for each core that this process may use, by
-                            its affinity and the quota of its control groups
-    enforce_eager           on a GPU: launch each op of each step, instead of replaying decode steps
-                            as CUDA graphs; for debugging
-    seed                    0 <= seed < 2^64. The seed of a request without one is made from this
-                            seed and the number of earlier requests
-    fast                    with device="cuda" and bfloat16: use NVIDIA's cuBLASLt for dense
-                            matmuls. Their sums may depend on the batch, so samples have no
-                            contract, metrics()["invariant"] is False, and score() equals generate()
-                            only up to rounding. Experts, router and lm_head still use rollmesh's
-                            kernels (cuda_mma if isa=None)
-    profile                 on the CPU: time every op, for profile()
-    isa                     CPU: an instruction set ("ref", "avx2", …); None: the fastest. GPU:
-                            "cuda_fma" (default) is bit-identical to the CPU; "cuda_mma" uses tensor
-                            cores for bfloat16 and rounds differently
+    {options}
 
     Results do not depend, bit for bit, on mesh, comm, ep_backend, sequence_parallel, block_size,
     enable_prefix_caching, threads, enforce_eager or the CPU's isa.
@@ -149,88 +116,29 @@ class Generator:
     failed).
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        mesh: Mesh | None = None,
-        comm: Comm | None = None,
-        device: str = "cpu",
-        dtype: str = "bfloat16",
-        ep_backend: str = "alltoall",
-        sequence_parallel: bool = False,
-        tokenizer: Any = None,
-        eos_token_ids: int | Sequence[int] | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        block_size: int = 16,
-        kv_cache_gib: float | None = 1.0,
-        memory_fraction: float = 0.9,
-        enable_prefix_caching: bool = True,
-        enforce_eager: bool = False,
-        threads: int | None = None,
-        seed: int = 0,
-        isa: str | None = None,
-        fast: bool = False,
-        profile: bool = False,
-    ):
-        if not isinstance(spec, ModelSpec):
-            raise ConfigError(
-                "spec: expected a ModelSpec (ModelSpec.from_hf makes one), got a "
-                f"{type(spec).__name__}"
-            )
-        check_surroundings(mesh, comm, ep_backend, sequence_parallel)
-        where = device_of(device)
-        self.spec = spec
-        self.mesh = mesh or Mesh()
-        self._on_gpu = where.cuda_library is not None
-        nccl = comm if isinstance(comm, Nccl) else None
+    @takes(GeneratorOptions)
+    def __init__(self, options: GeneratorOptions):
+        spec, dtype = options.spec, options.dtype
+        self.spec, self.dtype, self.tokenizer = spec, dtype, options.tokenizer
+        self.mesh = options.mesh or Mesh()
+        # A length of the config, unlike the caller's, has not been checked.
+        length = _default_length(spec) if options.max_model_len is None else options.max_model_len
+        self.max_model_len = check_option("max_model_len", length)
+        where = device_of(options.device)
+        nccl = options.comm if isinstance(options.comm, Nccl) else None
         if nccl is not None:
             where = nccl.place(where, self.mesh)
         self._nccl = None if nccl is None else str(nccl.library)
-        blas = self._cublas = cublas.for_generator(where, dtype) if boolean("fast", fast) else None
-        self.tokenizer = tokenizer
-        self._codec = None if tokenizer is None else TextCodec(tokenizer)
-        check_vocabulary(tokenizer, spec)
-        self.dtype = choice("dtype", dtype, ("bfloat16", "float32"))
-        self.max_model_len = engine_integer(
-            "max_model_len", _default_length(spec) if max_model_len is None else max_model_len
-        )
-        self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
-        options = EngineOptions(
-            dtype=dtype,
-            isa=None
-            if isa is None or where.cuda_library
-            else choice("isa", isa, _core.available_isas()),
-            threads=thread_count(threads),
-            max_model_len=self.max_model_len,
-            max_num_seqs=engine_integer("max_num_seqs", max_num_seqs),
-            max_num_batched_tokens=engine_integer("max_num_batched_tokens", max_num_batched_tokens),
-            block_size=page_positions("block_size", block_size),
-            kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
-            memory_fraction=share_of_memory(memory_fraction, kv_cache_gib),
-            seed=integer("seed", seed, 0, 2**64 - 1),
-            enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
-            enforce_eager=boolean("enforce_eager", enforce_eager),
-            profile=_profile(profile, self._on_gpu),
-            eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
-            tp=self.mesh.tp,
-            dp=self.mesh.dp,
-            ep=self.mesh.ep,
-            ep_backend=ep_backend,
-            sequence_parallel=sequence_parallel,
-            cuda_library=where.cuda_library,
-            cuda_ordinal=where.cuda_ordinal,
-            cuda_family=cublas.family(isa, where, fast),
-            cublas_library=None if blas is None else blas.path,
-            cublas_version=None if blas is None else ".".join(map(str, blas.version)),
-            nccl_library=None if nccl is None else nccl.library.path,
-            nccl_gpu=None if nccl is None else nccl.gpu,
-        )
-        values = spec.engine_values(self.max_model_len)
+        blas = self._cublas = cublas.for_generator(where, dtype) if options.fast else None
+        check_vocabulary(self.tokenizer, spec)
+        self._codec = None if self.tokenizer is None else TextCodec(self.tokenizer)
+        self.eos_token_ids = eos_ids(options.eos_token_ids, self.tokenizer, spec)
         self._engine = join(
-            values, options, None if nccl is not None and nccl.group is None else comm, self.mesh
+            spec.engine_values(self.max_model_len),
+            self._engine_options(options, where, nccl),
+            None if nccl is not None and nccl.group is None else options.comm,
+            self.mesh,
+            partial(LedEngine, mesh=self.mesh),
         )
         self._requests = Requests(
             self._engine,
@@ -249,7 +157,8 @@ class Generator:
             raise
         self._calls = Calls(self._engine, self._requests, self._codec, self._loop)
         self._streams = Streams(self._calls)
-        if max_model_len is not None and self.max_model_len > (most := spec.rope_settings.longest):
+        most = spec.rope_settings.longest
+        if options.max_model_len is not None and self.max_model_len > most:
             _log.warning(
                 "max_model_len: expected at most %d, the positions that the model's config is made "
                 "for, got %d; a sequence beyond them may be of low quality",
@@ -262,8 +171,39 @@ class Generator:
             "positions",
             spec.model_type, spec.num_parameters / 1e9, dtype, self.mesh.tp, self.mesh.dp,
             self.mesh.ep,
-            device, stats["isa"], stats["kv_pages"], options.block_size,
+            options.device, stats["isa"], stats["kv_pages"], options.block_size,
         )  # fmt: skip
+
+    def _engine_options(
+        self, options: GeneratorOptions, where: Device, nccl: Nccl | None
+    ) -> EngineOptions:
+        on_gpu, gib, blas = where.cuda_library is not None, options.kv_cache_gib, self._cublas
+        if options.profile and on_gpu:
+            raise ConfigError(
+                "profile: expected False on a GPU, whose ops end later than they return, got True; "
+                "Nsight Systems shows them"
+            )
+        isa = options.isa
+        if isa is not None:
+            choice("isa", isa, CUDA_FAMILIES if on_gpu else _core.available_isas())
+        return EngineOptions(
+            **options.shared(),
+            max_model_len=self.max_model_len,
+            eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
+            tp=self.mesh.tp,
+            dp=self.mesh.dp,
+            ep=self.mesh.ep,
+            kv_bytes=0 if gib is None else int(gib * 2**30),
+            memory_fraction=options.memory_fraction if gib is None else 0.0,
+            isa=None if on_gpu else isa,
+            cuda_library=where.cuda_library,
+            cuda_ordinal=where.cuda_ordinal,
+            cuda_family=(isa or (cublas.FAMILY if blas else None)) if on_gpu else None,
+            nccl_library=None if nccl is None else nccl.library.path,
+            nccl_gpu=None if nccl is None else nccl.gpu,
+            cublas_library=None if blas is None else blas.path,
+            cublas_version=None if blas is None else ".".join(map(str, blas.version)),
+        )
 
     @classmethod
     def from_hf(
@@ -368,6 +308,7 @@ class Generator:
         return times
 
     # ---------------------------------------------------------------------------------- generation
+    @_by_every_rank
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -391,6 +332,7 @@ class Generator:
         """
         return self._calls.generate(prompts, params, use_tqdm, on_error, timeout)
 
+    @_by_every_rank
     def chat(
         self,
         messages: Sequence[Any],
@@ -431,6 +373,7 @@ class Generator:
         prompts = [Chat(chat, options) for chat in chats]
         return self._calls.generate(prompts, params, use_tqdm, on_error, timeout)
 
+    @_by_every_rank
     def submit(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -443,6 +386,7 @@ class Generator:
         order."""
         return self._calls.submit(prompts, params)
 
+    @_by_every_rank
     def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
         """Runs engine steps, at least one, until min_outputs submitted requests are finished. Stops
         earlier if all requests are finished, after `timeout` seconds, or if the generator is
@@ -457,6 +401,7 @@ class Generator:
         long as that of the slowest replica, so generate is faster if all requests must finish."""
         return self._calls.poll(min_outputs, timeout)
 
+    @_by_every_rank
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
         """Aborts these requests, or all with None. poll (or generate) returns them with their
         tokens so far and finish_reason "abort"; a running score or logits raises StateError."""
@@ -493,12 +438,14 @@ class Generator:
         return self._streams.stream(prompt, params)
 
     # ------------------------------------------------------------------------------------- scoring
+    @_by_every_rank
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """Returns float32 [len, vocab] for each sequence: row i has the logits of token i+1, given
         tokens 0..i."""
         sequences = sequences_of(ids_list)
         return self._calls.score(sequences, [None] * len(sequences), self.spec.vocab_size)
 
+    @_by_every_rank
     def score(
         self,
         ids_list: Sequence[Prompt],
@@ -527,6 +474,7 @@ class Generator:
         return self._calls.score(sequences, chosen)
 
     # ------------------------------------------------------------------------------------- weights
+    @_by_every_rank
     def sync_weights(
         self,
         source: Any,
@@ -577,17 +525,16 @@ class Generator:
         MeshMismatchError. RankLostError, CollectiveMismatchError and CollectiveTimeoutError end the
         mesh.
         """
-        with self._refusing(BEGINNING):
-            options = SyncOptions(
-                version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
-            )
-            # If ranks are processes, another process may have the source.
-            if source is not None or not self._engine.has_peers:
-                check_source(source)
-            deadline = deadline_of(timeout)
+        options = SyncOptions(
+            version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal
+        )
+        # If ranks are processes, another process may have the source.
+        if source is not None or not self._engine.has_peers:
+            check_source(source)
+        deadline = deadline_of(timeout)
         try:
             report: SyncReport = self._loop.lend(
-                lambda: self._weights.sync(source, options, deadline), deadline
+                lambda: self._weights.sync(options, source=source, deadline=deadline), deadline
             )
         except UnexpectedKeyError as error:
             if any(part in str(error) for part in PEFT):
@@ -606,30 +553,16 @@ class Generator:
         )
         return report
 
-    @contextmanager
-    def _refusing(self, where: str) -> Iterator[None]:
-        """Sends the error to the other processes if this process refuses its arguments."""
-        try:
-            yield
-        except Error as error:
-            if self._engine.has_peers and self._engine.role is None:
-                self._loop.call(partial(self._engine.refuse, where, error))
-            raise
-
     def begin_sync(self, version: int | None = None, **options: Any) -> Sync:
         """Opens a sync whose tensors are pushed one by one, in any order; see Sync. The options are
         those of sync_weights, except timeout. Drops a sync that is already open.
 
         If ranks are processes, each rank pushes the whole set, and the ranks synchronize at every
-        push. Raises StateError after follow()."""
-        if self._engine.role is not None:
-            raise StateError(
-                "begin_sync: expected ranks that make their own calls, got ranks that follow rank "
-                "0; call sync_weights there"
-            )
-        with self._refusing(PUSHES):
-            checked = SyncOptions(version, **options)
-        sync = Sync(self._weights, self._loop.lend, checked)
+        push. Raises StateError while other ranks are in follow()."""
+
+        given = {"version": version, **options}
+        self._call("begin_sync", lambda: given, lambda: SyncOptions(**given))
+        sync = Sync(self._weights, self._loop.lend, SyncOptions(**given))
         try:
             self._loop.lend(lambda: self._weights.begin(sync))
             return sync
@@ -660,10 +593,9 @@ class Generator:
 
     # --------------------------------------------------------------------------- several processes
     def follow(self, source: Callable[[int | None], Any] | None = None) -> None:
-        """Lets rank 0 control all ranks, if ranks are processes: only rank 0 makes calls from now
-        on, and the other ranks repeat them inside this method. All ranks call it once. On rank 0 it
-        returns at once. On the other ranks it returns when rank 0 has closed its generator, and
-        closes their generators too. In one process it does nothing.
+        """Makes every call of rank 0 on this rank, if ranks are processes, until rank 0 closes its
+        generator; then closes this generator. On rank 0 it waits for the other ranks and returns.
+        In one process it does nothing.
 
         source  this rank's source in a sync of rank 0: a function of sync_weights' `version` that
                 returns the `source`. None: this rank has no weights. Rank 0 passes its own source
@@ -673,70 +605,60 @@ class Generator:
         begin_sync. All replicas step together. astream yields partial outputs of replica 0 only;
         requests of other replicas yield only their final output.
 
-        Raises CollectiveMismatchError (a rank is in another call, or only this rank is paused),
-        StateError (called twice, or a begin_sync is open), SyncAbortedError (another rank refused
-        its arguments), RankLostError (a rank has ended, or rank 0 has ended without close), and
-        other errors that end the mesh. Any other error of a call is raised on rank 0 only, and this
-        method continues.
+        Raises CollectiveMismatchError (ranks above 0 are in different calls), StateError (another
+        thread of this rank is in follow), RankLostError (a rank has ended, or rank 0 has ended
+        without close), and other errors that end the mesh. Any other error of a call is raised on
+        rank 0 only, and this method continues.
         """
-        with self._refusing("follow"):
-            if source is not None and not callable(source):
-                raise ConfigError(
-                    f"source: expected a function of the version, got {shown(source)}"
-                )
+        if source is not None and not callable(source):
+            raise ConfigError(f"source: expected a function of the version, got {shown(source)}")
         engine = self._engine
-        if not isinstance(engine, SpmdEngine):
+        if not isinstance(engine, LedEngine):
             self._loop.check_alive()
-            return
-        try:
-            follower = self._loop.call(lambda: engine.follow(self._weights.fault_if_open()))
-            if follower is not None:
-                self._follow(engine, follower, source)
-        except BaseException as error:
-            if not self._loop.is_gone():
-                engine.abort_unless_shared(error)
-            raise
+        elif engine.rank > 0:
+            with engine.following():
+                engine.apply_calls(FOLLOW, self._operations(source), self._loop.lend)
+            self.close()
+        elif not engine.is_followed:
+            engine.lead_call(FOLLOW, lambda: None, self._loop.call)
 
-    def _follow(
-        self, engine: SpmdEngine, follower: Follower, source: Callable[[int | None], Any] | None
-    ) -> None:
-        def sync(options: dict[str, Any]) -> None:
-            self._weights.sync(
-                None if source is None else source_of_follower(source, options["version"]),
-                SyncOptions(**options),
-            )
+    def _call(
+        self, name: str, arguments: Callable[[], Mapping[str, Any]], function: Callable[[], T]
+    ) -> T:
+        """Makes a call that every rank may make, see _by_every_rank."""
+        engine = self._engine
+        if not isinstance(engine, LedEngine) or engine.is_followed:
+            return function()
+        values = arguments()
+        text = call_text(name, values)
+        if engine.rank == 0:
+            return engine.lead_call(text, function, self._loop.call)
 
-        def add(prompt_ids: Ids, params: dict[str, Any]) -> None:
-            self._requests.add(prompt_ids, SamplingParams(**params))
+        def apply() -> Any:
+            engine.check_not_following()
+            operations = self._operations(lambda version: values.get("source"))
+            return engine.apply_calls(text, operations, lambda operation: operation())
 
-        def add_score(ids: Ids, params: dict[str, Any] | None, vocab_size: int) -> None:
-            self._requests.add_score(
-                ids, None if params is None else SamplingParams(**params), vocab_size
-            )
+        result: T = self._loop.lend(apply)
+        return result
 
-        calls = followed_methods(self._requests, self._weights, self._engine)
-        calls |= {"sync": sync, "add": add, "add_score": add_score}
+    def _operations(self, source: Callable[[int | None], Any] | None) -> Operations:
+        """Returns the operations that rank 0 sends, by name. source: see follow."""
+        requests, weights, engine = self._requests, self._weights, self._engine
 
-        def make(batch: list[tuple[str, dict[str, Any]]]) -> None:
-            with follower.obeying():
-                for name, values in batch:
-                    try:
-                        calls[name](**values)
-                    except Exception as error:
-                        if engine.abort_unless_shared(error, voting=name == "sync"):
-                            raise
+        def sync(options: SyncOptions) -> SyncReport:
+            own = None if source is None else source_of_follower(source, options.version)
+            return weights.sync(options, source=own)
 
-        try:
-            for batch in follower.received():
-                self._loop.lend(partial(make, batch))
-        except BaseException:
-            engine.give_up()
-            raise
-        finally:
-            follower.ended = True
-        self.close()
+        methods: tuple[Callable[..., Any], ...] = (
+            *(requests.add, requests.add_score, requests.step, requests.abort),
+            *(requests.forget, requests.release, weights.sleep, weights.wake),
+            *(requests.cut_off, engine.pause, engine.reset_prefix_cache, sync),
+        )
+        return {method.__name__: method for method in methods}
 
     # ------------------------------------------------------------------------- pause, sleep, close
+    @_by_every_rank
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Stops scheduling. mode: "abort" ends running requests, "wait" finishes them first, "keep"
         stops them until resume().
@@ -749,18 +671,19 @@ class Generator:
                 self._requests.abort(self._requests.live())
             while mode == "wait" and not self._engine.paused and self._engine.unfinished():
                 call.check_wanted()
-                if self._requests.step()[0] == 0 and (left := self._engine.unfinished()):
+                if self._requests.step() == 0 and (left := self._engine.unfinished()):
                     raise StateError(f"{left} requests cannot finish while a part is asleep")
             self._engine.pause(True)
 
         call = Call(pause)
-        call.is_collective = True
         self._loop.run(call)
 
+    @_by_every_rank
     def resume(self) -> None:
         """Ends pause()."""
         self._loop.call(partial(self._engine.pause, False))
 
+    @_by_every_rank
     def sleep(
         self,
         parts: str | Sequence[str] = ("weights", "kv"),
@@ -778,65 +701,42 @@ class Generator:
 
         level: vLLM's argument. 1 is sleep(keep_weights=True), 2 is sleep().
         """
-        with self._refusing(SLEEP):
-            mask = part_mask(parts)
-            if level is not None:
-                if (
-                    type(level) is not int
-                    or level not in (1, 2)
-                    or mask != part_mask(PARTS)
-                    or keep_weights
-                ):
-                    raise ConfigError(
-                        "level: expected 1 or 2 in place of parts and keep_weights, got "
-                        f"{shown(level)}, {shown(parts)}"
-                    )
-                keep_weights = level == 1
-            keep = boolean("keep_weights", keep_weights)
-            if keep and not mask & PARTS["weights"]:
+        mask = part_mask(parts)
+        if level is not None:
+            if (
+                type(level) is not int
+                or level not in (1, 2)
+                or mask != part_mask(PARTS)
+                or keep_weights
+            ):
                 raise ConfigError(
-                    "parts: expected 'weights' among them with keep_weights=True, got "
-                    f"{shown(parts)}"
+                    "level: expected 1 or 2 in place of parts and keep_weights, got "
+                    f"{shown(level)}, {shown(parts)}"
                 )
+            keep_weights = level == 1
+        keep = boolean("keep_weights", keep_weights)
+        if keep and not mask & PARTS["weights"]:
+            raise ConfigError(
+                f"parts: expected 'weights' among them with keep_weights=True, got {shown(parts)}"
+            )
 
-        def sleep() -> None:
-            self._weights.require_equal(SLEEP, f"{part_names(mask)}, keep_weights={keep}")
-            self._weights.reset("a part was put to sleep")
-            self._weights.sleep(mask, keep)
-
-        self._on_all_ranks(sleep)
+        self._loop.call(lambda: self._weights.sleep(mask, keep))
         _log.info("sleep: %s%s", part_names(mask), ", weights kept" if keep else "")
 
+    @_by_every_rank
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
         """Allocates the memory again. Weights that were not kept need a sync. Raises CapacityError
         if a GPU has too little memory; all parts then stay asleep, kept weights stay kept, and a
         later call may succeed."""
-        with self._refusing(WAKE):
-            mask = part_mask(parts)
-
-        def wake() -> None:
-            self._weights.require_equal(WAKE, part_names(mask))
-            self._weights.wake(mask)
-
-        self._on_all_ranks(wake)
+        mask = part_mask(parts)
+        self._loop.call(lambda: self._weights.wake(mask))
         _log.info("wake: %s", part_names(mask))
-
-    def _on_all_ranks(self, function: Callable[[], None]) -> None:
-        """Runs this rank's part of a call that all ranks make."""
-
-        def run() -> None:
-            try:
-                function()
-            except Exception as error:
-                self._engine.abort_unless_shared(error)
-                raise
-
-        self._loop.call(run)
 
     def wake_up(self, tags: str | Sequence[str] | None = None) -> None:
         """Calls wake(), under vLLM's name. tags: "weights", "kv_cache" or both; None: both."""
         self.wake(tuple(PARTS) if tags is None else tags)
 
+    @_by_every_rank
     def reset_prefix_cache(self) -> None:
         """Removes all prefixes from the prefix cache."""
         self._loop.call(self._engine.reset_prefix_cache)
@@ -845,9 +745,10 @@ class Generator:
         """Frees memory and threads, and drops unfinished requests. Every later call except close()
         raises StateError."""
 
+        if isinstance(self._engine, LedEngine):
+            self._engine.check_not_following()
+
         def release() -> None:
-            if self._engine.role is not None:
-                self._engine.role.close()
             self._engine.close()
             self._weights.forget()
 
@@ -872,10 +773,4 @@ def _default_length(spec: ModelSpec) -> int:
     return 4096
 
 
-def _profile(wanted: bool, on_gpu: bool) -> bool:
-    if boolean("profile", wanted) and on_gpu:
-        raise ConfigError(
-            "profile: expected False on a GPU, whose ops end later than they return, got True; "
-            "Nsight Systems shows them"
-        )
-    return wanted
+Generator.__doc__ = (Generator.__doc__ or "").replace("    {options}", documentation())

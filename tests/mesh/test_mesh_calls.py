@@ -85,13 +85,13 @@ def test_submitting_while_others_run_over_torch(ranks: Ask, threads: Ask) -> Non
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 4)], ids=str)
-def test_one_rank_sees_the_timeout_first(
+def test_the_timeout_of_rank_0_ends_a_poll(
     ranks: Ask, threads: Ask, mesh: tuple[int, int, int]
 ) -> None:
-    """All ranks then stop there, as if every rank had that timeout."""
-    expected = threads("late", mesh, victim=0)
-    assert expected[0] == [0] * 10
+    """The timeouts of other ranks have no effect."""
     for victim in range(2):
+        expected = threads("late", mesh, victim=victim)
+        assert victim or expected[0] == [0] * 10
         assert results(ranks("late", mesh, victim=victim)) == [expected] * (mesh[0] * mesh[1])
 
 
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_raises_between_steps(ranks: Ask, mesh: tuple[int, int,
     continue."""
     for number, (errors, scored) in enumerate(results(ranks("broken_tokenizer", mesh))):
         own, others = ["KeyError", "'no such letter'"], ["Error", "KeyError: 'no such letter'"]
-        assert errors == [own if number < mesh[0] else others, ["NoneType", "None"]]
+        assert errors == [others if number else own, ["NoneType", "None"]]
         assert scored == [3]
 
 
@@ -126,10 +126,8 @@ def test_what_was_aborted_comes_though_no_step_can_be_made(
 @pytest.mark.parametrize("mesh, victim", [((1, 2, 1), 0), ((2, 1, 1), 1)])
 def test_a_stop_string_of_one_rank(ranks: Ask, mesh: tuple[int, int, int], victim: int) -> None:
     for kind, words in results(ranks("stops", mesh, victim=victim)):
-        assert (kind, "in the requests that they were given" in words) == (
-            "CollectiveMismatchError",
-            True,
-        ), words
+        assert kind == "CollectiveMismatchError"
+        assert re.fullmatch(r"rank 1 is in generate\(.*\), rank 0 in generate\(.*\)", words)
 
 
 # ----------------------------------------------------------------------------- sets that go wrong
@@ -165,7 +163,7 @@ def check_ended(
 
 
 ARGUMENTS = [
-    ("version", "VersionError", "version 3"),
+    ("version", "VersionError", "version=3"),
     ("no version", "VersionError", "seven"),
     ("source", "UnsupportedTensorError", "int"),
 ]
@@ -184,14 +182,16 @@ def test_arguments_that_one_rank_refuses(
     kind: str,
     words: str,
 ) -> None:
-    if (way, how) != ("pieces", "source"):
-        check_ended(
-            ranks("arguments", mesh, way=way, how=how, victim=victim),
-            serves_next,
-            [victim],
-            kind,
-            words,
-        )
+    """A source is refused by its rank; all ranks refuse arguments that differ. Rank 0's own error
+    is the error of the call."""
+    if (way, how) == ("pieces", "source"):
+        return
+    got = ranks("arguments", mesh, way=way, how=how, victim=victim)
+    is_shared = how != "source" or victim == 0
+    if how != "source":
+        kind = "CollectiveMismatchError"
+    everyone = range(len(got)) if is_shared else [victim]
+    check_ended(got, serves_next, [*everyone], kind, words)
 
 
 WAYS = [
@@ -331,7 +331,7 @@ def test_a_set_with_other_options_on_one_rank(
         assert (kind, "inflight='keep'" in text, "inflight='wait'" in text) == (
             "CollectiveMismatchError",
             True,
-            True,
+            False,
         )
         assert (got["same"], got["version"], got["after"]) == (True, 3, serves_next)
 
@@ -353,55 +353,25 @@ BOTH = ["weights", "kv"]
     "mesh, victim", some([((2, 1, 1), 1), ((1, 2, 1), 0), ((2, 2, 4), 3)], [2], names=2)
 )
 @pytest.mark.parametrize(
-    "sleep, wake, words",
+    "sleep, wake",
     [
-        (
-            [["kv"], [BOTH]],
-            [["kv"], [BOTH]],
-            [
-                "kv, keep_weights=False",
-                "weights and kv, keep_weights=False",
-                "kv",
-                "weights and kv",
-            ],
-        ),
-        (
-            [["weights", True], ["weights"]],
-            [["weights"], ["kv"]],
-            ["weights, keep_weights=True", "weights, keep_weights=False", "weights", "kv"],
-        ),
+        ([["kv"], [BOTH]], [["kv"], [BOTH]]),
+        ([["weights", True], ["weights"]], [["weights"], ["kv"]]),
+        ([["cache"], []], [[[]], []]),
     ],
 )
 def test_ranks_that_sleep_or_wake_with_other_arguments(
-    ranks: Ask, mesh: tuple[int, int, int], victim: int, sleep: Any, wake: Any, words: list[str]
+    ranks: Ask, mesh: tuple[int, int, int], victim: int, sleep: Any, wake: Any
 ) -> None:
     """All ranks refuse immediately, and all stay as they were, including the rank that had less to
     do."""
-    for (slept, woken), *served in results(
-        ranks("rests", mesh, victim=victim, sleep=sleep, wake=wake)
-    ):
-        for what, (kind, text, _, asleep), (its, others), parts in (
-            ("sleep", slept, words[:2], []),
-            ("wake", woken, words[2:], BOTH),
-        ):
-            first, second = (others, its) if victim else (its, others)
-            said = (
-                rf"rank \d begins a {what} with {re.escape(second)}, rank 0 with {re.escape(first)}"
-            )
-            assert (kind, asleep) == ("CollectiveMismatchError", parts), text
-            assert re.fullmatch(said, text), text
-        assert served == [True, True]
-
-
-def test_arguments_of_a_sleep_that_one_rank_refuses(ranks: Ask) -> None:
-    """The rank raises its own error; the others do not wait for it."""
     moments = []
-    for rank, (told, *served) in enumerate(
-        results(ranks("rests", (2, 1, 1), victim=1, sleep=[["cache"], []], wake=[[[]], []]))
-    ):
-        for (kind, text, moment, asleep), parts in zip(told, ([], BOTH), strict=True):
-            assert (kind, asleep) == ("ConfigError" if rank else "SyncAbortedError", parts), text
-            assert re.search(r"expected 'weights', 'kv' or both, got \S+$", text), text
+    for told, *served in results(ranks("rests", mesh, victim=victim, sleep=sleep, wake=wake)):
+        for (kind, text, moment, asleep), what, parts in zip(
+            told, ("sleep", "wake"), ([], BOTH), strict=True
+        ):
+            assert (kind, asleep) == ("CollectiveMismatchError", parts), text
+            assert re.fullmatch(rf"rank \d is in {what}\(.*\), rank 0 in {what}\(.*\)", text), text
             moments.append(moment)
         assert served == [True, True]
     assert max(moments) - min(moments) < 10, "known at the deadline of 30 s only"

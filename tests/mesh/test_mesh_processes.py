@@ -447,8 +447,8 @@ def test_ranks_that_sync_different_versions(shm: Run) -> None:
 
 
 def test_ranks_that_commit_different_versions(shm: Run, alone: Callable[..., Any]) -> None:
-    """Each rank calls begin_sync, push and commit separately: the vote detects the difference, and
-    the mesh keeps working."""
+    """The comparison of the calls is disabled: the vote detects the difference, and the mesh keeps
+    working."""
     for rank in results(shm("bad_weight", (2, 1, 1), model="moe", how="version", victim=1)):
         assert rank["told"][0] == "MeshMismatchError"
         assert rank["told"][1].startswith("rank ")

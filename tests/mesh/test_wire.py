@@ -102,6 +102,13 @@ def test_round_trip(value: Any) -> None:
     assert same(decode(encode(value)), value)
 
 
+def test_dataclasses_come_out_as_they_were() -> None:
+    params = rm.SamplingParams(
+        logit_bias={3: 1.5}, allowed_token_ids=range(5), stop=["a"], bad_words=["b"], seed=2**63
+    )
+    assert decode(encode([params]))[0] == params
+
+
 def test_the_comparison_can_fail() -> None:
     nan = np.array([0x7FC00001], np.uint32).view(np.float32)
     pairs = [
@@ -149,7 +156,7 @@ def test_others_errors_become_ours() -> None:
     [
         object(), {1, 2}, b"bytes", bytearray(b"x"), 1j, len, int, range(3), np.int64(3),
         np.float32(1), np.bool_(True), {1: 2},
-        {None: 1}, rm.SamplingParams(), rm.Mesh(), np.zeros(2, np.complex64),
+        {None: 1}, rm.Mesh(), np.zeros(2, np.complex64),
         np.array([object()]), np.array(["text"]), np.array([b"x"]), np.zeros(2, "V4"),
         np.zeros(2, [("a", "i4")]),
         np.array(["2026"], "M8[D]"), np.ma.masked_array([1], [True]),
@@ -219,6 +226,8 @@ def array(dtype: Any, shape: Any) -> dict[str, Any]:
         message({"kind": "float", "hex": 1}),
         message({"kind": "float", "hex": "0x1p9999"}),
         message({"kind": "SamplingParams", "items": {}}),
+        message({"kind": "object", "name": "Mesh", "items": {}}),
+        message({"kind": "object", "name": "SyncReport", "items": {}}),
         message({"kind": "error", "name": "Error", "message": 3}),
         message({"kind": "error", "name": 3, "message": "x"}),
         message(array("<i4", [2]), bytes(7)), message(array("<i4", [2]), bytes(16)),

@@ -11,7 +11,7 @@ import mesh_ranks
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.distributed import spmd
+from rollmesh.distributed import peers
 from rollmesh.runtime.devices import LIBRARY_SWITCH
 
 
@@ -51,7 +51,7 @@ def unmade(rank: Any) -> Any:
         raise MemoryError("none left for an engine")
 
     if rank.victim:
-        spmd._core = type("Core", (), {"Engine": staticmethod(fails)})
+        peers._core = type("Core", (), {"Engine": staticmethod(fails)})
     start = time.monotonic()
     try:
         rank.make()

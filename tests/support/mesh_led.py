@@ -87,10 +87,11 @@ def refused(rank: Rank) -> Any:
     error of a call that it makes while it follows."""
     own: list[str] = []
     with rank.make() as generator:
-        try:
-            asyncio.run(generator.agenerate([1]))
-        except rm.StateError as error:
-            own.append(str(error))
+        if rank.rank > 0:
+            try:
+                asyncio.run(generator.agenerate([1]))
+            except rm.StateError as error:
+                own.append(str(error))
 
         def meddle() -> None:
             for call in (
@@ -116,10 +117,7 @@ def refused(rank: Rank) -> Any:
         generator.follow(source)
         if rank.rank > 0:
             return own
-        try:
-            generator.follow()
-        except rm.StateError as error:
-            own.append(str(error))
+        generator.follow()
         for call in (
             lambda: generator.sync_weights(rank.source(), 5, cast=True),
             lambda: generator.sync_weights(
@@ -158,7 +156,8 @@ def endless(rank: Rank) -> Any:
 def idle(rank: Rank) -> Any:
     """Rank 0 makes no call for several timeouts of the comm."""
     with rank.make() as generator:
-        generator.follow()
+        if rank.rank > 0 or rank.job.get("follow", True):
+            generator.follow()
         if rank.rank > 0:
             return None
         generator.sync_weights(weights(rank.job["model"]), cast=True)
@@ -292,11 +291,11 @@ def interrupted(rank: Rank) -> Any:
             if rank.rank > 0:
                 return None
             generator.sync_weights(weights(rank.job["model"]), cast=True)
-            leader: Any = generator._engine.role
+            leader: Any = generator._engine
             send = leader._send
 
-            def interrupt() -> None:
-                send()
+            def interrupt(*operations: Any) -> None:
+                send(*operations)
                 leader._send = send
                 raise KeyboardInterrupt
 
@@ -314,30 +313,23 @@ def interrupted(rank: Rank) -> Any:
 
 
 def unready(rank: Rank) -> Any:
-    """Returns the errors of ranks that cannot follow or be followed yet; then follows
-    successfully."""
+    """Follows while a set is open. Returns the errors of a source that is none and of a push."""
     told: list[str] = []
     with rank.make() as generator:
-
-        def refuse(source: Any = None) -> None:
-            try:
-                generator.follow(source)
-            except rm.Error as error:
-                told.append(f"{type(error).__name__}: {error}")
-
-        refuse(3 if rank.victim else None)
-        sync = generator.begin_sync()
-        refuse()
-        sync.abort()
-        if rank.victim:
-            generator.pause("keep")
-        refuse()
-        generator.resume()
+        try:
+            generator.follow(3)  # type: ignore[arg-type]
+        except rm.ConfigError as error:
+            told.append(str(error))
+        sync = generator.begin_sync(cast=True)
         generator.follow()
         if rank.rank > 0:
             return told
+        try:
+            sync.push("model.norm.weight", np.ones(96, np.float32))
+        except rm.StateError as error:
+            told.append(str(error))
         generator.sync_weights(weights(rank.job["model"]), cast=True)
-        return [told, answers(generator)]
+        return [[*told, sync.closed], answers(generator)]
 
 
 def unlike(rank: Rank) -> Any:

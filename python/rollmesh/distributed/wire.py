@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +24,23 @@ DTYPES = {
     for order in "<>"
     for code in "?bBhHiIlLqQefdg"
 } | {"bfloat16": BF16}
+# Classes of `sendable`, by name.
+DATACLASSES: dict[str, type] = {}
+T = TypeVar("T")
 MAX_DEPTH = 64
 MAX_DIMS = 32
 
 
+def sendable(kind: type[T]) -> type[T]:
+    """Marks a dataclass whose objects may be encoded."""
+    DATACLASSES[kind.__name__] = kind
+    return kind
+
+
 def encode(value: Any) -> bytes:
     """Encodes nested values of the types None, bool, int, float, str, list, tuple, dict with str
-    keys, NumPy arrays of numbers, and exceptions. Raises TypeError for any other type."""
+    keys, NumPy arrays of numbers, exceptions, and dataclasses that are `sendable`. Raises TypeError
+    for any other type."""
     arrays: list[Array] = []
     header = json.dumps(_plain(value, arrays, 0)).encode()
     parts = [len(header).to_bytes(8, "little"), header, bytes(-len(header) % 8)]
@@ -86,6 +97,10 @@ def _plain(value: Any, arrays: list[Array], depth: int) -> Any:
         return {"kind": "error", "name": kind.__name__, "message": str(value)}
     if depth == MAX_DEPTH:
         raise TypeError(f"a {kind.__name__} within {MAX_DEPTH} others cannot travel between ranks")
+    if DATACLASSES.get(kind.__name__) is kind:
+        members = ((field.name, getattr(value, field.name)) for field in fields(value))
+        items = {name: _plain(member, arrays, depth + 1) for name, member in members}
+        return {"kind": "object", "name": kind.__name__, "items": items}
     if kind in (list, tuple):
         return {"kind": kind.__name__, "items": [_plain(item, arrays, depth + 1) for item in value]}
     if kind is dict and all(type(key) is str for key in value):
@@ -115,9 +130,10 @@ class _Reader:
             return self._array(plain["dtype"], plain["shape"])
         if kind == "error":
             return _error(plain["name"], plain["message"])
-        if kind != "dict":
+        if kind not in ("dict", "object"):
             raise TypeError(f"a value of kind {kind!r:.80}")
-        return {name: self.value(item) for name, item in plain["items"].items()}
+        items = {name: self.value(item) for name, item in plain["items"].items()}
+        return items if kind == "dict" else DATACLASSES[plain["name"]](**items)
 
     def _array(self, name: Any, shape: Any) -> Array:
         dtype = DTYPES.get(name) if isinstance(name, str) else None

@@ -112,9 +112,9 @@ class Calls:
     def poll(self, min_outputs: int, timeout: float | None) -> list[RequestOutput]:
         min_outputs = integer("min_outputs", min_outputs, 0, 2**63 - 1)
         deadline = deadline_of(timeout)
-        own = self.engine.own_deadline(deadline)
+        poll = _Poll(self, min_outputs, deadline)
         try:
-            outputs: list[RequestOutput] = self.loop.run(_Poll(self, min_outputs, deadline), own)
+            outputs: list[RequestOutput] = self.loop.run(poll, deadline)
         except DeadlineError:  # the call did not begin before the deadline
             return []
         return outputs
@@ -141,7 +141,7 @@ class Calls:
             if isinstance(prompt, Chat):
                 ids = self._codec.encode_chat(prompt.messages, prompt.options)
                 return self.requests.add(token_ids(ids), params)
-            return self.requests.add(token_ids(self._codec.encode(prompt)), params, prompt)
+            return self.requests.add(token_ids(self._codec.encode(prompt)), params, prompt=prompt)
 
     def all_or_none(self, add: Callable[[], list[int]]) -> list[int]:
         """Calls `add`, which adds requests, and returns their ids. If it raises, removes the
@@ -164,8 +164,6 @@ class Calls:
 
 class _Steps(Call):
     """Adds requests, runs them until they are finished, and returns a result for each."""
-
-    is_collective = True
 
     def __init__(
         self,
@@ -199,14 +197,14 @@ class _Steps(Call):
                 f"the engine has nothing to do, but {len(self._open)} requests are not finished"
             )
         if late and self._open and not self._is_cut:
-            self._calls.engine.cut_off(self._open)
+            self._calls.requests.cut_off(self._open)
             self._is_cut, self.deadline = True, None
         return self._is_finished()
 
     def _is_finished(self) -> bool:
         if self._open:
             return False
-        self.late = self._calls.engine.late(self._ids)
+        self.late = self._calls.requests.late.intersection(self._ids)
         self.result = [self._take(request) for request in self._ids]
         for request in self._ids:
             self._calls.requests.release(request)
@@ -218,8 +216,6 @@ class _Steps(Call):
 
 class _Submit(Call):
     """Queues all prompts, or none after an error."""
-
-    is_collective = True
 
     def __init__(self, calls: Calls, prompts: list[Any], params: list[SamplingParams]):
         super().__init__(lambda: calls.all_or_none(self._add))
@@ -240,8 +236,6 @@ class _Submit(Call):
 
 class _Poll(Call):
     """Runs steps until enough submitted requests are finished."""
-
-    is_collective = True
 
     def __init__(self, calls: Calls, min_outputs: int, deadline: float | None):
         super().__init__(lambda: None)

@@ -44,7 +44,6 @@ class Call:
 
     deadline: float | None = None  # a value of time.monotonic()
     waits = False  # whether it waits while a part is asleep, instead of failing
-    is_collective = False  # whether every rank makes the call, so that all must leave it together
 
     def __init__(self, function: Callable[[], Any]):
         self._function = function
@@ -320,8 +319,6 @@ class EngineLoop:
         elif call.is_done and not call.has_failed:
             with suppress(Error):
                 call.undo()
-        if call.is_collective and not isinstance(call.reason, Exception):
-            self._leave(call.reason)
         self._undone.discard(call)
         call.is_undone = True
         call.tell()
@@ -331,32 +328,24 @@ class EngineLoop:
             self._active.remove(call)
         if error is not None:
             call.error, call.has_failed = error, True
-            if isinstance(error, MemoryError):
-                self._leave(error)
             with suppress(Error):  # a lost mesh or device; the first error is raised
                 call.drop()
         self._undone.discard(call)
         call.is_done = True
         call.tell()
 
-    def _leave(self, error: BaseException) -> None:
-        """Called when this rank leaves a call that every rank makes."""
-        if self._engine.role is None:
-            self._engine.abort_unless_shared(error)
-
     def _step(self) -> None:
         """Runs one step for all active calls."""
         try:
-            rows, late = self._requests.step(self._active[0].deadline)
+            rows = self._requests.step()
             finished = self._engine.finished()
         except BaseException as error:  # noqa: BLE001 (raised in the callers' threads)
             self._fail(error)
             return
         self._moves = rows > 0
-        decides_together = self._engine.has_peers and self._engine.role is None
         for call in list(self._active):
             try:
-                is_done = call.look(finished, rows, late if decides_together else call.is_late())
+                is_done = call.look(finished, rows, call.is_late())
             except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
                 self._end(call, error)
                 continue
@@ -366,7 +355,6 @@ class EngineLoop:
     def _fail(self, error: BaseException) -> None:
         """Ends active calls after the engine has failed or while a part of it is asleep. Some calls
         wait until it is awake."""
-        self._engine.abort_unless_shared(error)
         self._moves = False
         is_asleep = isinstance(error, StateError) and bool(self._engine.stats()["asleep"])
         for call in list(self._active):

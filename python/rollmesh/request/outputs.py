@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.distributed.wire import sendable
 
+
+@sendable
 @dataclass(frozen=True, slots=True)
 class Contract:
     """The conditions on which the numbers of a sample depend. Samples with equal contracts and
@@ -28,6 +31,7 @@ class Contract:
     weight_versions: tuple[int, ...]
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
     """The k likeliest tokens of each position under the model, in descending order; of equal tokens
@@ -60,6 +64,7 @@ def _in_vllms_form(
     return forms
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One sample of a request.
@@ -97,6 +102,7 @@ class CompletionOutput:
         return _in_vllms_form(self.token_ids, self.logprobs, self.top_logprobs)
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times of a request, under vLLM's names: seconds of time.monotonic() on the machine that ran
@@ -109,6 +115,7 @@ class RequestMetrics:
     last_token_ts: float
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """One prompt and its samples, in the order of their index. After an abort, prompt logprobs that
@@ -141,6 +148,7 @@ class RequestOutput:
         ]
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class SyncReport:
     """The report of a committed sync."""

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.distributed.follow import Role, followed
-from rollmesh.distributed.rank_engine import RankEngine
+from rollmesh.distributed.rank_engine import Lead, RankEngine, led
 from rollmesh.errors import NumericsError, RequestError, StateError
 from rollmesh.request.arguments import check_ids
 from rollmesh.request.logit_edits import LogitEdits, logit_edits
@@ -59,7 +58,6 @@ class EngineRequest:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    stop: tuple[str, ...] = ()  # not used by the engine; included so that ranks compare it
 
     @classmethod
     def of(
@@ -90,7 +88,6 @@ class EngineRequest:
             repetition_penalty=params.repetition_penalty,
             frequency_penalty=params.frequency_penalty,
             presence_penalty=params.presence_penalty,
-            stop=() if score else tuple(params.stop or ()),
         )
 
 
@@ -118,7 +115,7 @@ class Requests:
         is_invariant: bool = True,
     ):
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
-        self._engine, self._codec, self._eos = engine, codec, frozenset(eos_token_ids)
+        self.engine, self._codec, self._eos = engine, codec, frozenset(eos_token_ids)
         self._dtype = dtype
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
@@ -126,13 +123,12 @@ class Requests:
         # requests do not change them.
         self._generations = 0
         self._watched: set[int] = set()  # running requests with stop strings
-
-    @property
-    def role(self) -> Role | None:
-        return self._engine.role
+        # Request → error of the tokenizer in the search for stop strings.
+        self._faults: dict[int, BaseException] = {}
+        self.late: set[int] = set()  # requests aborted by a deadline and not yet released
 
     # ---------------------------------------------------------------------------------------- in
-    @followed("prompt_ids", "params")
+    @led(Lead.QUEUED)
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
         """Queues a generation. Raises RequestError or CapacityError if the engine refuses it."""
         if params.stop and self._codec is None:
@@ -143,25 +139,24 @@ class Requests:
                 params, max_tokens=max(1, params.min_tokens, self._max_model_len - len(prompt_ids))
             )
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
-        edits = self._edits(params)
+        edits, texts = self._edits(params), self._texts(prompt_ids, params)
         number = self._generations + 1
-        request = self._engine.add(
+        request = self.engine.add(
             prompt_ids, stop_ids, EngineRequest.of(params, number), None, edits
         )
-        texts = self._texts(prompt_ids, params)
         self._records[request] = _Request(prompt_ids, prompt, params, number, texts)
         self._generations = number
-        if params.stop:
+        if params.stop and self.engine.has(request):
             self._watched.add(request)
         return request
 
-    @followed("ids", "params", "vocab_size")
+    @led(Lead.QUEUED)
     def add_score(self, ids: Ids, params: SamplingParams | None = None, vocab_size: int = 0) -> int:
         """Queues a scoring pass over `ids`. vocab_size > 0: also keep its logits."""
         chosen = params or GREEDY
         logits = np.zeros((len(ids), vocab_size), np.float32) if vocab_size else None
         asked = EngineRequest.of(chosen, 0, True, params is not None)
-        request = self._engine.add(ids, np.zeros(0, np.int32), asked, logits, self._edits(chosen))
+        request = self.engine.add(ids, np.zeros(0, np.int32), asked, logits, self._edits(chosen))
         self._records[request] = _Request(ids, None, chosen, 0, [], logits)
         return request
 
@@ -186,13 +181,20 @@ class Requests:
         ]
 
     # ---------------------------------------------------------------------------------------- work
-    @followed(collective=True)
-    def step(self, deadline: float | None = None) -> tuple[int, bool]:
-        """Runs one engine step, after which all ranks have the same finished requests. Returns the
-        number of rows of all replicas, and whether the deadline has passed on any rank."""
-        together = self._engine.step(self._watch_all, deadline)
-        self._watch_all()  # requests that other ranks have finished
-        return together
+    @led(Lead.COLLECTIVE)
+    def step(self) -> int:
+        """Runs one engine step. Returns the number of rows of all replicas."""
+        rows: int = self.engine.step(self._watch_all, self._result)
+        return rows
+
+    def _result(self, request: int) -> RequestOutput | NDArray[np.float32] | Exception:
+        """Returns the result of a finished request for rank 0."""
+        if self._records[request].number:
+            return self.output_or_error(request)
+        try:
+            return self.scores(request)
+        except Exception as error:  # noqa: BLE001 (raised on rank 0)
+            return error
 
     def _watch_all(self) -> None:
         """Searches all running requests for stop strings. If a tokenizer raises, the request ends
@@ -207,7 +209,7 @@ class Requests:
         record = self._records[request]
         running = False
         for sample, text in enumerate(record.texts):
-            finish, fresh = self._engine.tokens(request, sample, text.num_tokens)
+            finish, fresh = self.engine.tokens(request, sample, text.num_tokens)
             running |= finish is None
             if finish not in ("abort", "error"):  # otherwise `output` reads the text
                 self._read(request, sample, finish, fresh)
@@ -216,11 +218,11 @@ class Requests:
 
     def _end(self, request: int, fault: BaseException) -> None:
         record = self._records[request]
-        self._engine.request_faults[request] = fault
+        self._faults[request] = fault
         self._watched.discard(request)
         for sample, text in enumerate(record.texts):
-            if self._engine.tokens(request, sample, text.num_tokens)[0] is None:
-                self._engine.stop_sample(request, sample, text.num_tokens)
+            if self.engine.tokens(request, sample, text.num_tokens)[0] is None:
+                self.engine.stop_sample(request, sample, text.num_tokens)
 
     def _read(self, request: int, sample: int, finish: Finish, fresh: Ids) -> None:
         """Decodes the new tokens of a sample, and ends the sample at a stop string. If an error has
@@ -234,41 +236,49 @@ class Requests:
             if text.push(token) is not None:
                 break
         if text.found is not None and finish in (None, "length", "stop"):
-            self._engine.stop_sample(request, sample, text.num_tokens)
+            self.engine.stop_sample(request, sample, text.num_tokens)
 
-    @followed("requests")
+    @led(Lead.QUEUED)
     def abort(self, requests: Iterable[int]) -> None:
         """Aborts the requests that still run. They are then finished, with finish_reason
         "abort"."""
-        running = set(self._engine.ids()) - self._engine.finished()
+        running = set(self.engine.ids()) - self.engine.finished()
         for request in requests:
             if request in running:
-                self._engine.abort(request)
+                self.engine.abort(request)
+
+    @led(Lead.QUEUED)
+    def cut_off(self, requests: Iterable[int]) -> None:
+        """Aborts those of these requests that still run, because their deadline has passed."""
+        self.late.update(set(requests) - self.engine.finished())
+        self.abort(requests)
 
     def rewind(self) -> None:
         """Restarts the search for stop strings in running requests, which begin again after a sync
         with inflight="restart"."""
-        for request in set(self.live()) - self._engine.finished():
+        for request in set(self.live()) - self.engine.finished():
             record = self._records[request]
             if record.texts:
                 record.texts = self._texts(record.prompt_ids, record.params)
-            if record.params.stop:
+            if record.params.stop and self.engine.has(request):
                 self._watched.add(request)
 
     # ---------------------------------------------------------------------------------------- out
     def live(self) -> list[int]:
         """Returns the ids of requests that were added and not released, oldest first."""
-        return self._engine.ids()
+        return self.engine.ids()
 
     def num_tokens(self, request: int, before: list[int]) -> list[int]:
         """Returns the number of tokens of each sample so far, but at least `before`, the result of
         an earlier call: after a restart the numbers do not decrease."""
+        if request in self.engine.foreign:
+            return before
         return [
-            count + len(self._engine.tokens(request, sample, count)[1])
+            count + len(self.engine.tokens(request, sample, count)[1])
             for sample, count in enumerate(before)
         ]
 
-    @followed("requests")
+    @led(Lead.QUEUED)
     def forget(self, requests: Iterable[int]) -> None:
         """Aborts and releases requests, without results. If they are the latest generations, their
         numbers are used again."""
@@ -281,11 +291,13 @@ class Requests:
             if record is not None and record.number == self._generations > 0:
                 self._generations -= 1
 
-    @followed("request")
+    @led(Lead.QUEUED)
     def release(self, request: int) -> None:
         """Removes the records of a finished request from the engine."""
-        self._engine.release(request)
+        self.engine.release(request)
         self._watched.discard(request)
+        self.late.discard(request)
+        self._faults.pop(request, None)
         self._records.pop(request, None)
 
     def output_or_error(self, request: int) -> RequestOutput:
@@ -300,12 +312,15 @@ class Requests:
     def raise_fault(self, requests: Iterable[int]) -> None:
         """Raises the exception that a tokenizer raised in the search for a stop string, if any."""
         for request in requests:
-            if (fault := self._engine.request_faults.get(request)) is not None:
+            if (fault := self._faults.get(request)) is not None:
                 raise fault
 
     def output(self, request: int, has_text: bool = True) -> RequestOutput:
         """Returns the output of a request, with its tokens so far if it still runs."""
-        record, view = self._records[request], self._engine.request(request)
+        record = self._records[request]
+        if request in self.engine.foreign:
+            return replace(self.engine.foreign[request], prompt=record.prompt)
+        view = self.engine.request(request)
         top = _top(
             view["prompt_top_ids"],
             view["prompt_top_logprobs"],
@@ -333,8 +348,13 @@ class Requests:
     def scores(self, request: int) -> NDArray[np.float32]:
         """Returns float32 [len − 1] of a scoring pass, or its logits if it keeps them. Raises the
         error that ended it."""
-        record, view = self._records[request], self._engine.request(request)
-        finish = self._engine.tokens(request, 0, 0)[0]
+        result = self.engine.foreign.get(request)
+        if isinstance(result, Exception):
+            raise result
+        if result is not None:
+            return result  # type: ignore[no-any-return]
+        record, view = self._records[request], self.engine.request(request)
+        finish = self.engine.tokens(request, 0, 0)[0]
         if view["error"] is not None:
             raise view["error"]
         if finish == "abort":
@@ -365,9 +385,9 @@ class Requests:
     ) -> CompletionOutput:
         record = self._records[request]
         if record.texts and has_text:
-            read = self._engine.tokens(request, index, record.texts[index].num_tokens)
+            read = self.engine.tokens(request, index, record.texts[index].num_tokens)
             self._read(request, index, *read)
-        sample = self._engine.sample(request, index)
+        sample = self.engine.sample(request, index)
         tokens, logprobs, versions = sample["token_ids"], sample["logprobs"], sample["versions"]
         finish = sample["finish"]
         reason: int | str | None = None

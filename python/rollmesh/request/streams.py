@@ -88,10 +88,10 @@ class Streams:
         self, prompt: Prompt, params: SamplingParams | None, partial: bool = True
     ) -> AsyncGenerator[RequestOutput, None]:
         calls, loop = self._calls, self._calls.loop
-        if calls.engine.has_peers and calls.engine.role is None:
+        if calls.engine.rank > 0:
             raise StateError(
-                "agenerate and astream: expected rank 0 of ranks that follow it, got a rank of "
-                "several; call follow() on all"
+                f"agenerate and astream: expected a call on rank 0, got one on rank "
+                f"{calls.engine.rank}"
             )
         loop.check_alive()
         loop.check_outside()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollmesh.distributed.wire import sendable
 from rollmesh.errors import (
     ConfigError,
     VersionError,
@@ -28,6 +29,7 @@ INFLIGHT = ("wait", "restart", "abort", "keep")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+@sendable
 @dataclass(frozen=True, slots=True, repr=False)
 class SyncOptions:
     """The options of a sync; Generator.sync_weights describes them."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from rollmesh.distributed.follow import Role, followed
-from rollmesh.distributed.rank_engine import ALONE, PUSHES, RankEngine
+from rollmesh.distributed.peers import PUSHES
+from rollmesh.distributed.rank_engine import ALONE, Lead, RankEngine, led
 from rollmesh.errors import CapacityError, DeadlineError, StateError, VersionError
 from rollmesh.request.outputs import SyncReport
 from rollmesh.request.requests import Requests
@@ -25,8 +25,6 @@ from rollmesh.weights.resharding import spread
 from rollmesh.weights.sync import SyncOptions, lent, report_of
 
 BEGINNING = "the beginning of a sync"
-SLEEP, WAKE = "a sleep", "a wake"
-TIMED = "commit in time"
 T = TypeVar("T")
 
 
@@ -34,31 +32,27 @@ class Weights:
     """State of the syncs of one engine."""
 
     def __init__(self, engine: RankEngine, requests: Requests):
-        self._engine, self._requests = engine, requests
+        self.engine, self._requests = engine, requests
         self.manifest = engine.manifest()
         self.version: int | None = None
         self._last = -1  # the version committed last, serving or not
         self._open: Sync | None = None
 
-    @property
-    def role(self) -> Role | None:
-        return self._engine.role
-
-    @followed("options", collective=True)
-    def sync(self, source: Any, options: SyncOptions, deadline: float | None = None) -> SyncReport:
+    @led(Lead.COLLECTIVE)
+    def sync(
+        self, options: SyncOptions, *, source: Any, deadline: float | None = None
+    ) -> SyncReport:
         """Copies and commits a whole set. If ranks are processes, a rank that fails still iterates
         over all entries, so that all ranks report their errors at the same points."""
-        engine, plan = self._engine, Plan(self._engine, options)
+        engine, plan = self.engine, Plan(self.engine, options)
         kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
-        told = self._open_together(BEGINNING, [kind, deadline is not None], options)
-        # Lists, because a generator expression may swallow a Ctrl-C.
-        kinds, timed = [its for its, _ in told], True in [its for _, its in told]
+        kinds = self._open_together("the beginning of a sync", kind, options)
+        # A list, because a generator expression may swallow a Ctrl-C.
         givers = [rank for rank, its in enumerate(kinds) if its is not None]
-        voting = False
         try:
             with ExitStack() as loans:  # loans end after all ranks have committed
                 if options.mode == "inplace":
-                    self._finish_running(options, engine.own_deadline(deadline))
+                    self._finish_running(options, deadline)
                 checks: list[Callable[[], None]] = []  # each raises if the loan has ended
                 fault = _error_of(options.begin, engine) or _error_of(
                     lambda: checks.append(loans.enter_context(lent(source)))
@@ -69,7 +63,7 @@ class Weights:
                     and (None not in kinds or givers[0] == engine.rank)
                 ):
                     fault = _error_of(plan.check, source)
-                engine.barrier("a sync before its entries", fault)
+                engine.all_gather("a sync before its entries", error=fault)
                 if engine.has_peers:
                     listing = (
                         bool(givers)
@@ -80,15 +74,12 @@ class Weights:
                     plan.push_mapping(source, deadline)
                 else:
                     plan.push_entries(source, deadline)
-                engine.barrier("a sync after its entries", fault or _error_of(checks[0]))
-                self._check_deadlines(options, timed, deadline)
-                voting = True
-                report = self._commit(options, engine.own_deadline(deadline))
-                voting = False
+                engine.all_gather("a sync after its entries", error=fault or _error_of(checks[0]))
+                self._finish_before_commit(options, deadline)
+                report = self._commit(options)
             return report
         except BaseException as error:  # includes errors of closing the loan
             self._abort()
-            engine.abort_unless_shared(error, voting)
             fault = None
             plan.forget()
             _clear_own_frames(error)
@@ -97,49 +88,42 @@ class Weights:
     def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
         """Drops an open sync once all ranks have accepted the version number. Returns every rank's
         value."""
-        everyone = self._all_gather(where, value, _error_of(self._check_version, options))
+        everyone = self.engine.all_gather(where, value, _error_of(self._check_version, options))
         self.reset("a later sync began")
         return everyone
 
-    def _check_deadlines(self, options: SyncOptions, timed: bool, deadline: float | None) -> None:
-        """Checks the deadlines of all ranks together, after running requests have finished; only if
-        ranks are processes. timed: whether any rank has a deadline."""
-        if timed and self._engine.has_peers:
-            self._finish_running(options, None)
-            self._engine.barrier(
-                "a sync before its commit", _error_of(check_deadline, deadline, "its commit")
-            )
+    def _finish_before_commit(self, options: SyncOptions, deadline: float | None) -> None:
+        """Finishes running requests if inflight is "wait", then checks the deadline on all ranks
+        together."""
+        self._finish_running(options, deadline)
+        self.engine.all_gather(
+            "a sync before its commit",
+            error=_error_of(check_deadline, deadline, "its commit"),
+        )
 
+    @led(Lead.EVERY_RANK)
     def begin(self, sync: Sync) -> None:
         """Opens the sync of a handle, and drops another sync that is open."""
         options = sync.options
         # The version is left out here, because the two-phase commit compares it.
-        told = self._open_together(PUSHES, repr(replace(options, version=None)), options)
+        self._open_together(f"{PUSHES} of {replace(options, version=None)}", None, options)
         try:
-            self._engine.require_equal("a set of weights", told)
             if options.mode == "inplace":
                 self._finish_running(options, None)
-            self._engine.barrier(PUSHES, _error_of(self._begun, sync))
-        except BaseException as error:
+            self.engine.all_gather(PUSHES, error=_error_of(self._begun, sync))
+        except BaseException:
             self._abort()
-            self._engine.abort_unless_shared(error)
             raise
 
     def _begun(self, sync: Sync) -> None:
         self._open = sync
-        sync.options.begin(self._engine)
+        sync.options.begin(self.engine)
         self.refresh()
-
-    def fault_if_open(self) -> StateError | None:
-        return (
-            StateError("expected no open sync, got one of begin_sync; commit or abort it")
-            if self._open is not None
-            else None
-        )
 
     def is_open(self, sync: Sync) -> bool:
         return self._open is sync
 
+    @led(Lead.EVERY_RANK)
     def push(self, sync: Sync, name: str, tensor: Any, fault: Exception | None = None) -> None:
         """Copies one tensor. fault: the error that gathering the tensor raised, or None."""
         sync.require_open()
@@ -148,7 +132,6 @@ class Weights:
                 fault = _error_of(sync.plan.push, name, tensor)
             self._all_gather_push(sync, "push", fault)
         except BaseException as error:
-            self._engine.abort_unless_shared(error)
             fault = None
             _clear_own_frames(error)
             raise
@@ -157,15 +140,17 @@ class Weights:
         """Sends this rank's place in the sync and its error to every rank, and returns the set of
         all places. An error of one rank ends the sync on all ranks, unless all ranks refuse the
         same push."""
-        everyone = self._engine.all_gather_push(at, None if fault is None else reason(fault))
-        reasons = [why for _, why in everyone]
+        why = None if fault is None else reason(fault)
+        everyone = self.engine.gather(PUSHES, at, why)
+        reasons = [why for _, why, _ in everyone]
         # A list, for the same reason as in `sync`.
-        refusals = [why for its_at, why in everyone if its_at == "push" and why is not None]
+        refusals = [why for its_at, why, _ in everyone if its_at == "push" and why is not None]
         if len(refusals) < len(everyone) and any(reasons):
             self.reset("it ended on all ranks when one of them failed", only=sync)
-        self._engine.raise_failure(fault, reasons)
-        return {its_at for its_at, _ in everyone}
+        self.engine.raise_failure(fault, reasons)
+        return {its_at for its_at, _, _ in everyone}
 
+    @led(Lead.EVERY_RANK)
     def abort(self, sync: Sync, error: BaseException | None) -> None:
         """Drops the sync of a handle, if it is open. error: the exception that ended its `with`
         block, or None."""
@@ -173,29 +158,23 @@ class Weights:
             return
         self.reset("it was aborted", only=sync)
         if error is None or (isinstance(error, Exception) and not isinstance(error, ALONE)):
-            self._engine.all_gather_push(
-                "abort", "the sync was aborted" if error is None else reason(error)
-            )
+            why = "the sync was aborted" if error is None else reason(error)
+            self.engine.gather(PUSHES, "abort", why)
         else:
-            self._engine.abort_unless_shared(error)
+            self.engine.abort_unless_shared(error)
 
+    @led(Lead.EVERY_RANK)
     def finish(self, sync: Sync, deadline: float | None) -> SyncReport:
         """Commits the open sync. The sync is closed afterwards, even if this raises."""
         sync.require_open()
         self._open, sync.closed = None, "it failed"
-        voting = False
         try:
-            if self._engine.has_peers:
-                at = "commit" if deadline is None else TIMED
-                while not {"commit", TIMED}.issuperset(places := self._all_gather_push(sync, at)):
-                    pass  # other ranks are still pushing
-                self._check_deadlines(sync.options, TIMED in places, deadline)
-                deadline = None  # already checked, together with the other ranks
-            voting = True
-            sync.report = self._commit(sync.options, deadline)
-        except BaseException as error:
+            while self._all_gather_push(sync, "commit") != {"commit"}:
+                pass  # other ranks are still pushing
+            self._finish_before_commit(sync.options, deadline)
+            sync.report = self._commit(sync.options)
+        except BaseException:
             self._abort()
-            self._engine.abort_unless_shared(error, voting)
             raise
         sync.closed = f"it was committed as version {sync.report.version}"
         return sync.report
@@ -205,15 +184,18 @@ class Weights:
         if self._open is not None and only in (None, self._open):
             self._abort(why)
 
-    @followed("parts", "offload", collective=True)
+    @led(Lead.COLLECTIVE)
     def sleep(self, parts: int, offload: bool) -> None:
-        """Frees the memory of `parts` while no sync is open. offload: copy the serving weights to
-        host memory first. If this fails on one rank, all ranks stay awake."""
+        """Frees the memory of `parts`, and drops an open sync if the weights are among them.
+        offload: copy the serving weights to host memory first. If this fails on one rank, all ranks
+        stay awake."""
+        if parts & PARTS["weights"]:
+            self.reset("the weights were put to sleep")
         try:
             if offload:
                 self._require_host_room()
-                self.on_all_ranks("sleep", self._engine.offload_weights, True)
-            self._engine.sleep(parts | OFFLOAD if offload else parts)
+                self.on_all_ranks("sleep", self.engine.offload_weights, True)
+            self.engine.sleep(parts | OFFLOAD if offload else parts)
             self.refresh()
         except BaseException:
             self._free_offloaded()
@@ -221,19 +203,19 @@ class Weights:
 
     def _free_offloaded(self) -> None:
         """Frees the host copy of the weights if the weights are awake."""
-        if not self._engine.stats()["asleep"] & PARTS["weights"]:
-            self._engine.offload_weights(False)
+        if not self.engine.stats()["asleep"] & PARTS["weights"]:
+            self.engine.offload_weights(False)
         self.refresh()
 
     def _require_host_room(self) -> None:
         """Raises CapacityError on all ranks unless each machine has enough free memory for all its
         ranks. Runs before any rank allocates."""
-        if not self._engine.has_peers:
+        if not self.engine.has_peers:
             return
         # Machine or control group → (rank, bytes needed, bytes available) of each of its ranks.
         pools: dict[int, list[tuple[int, int, int]]] = {}
         for rank, (needed, its_pools) in enumerate(
-            self._all_gather("the room of its host", list(self._engine.host_room()))
+            self.engine.all_gather("the room of its host", list(self.engine.host_room()))
         ):
             for name, available in its_pools:
                 pools.setdefault(name, []).append((rank, needed, available))
@@ -247,16 +229,16 @@ class Weights:
                     f"got {byte_text(available)}; sleep without keep_weights, or free memory"
                 )
 
-    @followed("parts", collective=True)
+    @led(Lead.COLLECTIVE)
     def wake(self, parts: int) -> None:
         """Allocates the memory of `parts` again, on all ranks or on none. Offloaded weights are
         copied back and serve again."""
-        asleep = parts & self._engine.stats()["asleep"]
+        asleep = parts & self.engine.stats()["asleep"]
         try:
-            self.on_all_ranks("wake", self._engine.wake, parts)
+            self.on_all_ranks("wake", self.engine.wake, parts)
         except BaseException:
-            if woken := asleep & ~self._engine.stats()["asleep"]:  # another rank failed
-                self._engine.sleep(woken | OFFLOAD)
+            if woken := asleep & ~self.engine.stats()["asleep"]:  # another rank failed
+                self.engine.sleep(woken | OFFLOAD)
             raise
         try:
             self._free_offloaded()
@@ -264,34 +246,23 @@ class Weights:
             self._free_offloaded()
             raise
 
-    def _all_gather(self, where: str, value: Any, fault: Exception | None = None) -> list[Any]:
-        """Returns every rank's value. fault: this rank's error, or None. This rank raises the
-        error, and the other ranks raise SyncAbortedError."""
-        try:
-            return self._engine.all_gather_or_raise(where, value, fault)
-        except BaseException as error:
-            self._engine.abort_unless_shared(error)
-            raise
-
+    @led(Lead.EVERY_RANK)
     def require_equal(self, what: str, value: str) -> None:
         """Raises CollectiveMismatchError on all ranks unless all ranks have the same value."""
-        if self.role is not None:  # all ranks use the value of rank 0
-            return
-        self._engine.require_equal(what, self._all_gather(what, value))
+        self.engine.all_gather(f"{what} of {value}")
 
+    @led(Lead.EVERY_RANK)
     def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank
         raises its error, and the others raise SyncAbortedError with the rank and the reason."""
+        result: Any = None
         fault: Exception | None = None
         try:
             result = action(*args)
         except Exception as error:  # noqa: BLE001 (raised once all ranks know)
             fault = error
-        except BaseException as error:
-            self._engine.abort_unless_shared(error)
-            raise
-        self._all_gather(where, None, fault)
-        return result
+        self.engine.all_gather(where, error=fault)
+        return cast(T, result)
 
     def forget(self) -> None:
         """Closes the open sync because the generator is being closed."""
@@ -300,24 +271,25 @@ class Weights:
         self.version = None
 
     def refresh(self) -> None:
-        self.version = self._engine.sync_state()[0]
+        self.version = self.engine.sync_state()[0]
 
     def _abort(self, why: str = "it failed") -> None:
         if self._open is not None:
             self._open.closed, self._open = why, None
-        self._engine.sync_abort()
+        self.engine.sync_abort()
         self.refresh()
 
-    def _commit(self, options: SyncOptions, deadline: float | None) -> SyncReport:
-        self._finish_running(options, deadline)
+    def _commit(self, options: SyncOptions) -> SyncReport:
         before = self.version
         try:
-            report = report_of(self._engine.sync_commit(options.at_commit))
+            report = report_of(self.engine.sync_commit(options.at_commit))
             self._follow(before, options)
             return report
-        except BaseException:
+        except BaseException as error:
             # A Ctrl-C may arrive after the engine has swapped to the new version.
             self._follow(before, options)
+            if isinstance(error, MemoryError):  # all ranks have received it as this rank's vote
+                self.engine.raise_failure(error, [])
             raise
 
     def _follow(self, before: int | None, options: SyncOptions) -> None:
@@ -338,11 +310,13 @@ class Weights:
             )
 
     def _finish_running(self, options: SyncOptions, deadline: float | None) -> None:
-        """If inflight is "wait", finishes running requests on the old version."""
-        while options.inflight == "wait" and (left := self._engine.unfinished()):
-            if deadline is not None and time.monotonic() >= deadline:
+        """If inflight is "wait", finishes running requests on the old version. deadline: checked
+        only in one process, since ranks take the same number of steps."""
+        while options.inflight == "wait" and (left := self.engine.unfinished()):
+            is_late = deadline is not None and time.monotonic() >= deadline
+            if is_late and not self.engine.has_peers:
                 raise DeadlineError(f"{left} requests were still running at the sync's timeout")
-            if self._requests.step()[0] == 0 and (left := self._engine.unfinished()):
+            if self._requests.step() == 0 and (left := self.engine.unfinished()):
                 raise StateError(
                     f"{left} requests cannot finish (paused or asleep): call resume() or wake(), "
                     "or choose another inflight"
@@ -386,7 +360,7 @@ class Sync:
         """exclusive: runs a function with exclusive use of the engine, until a deadline."""
         self._weights, self._exclusive = weights, exclusive
         self.options = options
-        self.plan = Plan(weights._engine, options)
+        self.plan = Plan(weights.engine, options)
         self.closed: str | None = None  # why the sync is closed; None while it is open
         self.report: SyncReport | None = None
 

@@ -1,4 +1,4 @@
-// check_attention.cpp: attention over contexts around blocks and segments, windows, and heads cut
+// check_attention.cpp: attention over contexts around blocks and splits, windows, and heads cut
 // by a mesh. Rows are three single rows; prefill chunks of two sequences and decode rows of others
 // in one call; chunks that fill tiles of rows; or rows of alternating sequences, which fill more
 // unshared tiles than the tensor cores' list can hold.
@@ -105,7 +105,7 @@ bool check_attention() {
     if (!attention_case(dtype, 40, 32, {2, 1, 0, 0}, 4096, 0, ALONE, 1) ||
         !attention_case(dtype, 40, 32, {0, 0, 1, 0}, 16, 0, ALONE, 1))
       return false;
-  // Whole tiles: 32, 18, 42 and 64 rows of them, contexts of one segment and of several, windows,
+  // Whole tiles: 32, 18, 42 and 64 rows of them, contexts of one split and of several, windows,
   // heads of 128 and other sizes, alternating sequences.
   for (const int64_t context : {80, 1090, 2100}) {
     const int64_t window = context == 2100 ? 1030 : 0, at_once = context == 1090 ? 3 : MIX.rows;

@@ -49,7 +49,7 @@ bool gemm_case(bool swiglu, rm_dtype dtype, rm_dtype y_dtype, int64_t m, int64_t
               limits, call);
 }
 
-// Tokens and rows of W at the edges of a tile; k at the edges of a stage, of a segment and of the
+// Tokens and rows of W at the edges of a tile; k at the edges of a stage, of a split and of the
 // prefetched stages.
 bool tile_cases(int tile, bool swiglu) {
   const int64_t rows = RM_TILES[tile].rows / (swiglu ? 2 : 1), cols = RM_TILES[tile].cols;

@@ -117,18 +117,18 @@ bool banks() {
   return true;
 }
 
-// x of a tile: every chunk has a place; rm_load_matrices makes B from the lanes' chunks; and the 8
-// chunks of a phase, like the 8 that are written at once, are in different banks.
+// x of a tile: every vector has a place; rm_load_matrices makes B from the lanes' vectors; and the 8
+// vectors of a phase, like the 8 that are written at once, are in different banks.
 bool swizzle() {
   constexpr int COLS = 192, CHUNKS = RM_TILE_K / 8, EIGHT = 8;
-  tally chunks(COLS * CHUNKS);
+  tally vectors(COLS * CHUNKS);
   for (int row = 0; row < COLS; row++)
-    for (int chunk = 0; chunk < CHUNKS; chunk++) chunks.add(rm_tile_chunk(row, chunk));
-  if (!chunks.once()) return fails("chunks", 0, 0);
+    for (int vector = 0; vector < CHUNKS; vector++) vectors.add(rm_tile_vector(row, vector));
+  if (!vectors.once()) return fails("vectors", 0, 0);
   for (int from = 0; from < COLS * CHUNKS; from += EIGHT) {
     tally banks(EIGHT);
     for (int i = from; i < from + EIGHT; i++)
-      banks.add(rm_tile_chunk(i / CHUNKS, i % CHUNKS) % EIGHT);
+      banks.add(rm_tile_vector(i / CHUNKS, i % CHUNKS) % EIGHT);
     if (!banks.once()) return fails("banks of what is written", from, 0);
   }
   for (int token = 0; token < COLS; token += 16)
@@ -136,7 +136,7 @@ bool swizzle() {
       for (int phase = 0; phase < 32; phase += EIGHT) {
         tally banks(EIGHT);
         for (int lane = phase; lane < phase + EIGHT; lane++)
-          banks.add(rm_tile_lane_chunk(token, step, lane) % EIGHT);
+          banks.add(rm_tile_lane_vector(token, step, lane) % EIGHT);
         if (!banks.once()) return fails("banks of what is read", token, phase);
       }
       for (int col = 0; col < 16; col++)
@@ -144,8 +144,8 @@ bool swizzle() {
           // Register 2·(col / 8) + word of the lane is a word of the row of lane `giver`.
           const rm_mma_place at = rm_mma_b_place(k, col % 8);
           const int giver = (col / 8 * 2 + at.word) * 8 + at.lane / 4;
-          if (rm_tile_lane_chunk(token, step, giver) !=
-                  rm_tile_chunk(token + col, step * 2 + k / 8) ||
+          if (rm_tile_lane_vector(token, step, giver) !=
+                  rm_tile_vector(token + col, step * 2 + k / 8) ||
               at.lane % 4 * 2 + at.half != k % 8)
             return fails("B", token + col, step * RM_MMA_K + k);
         }

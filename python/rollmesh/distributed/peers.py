@@ -1,0 +1,209 @@
+"""One rank of a mesh of processes: the collectives of the layers above, and `join`, which makes its
+engine.
+
+Every message has the name of the call that its rank is in, so ranks in different calls raise
+CollectiveMismatchError before anything is computed. A rank that leaves a call alone (Ctrl-C, out of
+memory) aborts the mesh; waiting ranks raise RankLostError.
+
+In vLLM each worker is a PeerEngine, because vLLM makes every call on every worker. A generator's
+ranks are LedEngines (leading.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from rollmesh import _core
+from rollmesh.distributed.comm import Comm, Endpoints, check_alike
+from rollmesh.distributed.mesh import Mesh
+from rollmesh.distributed.rank_engine import ALONE, Lead, RankEngine
+from rollmesh.distributed.wire import decode, encode
+from rollmesh.errors import (
+    CollectiveMismatchError,
+    Error,
+    RankLostError,
+    SyncAbortedError,
+)
+from rollmesh.runtime.engine_views import CONTRACT_VERSION
+from rollmesh.runtime.messages import reason
+
+T = TypeVar("T")
+# Options that may differ between ranks, since results do not depend on them.
+OF_A_RANK = (
+    "threads",
+    "isa",
+    "cuda_library",
+    "cuda_ordinal",
+    "nccl_library",
+    "nccl_gpu",
+    "cublas_library",
+)
+# A push of begin_sync that succeeded is an empty message.
+PUSHES = "begin_sync"
+PUSHED = [PUSHES, "push", None, False]
+FOLLOW = "follow()"  # the call of a rank that makes every call of rank 0
+
+
+class PeerEngine(RankEngine):
+    """A _core.Engine that is one rank of several processes."""
+
+    has_peers = True
+
+    def __init__(self, engine: _core.Engine, comm: Comm, control: _core.Comm):
+        super().__init__(engine)
+        self._comm, self.control, self.rank = comm, control, comm.rank
+        self._known_error: BaseException | None = None  # an exception that all ranks have received
+
+    def close(self) -> None:
+        self._engine.close()
+        self.control.close()
+        self._comm.close()
+
+    def all_gather(self, call: str, value: Any = None, error: Exception | None = None) -> list[Any]:
+        everyone = self.gather(call, value, None if error is None else reason(error))
+        self.raise_failure(error, [why for _, why, _ in everyone])
+        return [value for value, _, _ in everyone]
+
+    def gather(
+        self, call: str, value: Any, why: str | None = None, leads: bool = False
+    ) -> list[tuple[Any, str | None, bool]]:
+        """Returns every rank's value and `why`, and whether the rank is in follow(), which is
+        allowed if rank 0 decides what the ranks do (`leads`)."""
+        message = [call, value, why, leads]
+        parts = self.control.all_gather(b"" if message == PUSHED else encode(message))
+        everyone = [decode(part) if part else PUSHED for part in parts]
+        first, _, _, leads = everyone[0]
+        for rank, (its, *_) in enumerate(everyone):
+            if its != first and not (leads and its == FOLLOW):
+                self._known_error = CollectiveMismatchError(
+                    f"rank {rank} is in {its}, rank 0 in {first}"
+                )
+                raise self._known_error
+        return [(value, why, its == FOLLOW) for its, value, why, _ in everyone]
+
+    def handshake(self, facts: Mapping[str, Any]) -> None:
+        """Raises MeshMismatchError unless all ranks have the same spec and options. The error lists
+        the ranks and the differences."""
+        text = {
+            name: json.dumps(value, sort_keys=True, default=lambda array: array.tolist())
+            for name, value in facts.items()
+        }
+        digest = {
+            name: hashlib.sha256(value.encode()).hexdigest()[:16] if len(value) > 80 else value
+            for name, value in text.items()
+        }
+        check_alike(self.all_gather("initialization", digest))
+
+    def abort_unless_shared(self, error: BaseException) -> bool:
+        alike = isinstance(error, Error) and not isinstance(error, ALONE)
+        if alike or error is self._known_error:
+            return False
+        self.give_up()
+        return True
+
+    def give_up(self) -> None:
+        """Aborts the mesh. The other ranks raise RankLostError in the call in which they wait."""
+        self._engine.give_up()
+        self.control.abort()
+        self._comm.abort()
+
+    def lead(self, kind: Lead, name: str, args: tuple[Any, ...], run: Callable[[], T]) -> T:
+        try:
+            return run()
+        except BaseException as error:
+            # After a Ctrl-C this rank may have skipped an operation that the others make.
+            if kind != Lead.QUEUED or not isinstance(error, Exception):
+                self.abort_unless_shared(error)
+            raise
+
+    def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
+        if error is not None:
+            self._known_error = error
+            raise error
+        for rank, why in enumerate(reasons):
+            if why is not None:
+                raise SyncAbortedError(f"rank {rank}: {why}")
+
+
+def join(
+    values: Any,
+    options: Any,
+    comm: Comm | None,
+    mesh: Mesh,
+    make: Callable[[_core.Engine, Comm, _core.Comm], PeerEngine] = PeerEngine,
+    may_differ: Iterable[str] = (),
+) -> RankEngine:
+    """Makes the engine of this rank, after all ranks have connected and compared spec and options.
+    Ranks may differ in OF_A_RANK and in the options listed in may_differ. comm may be None in a
+    world of one rank. make: makes the PeerEngine. Raises this rank's own error, MeshMismatchError,
+    or RankLostError if another rank failed."""
+    ends = None if comm is None else comm.connect(mesh)
+    if comm is None or ends is None or ends.control is None:
+        return RankEngine(_core.Engine(values, options))
+    try:
+        # Compared first, since with None the ranks exchange messages while the engines are made.
+        sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}
+        everyone = [
+            decode(part)
+            for part in ends.control.all_gather(encode([comm.handshake_values(), sized]))
+        ]
+        comm.accept_handshake([its for its, _ in everyone])
+        check_alike([its for _, its in everyone])
+        engine = _create(values, options, comm.rank, ends, ends.control)
+    except BaseException:
+        ends.control.close()
+        comm.close()
+        raise
+    peer = make(engine, comm, ends.control)
+    try:
+        facts = {
+            name: value
+            for name, value in asdict(options).items()
+            if name not in {*OF_A_RANK, *may_differ}
+        }
+        peer.handshake(
+            {
+                **facts,
+                "spec": asdict(values),
+                "contract": CONTRACT_VERSION,
+                "family": engine.stats()["family"],
+            }
+        )
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _create(
+    values: Any, options: Any, rank: int, ends: Endpoints, control: _core.Comm
+) -> _core.Engine:
+    """Makes this rank's engine. Raises RankLostError if another rank failed to make its engine."""
+    try:
+        engine = _core.Engine(values, options, (rank, ends.tp, ends.ep, ends.world))
+    except BaseException as error:
+        for end in (ends.tp, ends.ep, ends.world):
+            if end is not None:  # other ranks may be waiting for this rank
+                end.abort()
+        failures = map(decode, control.all_gather(encode(f"{type(error).__name__}: {error}"[:500])))
+        first = next(
+            (
+                (other, why)
+                for other, why in enumerate(failures)
+                if why and not why.startswith(RankLostError.__name__)
+            ),
+            None,
+        )
+        # Another rank failed while the groups were connected.
+        if isinstance(error, RankLostError) and first is not None:
+            raise RankLostError(f"rank {first[0]} could not be made: {first[1]}") from error
+        raise
+    for other, failure in enumerate(map(decode, control.all_gather(encode(None)))):
+        if failure is not None:
+            engine.close()
+            raise RankLostError(f"rank {other} could not be made: {failure}")
+    return engine
