@@ -37,10 +37,8 @@ int rm_array_is_masked(PyObject *object) {
 
 static int refuse_type(PyObject *module, rm_code code, const rm_array_want *want, const char *what,
                        void *got) {
-  PyObject *wanted = (PyObject *)PyArray_DescrFromType(want->type);
-  rm_raise_code(module, code, "%s: expected %s %S, got %S", want->name, what, wanted, got);
-  Py_XDECREF(wanted);
-  return -1;
+  RM_OWNED *wanted = (PyObject *)PyArray_DescrFromType(want->type);
+  return rm_refuse(module, code, "%s: expected %s %S, got %S", want->name, what, wanted, got);
 }
 
 int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void **data) {

@@ -54,20 +54,16 @@ static int store(PyObject *module, const rm_attribute *attribute, PyObject *valu
     case RM_ATTR_F64: *(double *)member = PyFloat_AsDouble(value); return PyErr_Occurred() ? -1 : 0;
     default: break;
   }
-  PyObject *integer = PyNumber_Index(value);
-  const int failed = !integer || store_integer(attribute, integer, member);
-  Py_XDECREF(integer);
-  return failed ? -1 : 0;
+  RM_OWNED *integer = PyNumber_Index(value);
+  return integer ? store_integer(attribute, integer, member) : -1;
 }
 
 int rm_attributes_read(PyObject *module, PyObject *object, const rm_attribute *attributes, size_t n,
                        void *out, PyObject *held) {
   for (size_t i = 0; i < n; i++) {
-    PyObject *value = PyObject_GetAttrString(object, attributes[i].name);
-    const int failed =
-        !value || store(module, &attributes[i], value, (char *)out + attributes[i].offset, held);
-    Py_XDECREF(value);
-    if (failed) return -1;
+    RM_OWNED *value = PyObject_GetAttrString(object, attributes[i].name);
+    if (!value || store(module, &attributes[i], value, (char *)out + attributes[i].offset, held))
+      return -1;
   }
   return 0;
 }
@@ -87,9 +83,8 @@ static PyObject *value_of(rm_attribute_type type, const void *member) {
 PyObject *rm_attributes_dict(const void *from, const rm_attribute *attributes, size_t n) {
   PyObject *dict = PyDict_New();
   for (size_t i = 0; dict && i < n; i++) {
-    PyObject *value = value_of(attributes[i].type, (const char *)from + attributes[i].offset);
+    RM_OWNED *value = value_of(attributes[i].type, (const char *)from + attributes[i].offset);
     if (!value || PyDict_SetItemString(dict, attributes[i].name, value)) Py_CLEAR(dict);
-    Py_XDECREF(value);
   }
   return dict;
 }

@@ -46,6 +46,10 @@ enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIAT
 #define RM_METHOD(name, function, flags, doc) \
   {name, (PyCFunction)(void (*)(void))function, flags, PyDoc_STR(doc)}
 
+// RM_OWNED *x = …: a reference, or NULL, that is dropped when its scope ends.
+static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }
+#define RM_OWNED __attribute__((cleanup(rm_drop))) PyObject
+
 // Runs `call`, which returns an rm_code, without the GIL.
 #define RM_UNLOCKED(call) \
   ({ \

@@ -54,17 +54,11 @@ static int text_is(PyObject *text, const char *want) {
 
 // Whether dtype.metadata["rollmesh"] == "bfloat16"; −1 with an exception.
 static int has_bf16_metadata(PyObject *dtype) {
-  PyObject *metadata = PyObject_GetAttrString(dtype, "metadata");
-  if (!metadata) return -1;
-  int is = 0;
-  if (metadata != Py_None) {
-    PyObject *word = PyMapping_GetItemString(metadata, "rollmesh");
-    if (!word) PyErr_Clear();
-    is = text_is(word, "bfloat16");
-    Py_XDECREF(word);
-  }
-  Py_DECREF(metadata);
-  return is;
+  RM_OWNED *metadata = PyObject_GetAttrString(dtype, "metadata");
+  if (!metadata || metadata == Py_None) return metadata ? 0 : -1;
+  RM_OWNED *word = PyMapping_GetItemString(metadata, "rollmesh");
+  if (!word) PyErr_Clear();
+  return text_is(word, "bfloat16");
 }
 
 static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, rm_src_dtype *out) {
@@ -78,11 +72,9 @@ static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, r
     if (is) return is < 0 ? -1 : 0;
   }
   if (PyTypeNum_ISUSERDEF(type) && PyArray_ITEMSIZE(array) == 2) {
-    PyObject *word = PyObject_GetAttrString(dtype, "name");
+    RM_OWNED *word = PyObject_GetAttrString(dtype, "name");
     if (!word) return -1;
-    const int is = text_is(word, "bfloat16");
-    Py_DECREF(word);
-    if (is) return 0;
+    if (text_is(word, "bfloat16")) return 0;
   }
   return rm_refuse(module, RM_E_DTYPE,
                    "%.200U: expected " RM_WEIGHT_ELEMENTS " in native byte order, got %R", name,
@@ -163,19 +155,12 @@ static PyObject *optional_attr(PyObject *object, const char *attr, int *failed) 
 // as `missing`.
 static int attr_reads(PyObject *object, const char *attr, const char *text, int missing,
                       int *failed) {
-  PyObject *value = optional_attr(object, attr, failed);
-  if (!value) return missing;
-  if (PyCallable_Check(value)) {
-    PyObject *made = PyObject_CallNoArgs(value);
-    Py_DECREF(value);
-    value = made;
-  }
-  PyObject *read = value ? PyObject_Str(value) : NULL;
+  RM_OWNED *found = optional_attr(object, attr, failed);
+  if (!found) return missing;
+  RM_OWNED *value = PyCallable_Check(found) ? PyObject_CallNoArgs(found) : Py_NewRef(found);
+  RM_OWNED *read = value ? PyObject_Str(value) : NULL;
   if (!read) *failed = 1;
-  const int is = text_is(read, text);
-  Py_XDECREF(value);
-  Py_XDECREF(read);
-  return is;
+  return text_is(read, text);
 }
 
 // Returns why a torch tensor of this kind cannot be read from memory; NULL if it can, or if *failed
@@ -195,14 +180,13 @@ static const char *torch_objection(PyObject *object, int *failed) {
       {"is_nested", "True", "a nested tensor"},
       {"is_neg", "True", "a lazily negated view; send .resolve_neg()"},
   };
-  PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+  RM_OWNED *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
   const char *what = NULL;
   *failed = !type;
   for (size_t i = 0; i < sizeof refused / sizeof *refused && !*failed && !what; i++)
     if (refused[i].attr ? attr_reads(object, refused[i].attr, refused[i].text, 0, failed)
                         : text_is(type, refused[i].text))
       what = refused[i].what;
-  Py_XDECREF(type);
   if (!what && !*failed && !attr_reads(object, "layout", "torch.strided", 1, failed))
     what = "a tensor whose layout is not strided";
   return *failed ? NULL : what;
@@ -211,31 +195,21 @@ static const char *torch_objection(PyObject *object, int *failed) {
 // Finds the storage behind a torch tensor. LayoutError if it was resized to 0 bytes, as FSDP does.
 static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out) {
   int failed = 0;
-  PyObject *method = optional_attr(object, "untyped_storage", &failed);
+  RM_OWNED *method = optional_attr(object, "untyped_storage", &failed);
   if (!method) return failed ? -1 : 0;
-  PyObject *storage = PyObject_CallNoArgs(method), *start = NULL, *bytes = NULL;
-  Py_DECREF(method);
-  int result = -1;
-  if (!storage) goto out;
-  if (!(start = PyObject_CallMethod(storage, "data_ptr", NULL)) ||
-      !(bytes = PyObject_CallMethod(storage, "nbytes", NULL)))
-    goto out;
+  RM_OWNED *storage = PyObject_CallNoArgs(method);
+  RM_OWNED *start = storage ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
+  RM_OWNED *bytes = start ? PyObject_CallMethod(storage, "nbytes", NULL) : NULL;
+  if (!bytes) return -1;
   const unsigned long long at = PyLong_AsUnsignedLongLong(start),
                            length = PyLong_AsUnsignedLongLong(bytes);
-  if (PyErr_Occurred()) goto out;
-  if (length == 0) {
-    rm_raise_code(module, RM_E_LAYOUT,
-                  "%.200U: expected a tensor with memory, got one whose storage is empty (0 bytes)",
-                  name);
-    goto out;
-  }
+  if (PyErr_Occurred()) return -1;
+  if (length == 0)
+    return rm_refuse(
+        module, RM_E_LAYOUT,
+        "%.200U: expected a tensor with memory, got one whose storage is empty (0 bytes)", name);
   take_span(out, (uintptr_t)at, (uintptr_t)(at + length));
-  result = 0;
-out:
-  Py_XDECREF(storage);
-  Py_XDECREF(start);
-  Py_XDECREF(bytes);
-  return result;
+  return 0;
 }
 
 // ----------------------------------------------------------------------------------------- DLPack
@@ -253,7 +227,7 @@ enum { HOST = -1 };
 // Returns −1 with an exception if the extension cannot read the producer's device.
 static int check_device(PyObject *module, PyObject *object, PyObject *name,
                         const rm_tensor_reader *reader, int *ordinal) {
-  PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
+  RM_OWNED *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
   if (!device) return -1;
   int is_pair = PyTuple_Check(device) && PyTuple_Size(device) == 2;
   const long type = is_pair ? PyLong_AsLong(PyTuple_GetItem(device, 0)) : 0;
@@ -264,11 +238,10 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name,
     is_pair = 0;
   }
   if (!is_pair)
-    rm_raise_code(
+    return rm_refuse(
         module, RM_E_UNSUPPORTED_TENSOR,
         "%.200U: expected a __dlpack_device__ that returns two integers of 64 bits, got %.80R",
         name, device);
-  Py_DECREF(device);
   if (PyErr_Occurred()) return -1;
   *ordinal = is_cuda(type) ? (int)number : HOST;
   if (is_cuda(type) && (number < 0 || number > INT32_MAX))
@@ -285,34 +258,24 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name,
 // that is enqueued on it from now on reads the complete data.
 static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
                              const void *stream) {
-  PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *none = NULL, *version = NULL,
-           *capsule = NULL;
-  const unsigned long long handle = (uintptr_t)stream;
-  if (method && (none = PyTuple_New(0)) &&
-      (version = Py_BuildValue("{s:(ii)}", "max_version", 1, 1))) {
-    PyObject *number = stream ? PyLong_FromUnsignedLongLong(handle) : NULL;
-    if (!stream || (number && !PyDict_SetItemString(version, "stream", number)))
-      capsule = PyObject_Call(method, none, version);
-    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
-      PyErr_Clear();
-      if (!PyDict_DelItemString(version, "max_version"))
-        capsule = PyObject_Call(method, none, version);
-    }
-    Py_XDECREF(number);
+  RM_OWNED *method = PyObject_GetAttrString(object, "__dlpack__");
+  RM_OWNED *none = method ? PyTuple_New(0) : NULL;
+  RM_OWNED *options = none ? Py_BuildValue("{s:(ii)}", "max_version", 1, 1) : NULL;
+  RM_OWNED *handle = options ? PyLong_FromUnsignedLongLong((uintptr_t)stream) : NULL;
+  if (!handle || (stream && PyDict_SetItemString(options, "stream", handle))) return NULL;
+  PyObject *capsule = PyObject_Call(method, none, options);
+  if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
+    PyErr_Clear();
+    if (!PyDict_DelItemString(options, "max_version"))
+      capsule = PyObject_Call(method, none, options);
   }
-  Py_XDECREF(method);
-  Py_XDECREF(none);
-  Py_XDECREF(version);
   if (!capsule && PyErr_ExceptionMatches(PyExc_BufferError)) {
-    PyObject *type, *value, *trace;
+    RM_OWNED *type = NULL, *value = NULL, *trace = NULL;
     PyErr_Fetch(&type, &value, &trace);
     rm_raise_code(
         module, RM_E_UNSUPPORTED_TENSOR,
         "%.200U: expected a tensor that its library exports by DLPack, got BufferError: %S", name,
         value ? value : Py_None);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
   }
   return capsule;
 }

@@ -92,25 +92,20 @@ static rm_code code_of_exception(comm_object *c, rm_error *err) {
   static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT,
                                   RM_E_MESH_MISMATCH, RM_E_MEMORY};
   rm_module_state *state = rm_state(rm_module_of((PyObject *)c));
-  PyObject *type, *value, *trace;
+  RM_OWNED *type = NULL, *value = NULL, *trace = NULL;
   rm_code code = RM_E_RANK_LOST;
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)
     if (PyErr_ExceptionMatches(state->errors[known[i]])) code = known[i];
   const int interrupted = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
   if (interrupted) state->interrupted = PyThread_get_thread_ident();
   PyErr_Fetch(&type, &value, &trace);
-  PyObject *text = value ? PyObject_Str(value) : NULL,
-           *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+  RM_OWNED *text = value ? PyObject_Str(value) : NULL;
+  RM_OWNED *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
   rm_fail(err, code, "%.400s",
           interrupted ? "the exchange was interrupted"
           : bytes     ? PyBytes_AsString(bytes)
                       : "the exchange failed");
   PyErr_Clear();
-  Py_XDECREF(bytes);
-  Py_XDECREF(text);
-  Py_XDECREF(type);
-  Py_XDECREF(value);
-  Py_XDECREF(trace);
   return code;
 }
 

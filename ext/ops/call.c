@@ -46,7 +46,7 @@ int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t
                       int64_t high) {
   int overflow = 0;
   if (c->failed) return -1;
-  PyObject *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
+  RM_OWNED *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
   const long long value = number ? PyLong_AsLongLongAndOverflow(number, &overflow) : -1;
   c->failed = !number || overflow || value < low || value > high;
   if (c->failed && is_refusal())
@@ -54,7 +54,6 @@ int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t
                   overflow ? "%s: expected an integer in [%lld, %lld], got one of more than 64 bits"
                            : "%s: expected an integer in [%lld, %lld], got %.60R",
                   name, (long long)low, (long long)high, object);
-  Py_XDECREF(number);
   return c->failed ? -1 : value;
 }
 
@@ -63,7 +62,7 @@ float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
   const int is_number = PyType_GetSlot(Py_TYPE(object), Py_nb_float) ||
                         PyType_GetSlot(Py_TYPE(object), Py_nb_index);   // excludes text
   const int is_bool = PyBool_Check(object) || PyArray_IsScalar(object, Bool);
-  PyObject *number =
+  RM_OWNED *number =
       is_number && !is_bool && !PyArray_Check(object) ? PyNumber_Float(object) : NULL;
   const double value = number ? PyFloat_AsDouble(number) : NAN;
   c->failed = !(value >= (double)low && value <= (double)FLT_MAX);
@@ -73,7 +72,6 @@ float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
                       ? "%s: expected a finite float32%s, got %.60R"
                       : "%s: expected a finite float32%s, got an integer beyond it",
                   name, low == 0 ? " >= 0" : "", object);
-  Py_XDECREF(number);
   return c->failed ? 0 : (float)value;
 }
 
@@ -242,14 +240,13 @@ rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name) {
 void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected) {
   if (c->failed) return;
   c->failed = 1;
-  PyObject *dtype = PyArray_Check(object) || rm_is_device_array(c->module, object)
+  RM_OWNED *dtype = PyArray_Check(object) || rm_is_device_array(c->module, object)
                         ? PyObject_GetAttrString(object, "dtype")
                         : NULL;
   if (dtype) rm_raise_code(c->module, RM_E_DTYPE, "%s: expected %s, got %S", name, expected, dtype);
   else if (!PyErr_Occurred())
     rm_raise_code(c->module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s, got %R", name,
                   expected, (PyObject *)Py_TYPE(object));
-  Py_XDECREF(dtype);
 }
 
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low,

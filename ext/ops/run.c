@@ -69,7 +69,7 @@ static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
     rm_op_at_least(c, a->name, *sizes[i], 0);
     dims[i] = (npy_intp)(shape[i] = *sizes[i]);
   }
-  PyObject *tuple = c->failed ? NULL : rm_tuple_of(shape, n_dims);
+  RM_OWNED *tuple = c->failed ? NULL : rm_tuple_of(shape, n_dims);
   if (!tuple) return NULL;
   PyObject *out = c->self->op_device
                       ? rm_device_array_zeros(c->module, c->self->op_device, names[type], tuple)
@@ -80,7 +80,6 @@ static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
     rm_raise_code(c->module, RM_E_SHAPE,
                   "%s: expected an output that can be addressed, got shape %R", a->name, tuple);
   }
-  Py_DECREF(tuple);
   return out;
 }
 
@@ -160,7 +159,8 @@ static rm_limits limits_of(const rm_op_values *v) {
 
 PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
   rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)};
-  PyObject *arguments, *names, *none = NULL;
+  PyObject *arguments, *names;
+  RM_OWNED *none = NULL;
   const char *name;
   if (!PyArg_ParseTuple(args, "sO!:run", &name, &PyDict_Type, &arguments)) return NULL;
   const rm_op *op = op_named(name);
@@ -173,7 +173,6 @@ PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
     none = rm_op_finish(&c);
   }
   if (!none) Py_CLEAR(c.outputs);
-  Py_XDECREF(none);
   return c.outputs;
 }
 
@@ -192,15 +191,13 @@ PyObject *rm_op_table(void) {
   PyObject *all = PyDict_New();
   for (int g = 0; all && g < N_GROUPS; g++)
     for (const rm_op *op = groups[g]; all && op->name; op++) {
-      PyObject *roles = PyDict_New();
+      RM_OWNED *roles = PyDict_New();
       int failed = !roles || PyDict_SetItemString(all, op->name, roles);
       for (const rm_op_argument *a = op->arguments; !failed && !is_last(a); a++) {
         if (!a->name) continue;
-        PyObject *role = PyUnicode_FromString(role_of(a));
+        RM_OWNED *role = PyUnicode_FromString(role_of(a));
         failed = !role || PyDict_SetItemString(roles, a->name, role);
-        Py_XDECREF(role);
       }
-      Py_XDECREF(roles);
       if (failed) Py_CLEAR(all);
     }
   return all;
