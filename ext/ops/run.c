@@ -16,7 +16,7 @@ static int n_dims_of(const rm_op_argument *a) {
   return n;
 }
 
-static void *value_at(rm_op_call *c, size_t offset) { return (char *)&c->v + offset; }
+static void *value_at(rm_op_call *c, size_t offset) { return (char *)c + offset; }
 
 PyObject *rm_op_given(const rm_op_call *c, const char *name) {
   int i = 0;
@@ -48,11 +48,11 @@ static int numpy_type(rm_op_call *c, const rm_op_argument *a, PyObject *object) 
                               [RM_OP_I64] = NPY_INT64,
                               [RM_OP_U8] = NPY_UINT8,
                               [RM_OP_U64] = NPY_UINT64};
-  if (a->type == RM_OP_OUT_T) return rm_op_numpy_type(c->v.out_dtype);
+  if (a->type == RM_OP_OUT_T) return rm_op_numpy_type(c->out_dtype);
   if (a->type != RM_OP_T) return types[a->type];
-  if (!c->is_decided) c->v.dtype = rm_op_dtype_of(c, object, a->name);
+  if (!c->is_decided) c->dtype = rm_op_dtype_of(c, object, a->name);
   c->is_decided = 1;
-  return rm_op_numpy_type(c->v.dtype);
+  return rm_op_numpy_type(c->dtype);
 }
 
 // Returns a new reference.
@@ -138,23 +138,9 @@ static int start(rm_op_call *c, const rm_op *op, PyObject *names, PyObject *argu
     PyErr_Format(PyExc_TypeError, "%s: expected arguments of the op, got %R", op->name, arguments);
     return -1;
   }
-  c->v.two = 2;
+  c->s.two = 2;
   c->outputs = PyTuple_New(n_outputs);
   return c->outputs ? 0 : -1;
-}
-
-static rm_limits limits_of(const rm_op_values *v) {
-  return (rm_limits){.max_rows = v->n_rows,
-                     .max_k = rm_max64(v->k, v->hidden),
-                     .max_n = v->n,
-                     .vocab = v->vocab,
-                     .n_heads = v->num_heads,
-                     .n_kv_heads = v->num_kv_heads,
-                     .head_dim = v->head_dim,
-                     .group = v->group,
-                     .max_positions = v->max_positions,
-                     .n_experts = v->num_experts,
-                     .top_k = v->top_k};
 }
 
 PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
@@ -168,8 +154,9 @@ PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
   names = PyDict_GetItem(rm_state(c.module)->op_arguments, PyTuple_GetItem(args, 0));
   if (start(&c, op, names, arguments)) return NULL;
   for (int i = 0; !c.failed && !is_last(&c.table[i]); i++) take(&c, i);
-  if (!rm_op_begin(&c, limits_of(&c.v))) {
-    op->run(self->table, &c.ctx, &c.v);
+  if (op->dtype) *(rm_dtype *)value_at(&c, op->dtype) = c.dtype;
+  if (!rm_op_begin(&c, c.limits)) {
+    op->run(self->table, &c.ctx, &c.a);
     none = rm_op_finish(&c);
   }
   if (!none) Py_CLEAR(c.outputs);
