@@ -6,8 +6,8 @@
 // of the op's outputs. rollmesh.ops is the public interface.
 //
 // The table (dense.c, attention.c, moe.c, logits.c) has an entry for each op. The entry lists the
-// arguments in the order in which they are taken: name, type, flags and shape. It fills the kernel's
-// argument struct: an argument is a member of that struct, and so is a size of a shape, or one of
+// arguments in the order in which they are taken: name, type, flags and shape. An argument is a
+// member of the kernel's argument struct; a size of a shape is a member of that struct or of
 // rm_op_sizes. The first array that has a size sets it. A step between two arguments computes a
 // member or checks a value. Python reads names and roles from _core.op_arguments().
 //
@@ -57,7 +57,7 @@ typedef union rm_op_args {
   RM_OPS(RM_OP_ARGS)
 } rm_op_args;
 
-// What a call needs beside them: sizes, and the columns of rm_sample_params.
+// Values of a call that no argument struct has: sizes, and the columns of rm_sample_params.
 typedef struct rm_op_sizes {
   int64_t x_rows, width, elems, k_elems, v_elems, q_width, k_width, both, n_blocks, n_banned, two;
   int64_t bounds, choices, n_pages, n_positions, half;

@@ -62,7 +62,7 @@ def _layer_types(c: Reader, layers: int) -> tuple[str, ...] | None:
 def _windows(
     c: Reader, layers: int, has_window: Callable[[int], bool], default: int | None = 4096
 ) -> tuple[int, ...]:
-    """As layer_types says, else in the layers for which has_window holds."""
+    """The windows of layer_types, else a window in the layers for which has_window holds."""
     window, types = _switched_window(c, default), _layer_types(c, layers)
     if types is None:
         return tuple(window if has_window(i) else 0 for i in range(layers))

@@ -110,7 +110,7 @@ class _Wanted:
 
 
 class _Call(threading.local):
-    """What the patched modules of one model note during a call, for each thread."""
+    """Notes of the patched modules of one model during a call, for each thread."""
 
     wanted: _Wanted | None = None  # the request of a call of `logprobs`
     passed: Any = None  # input and output of the last forward method of a part

@@ -270,4 +270,6 @@ def attention(
             f"qkv: expected {rows.num_rows} rows, those of the sequences, got {len(qkv)}"
         )
     how = how or how_for(qkv)
-    return _Attention.apply(qkv, q_weight, k_weight, rope, rows, heads, how)  # type: ignore[no-any-return, no-untyped-call]
+    return _Attention.apply(  # type: ignore[no-any-return, no-untyped-call]
+        qkv, q_weight, k_weight, rope, rows, heads, how
+    )

@@ -71,7 +71,9 @@ def linear(
     how = how or how_for(x)
     n = width_of("weight", weights, x.shape[1])
     packed = packing.pack_rows(weights, x.dtype, how) if packed is None else packed
-    return Linear.apply(x, bias, packed, how, n, *weights)  # type: ignore[no-any-return, no-untyped-call]
+    return Linear.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, bias, packed, how, n, *weights
+    )
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -98,7 +100,9 @@ class _RmsNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -> Tensor:
     """weight · x / rms(x) over rows [rows, n]."""
     x = rows_of("x", x)
-    return _RmsNorm.apply(x, weight, eps, how or how_for(x))  # type: ignore[no-any-return, no-untyped-call]
+    return _RmsNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, weight, eps, how or how_for(x)
+    )
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -131,7 +135,9 @@ def add_rms_norm(
     """(rms_norm of the sum, the sum residual + x), both [rows, n]."""
     residual = rows_of("residual", residual)
     x = rows_of("x", x, residual.shape[1])
-    return _AddRmsNorm.apply(residual, x, weight, eps, how or how_for(x))  # type: ignore[no-any-return, no-untyped-call]
+    return _AddRmsNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
+        residual, x, weight, eps, how or how_for(x)
+    )
 
 
 class _Add(torch.autograd.Function):
@@ -165,7 +171,9 @@ def add(
     residual = rows_of("residual", residual)
     gate = None if gate is None else rows_of("gate", gate, 1)
     x = rows_of("x", x, residual.shape[1])
-    return _Add.apply(residual, x, gate, how or how_for(x))  # type: ignore[no-any-return, no-untyped-call]
+    return _Add.apply(  # type: ignore[no-any-return, no-untyped-call]
+        residual, x, gate, how or how_for(x)
+    )
 
 
 def decoder_layer(
@@ -239,7 +247,9 @@ def swiglu(
         raise ShapeError(f"up: expected {len(gate)} rows, as gate has, got {len(up)}")
     width_of("gate or up", (gate, up), x.shape[1])
     packed = packing.pack_gate_up(gate, up, x.dtype, how) if packed is None else packed
-    return _Swiglu.apply(x, gate, up, packed, activation, how)  # type: ignore[no-any-return, no-untyped-call]
+    return _Swiglu.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, gate, up, packed, activation, how
+    )
 
 
 class _Activate(torch.autograd.Function):
@@ -261,4 +271,6 @@ def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:
     """activation(x), [rows, n]: that of an MLP without a gate. activation: as in
     ops.gemm_swiglu."""
     x = rows_of("x", x)
-    return _Activate.apply(x, activation, how or how_for(x))  # type: ignore[no-any-return, no-untyped-call]
+    return _Activate.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, activation, how or how_for(x)
+    )

@@ -56,7 +56,9 @@ def lm_head(x: Tensor, weight: Tensor, *, packed: Any = None, how: How | None = 
     how = how or how_for(x)
     n = width_of("weight", [weight], x.shape[1])
     packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
-    return _LmHead.apply(x, None, packed, how, n, weight)  # type: ignore[no-any-return, no-untyped-call]
+    return _LmHead.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, None, packed, how, n, weight
+    )
 
 
 def _check_logits(flags: Any) -> None:
