@@ -38,8 +38,8 @@ static const rm_attribute model_fields[] = {
 };
 // Attributes of EngineValues.
 static const rm_attribute fields[] = {
-    SPEC(BOOL, sigmoid_scores),  SPEC(INT, qk_norm),    SPEC(INT, wq_rows),
-    SPEC(BOOL, rope_neighbours), SPEC(INT, activation), SPEC(F32, rope_scale),
+    SPEC(BOOL, sigmoid_scores),  SPEC(I32, qk_norm),    SPEC(I32, wq_rows),
+    SPEC(BOOL, rope_neighbours), SPEC(I32, activation), SPEC(F32, rope_scale),
 };
 enum { LAYER_COLUMNS = 3 }; // is_moe, rotates, window
 
@@ -50,10 +50,8 @@ static int read_names(PyObject *module, PyObject *names, rm_spec *values) {
     if (!PyArg_ParseTuple(PyTuple_GetItem(names, i), "ss", &kind, &name)) return -1;
     int k = 0;
     while (k < RM_N_PARAM_KIND && strcmp(rm_kinds[k].kind, kind) != 0) k++;
-    if (k == RM_N_PARAM_KIND) {
-      rm_raise_code(module, RM_E_CONFIG, "names: expected kinds of parameters, got %s", kind);
-      return -1;
-    }
+    if (k == RM_N_PARAM_KIND)
+      return rm_refuse(module, RM_E_CONFIG, "names: expected kinds of parameters, got %s", kind);
     values->names[k] = name;
   }
   return PyErr_Occurred() ? -1 : 0;
@@ -71,8 +69,8 @@ static rm_layer_spec *layers_of(const int64_t *rows, int64_t n) {
 rm_spec *rm_spec_from_python(PyObject *module, PyObject *object) {
   rm_spec values = {0}, *spec = NULL;
   rm_error err = RM_ERROR_INIT;
-  PyObject *model = NULL, *inv_freq = NULL, *rows = NULL, *names = NULL;
-  rm_layer_spec *layers = NULL;
+  RM_OWNED *model = NULL, *inv_freq = NULL, *rows = NULL, *names = NULL;
+  rm_layer_spec *layers;
   void *frequencies, *columns;
   if (!(model = PyObject_GetAttrString(object, "spec")) ||
       !(inv_freq = PyObject_GetAttrString(object, "inv_freq")) ||
@@ -81,22 +79,17 @@ rm_spec *rm_spec_from_python(PyObject *module, PyObject *object) {
       rm_attributes_read(module, model, model_fields, RM_LENGTH(model_fields), &values, NULL) ||
       rm_attributes_read(module, object, fields, RM_LENGTH(fields), &values, NULL) ||
       read_names(module, names, &values))
-    goto out;
+    return NULL;
   rm_array_want of_rope = {"inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, {-1}},
                 of_layers = {"layers", NPY_INT64, RM_ARRAY_IN, 2, {values.n_layers, LAYER_COLUMNS}};
   if (rm_array_data(module, inv_freq, &of_rope, &frequencies) ||
       rm_array_data(module, rows, &of_layers, &columns) ||
       !(layers = layers_of(columns, of_layers.shape[0])))
-    goto out;
+    return NULL;
   values.inv_freq = frequencies;
   values.rotary_dim = 2 * of_rope.shape[0];
   values.layers = layers;
   if (rm_spec_create(&values, &spec, &err)) rm_raise(module, &err);
-out:
   PyMem_Free(layers);
-  Py_XDECREF(model);
-  Py_XDECREF(inv_freq);
-  Py_XDECREF(rows);
-  Py_XDECREF(names);
   return spec;
 }

@@ -7,8 +7,7 @@
 
 typedef enum rm_attribute_type {
   RM_ATTR_BOOL, // an int, set to the object's truth value
-  RM_ATTR_INT,
-  RM_ATTR_I32,
+  RM_ATTR_I32, // also an int or an enum
   RM_ATTR_I64,
   RM_ATTR_U64,
   RM_ATTR_F32, // rounded to nearest even in any floating-point environment

@@ -70,7 +70,7 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
     const rm_option *option = &rm_engine_option_table[i];
     const void *member = (const char *)options + option->attribute.offset;
     int64_t value;
-    if (option->attribute.type == RM_ATTR_INT) value = *(const int *)member;
+    if (option->attribute.type == RM_ATTR_I32) value = *(const int *)member;
     else if (option->attribute.type == RM_ATTR_I64) value = *(const int64_t *)member;
     else continue;
     if (value < option->least || value > (int64_t)option->most)
