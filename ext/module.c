@@ -109,9 +109,9 @@ static PyType_Spec *const types[RM_N_TYPES] = {
     [RM_TYPE_GPUS] = &rm_gpus_spec, // gpu/loans.c
 };
 extern PyMethodDef rm_hardware_functions[], rm_placement_functions[], rm_comm_functions[],
-    rm_ops_functions[];
+    rm_ops_functions[], rm_gpu_functions[];
 static PyMethodDef *const functions[] = {rm_hardware_functions, rm_placement_functions,
-                                         rm_comm_functions, rm_ops_functions};
+                                         rm_comm_functions, rm_ops_functions, rm_gpu_functions};
 
 // The engine's memory hooks, thread teams and CUDA contexts belong to the process, so the module
 // works only in its first interpreter.

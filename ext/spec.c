@@ -45,11 +45,11 @@ static const rm_attribute fields[] = {
 // Reads `names`, a tuple of (kind, name); both are views of the caller's strings.
 static int read_names(PyObject *module, PyObject *names, rm_spec *values) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(names); i++) {
-    const char *kind, *name, *known;
+    const char *kind, *name;
     if (!PyArg_ParseTuple(PyTuple_GetItem(names, i), "ss", &kind, &name)) return -1;
     int k = 0;
-    while ((known = rm_param_kind_name(k)) && strcmp(known, kind) != 0) k++;
-    if (!known) {
+    while (k < RM_N_PARAM_KIND && strcmp(rm_kinds[k].kind, kind) != 0) k++;
+    if (k == RM_N_PARAM_KIND) {
       rm_raise_code(module, RM_E_CONFIG, "names: expected kinds of parameters, got %s", kind);
       return -1;
     }

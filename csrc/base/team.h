@@ -15,3 +15,5 @@ rm_code rm_team_create(int n_threads, rm_team **out, rm_error *err);
 void rm_team_destroy(rm_team *team); // safe on NULL
 int rm_team_threads(const rm_team *team);
 void rm_team_run(void *team, rm_task_fn fn, void *arg); // fits rm_ctx.run
+// memcpy by all threads of the context.
+void rm_copy_block(char *to, const char *from, size_t bytes, const rm_ctx *ctx);

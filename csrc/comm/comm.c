@@ -34,7 +34,7 @@ typedef struct account { // a rank's calls so far, sent to another rank to compa
 } account;
 
 struct rm_comm {
-  rm_transport transport; // exchange is NULL in a group of one
+  rm_transport transport;
   pid_t owner; // the process that created it; a forked child may only destroy its copy
   int rank, size;
   uint64_t sequence; // calls so far
@@ -98,10 +98,6 @@ rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_com
   comm->accounts = (account *)(comm->taken + size);
   *out = comm;
   return RM_OK;
-}
-
-rm_code rm_comm_create_alone(rm_comm **out, rm_error *err) {
-  return rm_comm_create(&(rm_transport){.name = "alone"}, 0, 1, out, err);
 }
 
 void rm_comm_destroy(rm_comm *comm) {
@@ -193,14 +189,9 @@ static rm_code check_call(const rm_comm *comm, rm_comm_op op, const rm_block sen
 
 static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
                     rm_error *err) {
-  if (comm->transport.exchange) {
-    const rm_code code = comm->transport.exchange(comm->transport.self, op, comm->sequence,
-                                                  comm->epoch, comm->timeout, send, recv, err);
-    if (code) return code;
-  } else if (atomic_load(&comm->aborted)) {
-    return rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted: %s", comm->rank,
-                   rm_code_name((rm_code)atomic_load(&comm->aborted)));
-  }
+  const rm_code code = comm->transport.exchange(comm->transport.self, op, comm->sequence,
+                                                comm->epoch, comm->timeout, send, recv, err);
+  if (code) return code;
   if (!comm->transport.moves_own) rm_block_copy(&send[comm->rank], &recv[comm->rank]);
   for (int r = 0; r < comm->size; r++) {
     if (r == comm->rank) continue;
@@ -274,14 +265,18 @@ static rm_block flat(const void *base, size_t bytes) {
   return (rm_block){(void *)(uintptr_t)base, bytes > 0, bytes, bytes};
 }
 
+rm_block *rm_comm_blocks(rm_comm *comm) { return comm->send; }
+
+rm_code rm_comm_gather(rm_comm *comm, rm_block mine, const rm_block recv[], rm_error *err) {
+  for (int r = 0; r < comm->size; r++) comm->send[r] = mine;
+  return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, recv, err);
+}
+
 rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[],
                            rm_error *err) {
   char *at = out;
-  for (int r = 0; r < comm->size; at += bytes[r++]) {
-    comm->send[r] = flat(send, bytes[comm->rank]);
-    comm->recv[r] = flat(at, bytes[r]);
-  }
-  return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, comm->recv, err);
+  for (int r = 0; r < comm->size; at += bytes[r++]) comm->recv[r] = flat(at, bytes[r]);
+  return rm_comm_gather(comm, flat(send, bytes[comm->rank]), comm->recv, err);
 }
 
 // Does the same as `refuse` for arguments that are rejected before blocks exist; `own` has the
@@ -290,22 +285,6 @@ static rm_code refuse_early(rm_comm *comm, rm_error *own, rm_error *err) {
   if (!comm->failed) refuse(comm, own->code, own);
   rm_error_clear(own);
   return rm_fail(err, comm->failed, "%s", comm->reason);
-}
-
-rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld,
-                               const size_t first[], const size_t bytes[], rm_error *err) {
-  for (int r = 0; r < comm->size; r++) {
-    if (first[r] > ld || bytes[r] > ld - first[r]) {
-      rm_error own = RM_ERROR_INIT;
-      rm_fail(&own, RM_E_LAYOUT,
-              "the columns of rank %d: expected bytes inside rows of %zu, got %zu bytes from %zu",
-              r, ld, bytes[r], first[r]);
-      return refuse_early(comm, &own, err);
-    }
-    comm->recv[r] = (rm_block){(char *)matrix + first[r], rows, bytes[r], ld};
-  }
-  for (int r = 0; r < comm->size; r++) comm->send[r] = comm->recv[comm->rank];
-  return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, comm->recv, err);
 }
 
 rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err) {

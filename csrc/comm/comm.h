@@ -69,14 +69,15 @@ static inline size_t rm_block_bytes(const rm_block *block) {
 rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
                          rm_error *err);
 
+// all_gather: sends `mine` to every rank. It may be the same block as recv[rank].
+rm_code rm_comm_gather(rm_comm *comm, rm_block mine, const rm_block recv[], rm_error *err);
+// The endpoint's memory for the blocks of one call, [2][size]: to send, then to receive. A gather
+// fills the first half. A view.
+rm_block *rm_comm_blocks(rm_comm *comm);
 // Concatenates bytes[r] bytes of each rank r in `out` on every rank. `send` may point to this
 // rank's range of `out`.
 rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[],
                            rm_error *err);
-// all_gather of columns, in place: rank r has bytes [first[r], first[r] + bytes[r]) of each of
-// `rows` rows, which are ld bytes apart.
-rm_code rm_comm_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld,
-                               const size_t first[], const size_t bytes[], rm_error *err);
 // Copies rank `root`'s data to all ranks, in place.
 rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err);
 rm_code rm_comm_barrier(rm_comm *comm, rm_error *err);
@@ -122,9 +123,6 @@ typedef struct rm_comm_stats {
 } rm_comm_stats;
 void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out);
 void rm_comm_destroy(rm_comm *comm); // safe on NULL
-
-// A group of one rank, for axes of size 1: an exchange copies this rank's block to itself.
-rm_code rm_comm_create_alone(rm_comm **out, rm_error *err);
 
 // ------------------------------------------------------------------------------------- transports
 // The functions of a transport. comm.c checks arguments, counts, and copies this rank's block to

@@ -15,7 +15,13 @@ static void run_job(void *arg, int thread, int n_threads) {
   const job *it = arg;
   for (int w = thread; w < it->engine->n_workers; w += n_threads) {
     rm_worker *worker = &it->engine->workers[w];
+    if (!worker->device) { // not created yet
+      worker->code = it->call(worker, it->arg);
+      continue;
+    }
+    const rm_entered saved = rm_enter(worker);
     worker->code = it->call(worker, it->arg);
+    rm_leave(worker, saved);
   }
 }
 
@@ -54,24 +60,22 @@ rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_err
 }
 
 // ---------------------------------------------------------------------------------------- options
-const rm_limit rm_engine_limits[RM_ENGINE_LIMITS] = {
-    {"max_model_len", 1, 1 << 24}, // exact in float32, in which rope multiplies positions
-    {"max_num_seqs", 1, 1 << 16},   {"max_num_batched_tokens", 1, 1 << 20},
-    {"block_size", 16, 1 << 12},    {"external_pages", 0, INT32_MAX / 2},
-    {"threads", 0, RM_MAX_THREADS}, {"num_experts", 0, INT16_MAX},
-};
+#define ROW(name, type, member, least, most) \
+  {{#name, RM_ATTR_##type, offsetof(rm_engine_options, member)}, least, most},
+const rm_option rm_engine_option_table[RM_N_ENGINE_OPTIONS] = {RM_ENGINE_OPTIONS(ROW)};
 
 static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
-  const int64_t values[RM_ENGINE_LIMITS] = {
-      // in the order of rm_engine_limits
-      options->max_model_len, options->max_num_seqs,   options->max_num_batched_tokens,
-      options->page_size,     options->external_pages, options->n_threads,
-      spec->n_experts};
-  for (int i = 0; i < RM_ENGINE_LIMITS; i++) {
-    const rm_limit *limit = &rm_engine_limits[i];
-    if (values[i] < limit->least || values[i] > limit->most)
-      return rm_fail(err, RM_E_CONFIG, "%s: expected %lld to %lld, got %lld", limit->name,
-                     (long long)limit->least, (long long)limit->most, (long long)values[i]);
+  for (int i = 0; i < RM_N_ENGINE_OPTIONS; i++) {
+    const rm_option *option = &rm_engine_option_table[i];
+    const void *member = (const char *)options + option->attribute.offset;
+    int64_t value;
+    if (option->attribute.type == RM_ATTR_INT) value = *(const int *)member;
+    else if (option->attribute.type == RM_ATTR_I64) value = *(const int64_t *)member;
+    else continue;
+    if (value < option->least || value > (int64_t)option->most)
+      return rm_fail(err, RM_E_CONFIG, "%s: expected %lld to %lld, got %lld",
+                     option->attribute.name, (long long)option->least, (long long)option->most,
+                     (long long)value);
   }
   for (int64_t i = 0; i < options->n_eos; i++)
     if (options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size)
@@ -80,13 +84,39 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
   return RM_OK;
 }
 
+// Whether the mesh fits the model and the dispatcher, and a rank of several has its comms.
+static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
+  const rm_endpoints *ends = options->endpoints;
+  const rm_mesh *mesh = &options->mesh;
+  const int world = rm_mesh_world(mesh);
+  const rm_code code = rm_placement_check(spec, mesh, err);
+  if (code) return code;
+  if (mesh->tp > RM_MAX_TP)
+    return rm_fail(err, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP, mesh->tp);
+  if (options->dispatcher < 0 || options->dispatcher >= RM_N_DISPATCHER)
+    return rm_fail(err, RM_E_CONFIG, "ep_backend: expected a token dispatcher, got %d",
+                   (int)options->dispatcher);
+  if (mesh->ep > 1 && options->dispatcher == RM_DISPATCH_DISABLED)
+    return rm_fail(err, RM_E_CONFIG,
+                   "ep_backend: expected a token dispatcher for ep=%d, got \"disabled\"", mesh->ep);
+  if (mesh->ep > 1 && mesh->ep != mesh->tp && options->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE)
+    return rm_fail(err, RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d",
+                   rm_dispatcher_name(options->dispatcher), mesh->ep, mesh->tp);
+  if (ends && (ends->index < 0 || ends->index >= world))
+    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", world - 1, ends->index);
+  if (ends &&
+      ((mesh->tp > 1 && !ends->tp) || (mesh->ep > 1 && !ends->ep) || (world > 1 && !ends->world)))
+    return rm_fail(err, RM_E_CONFIG,
+                   "tp=%d, dp=%d, ep=%d: expected comms for the groups of several ranks, got none",
+                   mesh->tp, mesh->dp, mesh->ep);
+  return RM_OK;
+}
+
 static rm_code check_options(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
   const rm_endpoints *ends = options->endpoints;
   const int world = rm_mesh_world(&options->mesh);
-  rm_code code = rm_placement_check(spec, &options->mesh, err);
+  rm_code code = check_mesh(spec, options, err);
   if (code) return code;
-  if (ends && (ends->index < 0 || ends->index >= world))
-    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", world - 1, ends->index);
   if (options->external_pages > 0 && !ends && world > 1)
     return rm_fail(err, RM_E_CONFIG,
                    "external_pages: expected one rank in each process, got %d in this one", world);
@@ -278,7 +308,8 @@ void rm_engine_abort_groups(rm_engine *engine) {
 static double longest(double a, double b) { return a > b ? a : b; }
 
 static void add_worker(const rm_worker *worker, rm_engine_stats *out) {
-  const rm_traffic traffic = rm_comms_traffic(&worker->runner);
+  rm_traffic traffic = rm_rank_traffic(&worker->runner.rank);
+  rm_graphs_add_traffic(worker->runner.graphs, &traffic);
   out->weight_bytes += worker->params->bytes;
   out->kv_bytes += worker->runner.kv ? worker->kv_bytes : 0;
   out->workspace_bytes += rm_runner_workspace(&worker->runner);
@@ -321,7 +352,7 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   for (int w = 0; w < engine->n_workers; w++) add_worker(&engine->workers[w], out);
   for (int d = 0; d < engine->n_replicas; d++) {
     add_scheduler(&engine->schedulers[d], out);
-    out->replays += rm_first_worker(engine, d)->runner.replays;
+    out->replays += rm_graphs_replays(rm_first_worker(engine, d)->runner.graphs);
   }
 }
 

@@ -26,6 +26,8 @@
 // The logprob of a token depends only on the weights and the tokens before it (docs/numerics.md).
 #pragma once
 
+#include "base/attribute.h"
+#include "base/team.h"
 #include "model/model.h"
 #include "scheduler/external_scheduler.h"
 #include "weights/sync.h"
@@ -47,7 +49,7 @@ typedef struct rm_engine_options {
   rm_dtype dtype;
   const rm_kernels *kernels; // kernels of the CPU; NULL: rm_kernels_best()
   const char *cuda_library; // NULL: the CPU; else the path of the CUDA library. View during create
-  const char *cuda_family; // family of the ops; NULL: device/cuda.h selects it
+  const char *cuda_family; // family of the ops; NULL: gpu/gpu.h selects it
   int cuda_ordinal; // all ranks on this device; −1: rank r on device r modulo the number of devices
   int n_threads; // total of all ranks here; 0: rm_usable_cores, at most RM_MAX_THREADS
   int64_t max_model_len, max_num_seqs;
@@ -60,7 +62,7 @@ typedef struct rm_engine_options {
   uint64_t seed; // for requests without a seed
   int prefix_caching;
   int profile; // time every op (rm_engine_profile); only on the CPU
-  int enforce_eager; // do not capture graphs (step/graph_replay.h)
+  int enforce_eager; // do not capture graphs (gpu/graphs.c)
   int64_t external_pages; // > 0: number of pages of an external scheduler; kv_bytes is ignored
   int64_t n_eos;
   const int32_t *eos_ids; // [n_eos] view during create
@@ -72,13 +74,39 @@ typedef struct rm_engine_options {
   const char *nccl_gpu; // name of this rank's GPU, equal on ranks that share it; NULL: the ordinal
 } rm_engine_options;
 
-// Bounds of integer options, by their Python names. rm_engine_create checks them.
-typedef struct rm_limit {
-  const char *name;
-  int64_t least, most;
-} rm_limit;
-enum { RM_ENGINE_LIMITS = 7 };
-extern const rm_limit rm_engine_limits[RM_ENGINE_LIMITS];
+// One row per option that Python passes as it is: its name there, its type, its member here, and
+// the bounds of an integer. The extension reads the options by this table and exports the bounds;
+// rm_engine_create checks them. max_model_len is exact in float32, in which rope multiplies
+// positions.
+#define RM_ENGINE_OPTIONS(OPTION) \
+  OPTION(threads, INT, n_threads, 0, RM_MAX_THREADS) \
+  OPTION(max_model_len, I64, max_model_len, 1, 1 << 24) \
+  OPTION(max_num_seqs, I64, max_num_seqs, 1, 1 << 16) \
+  OPTION(max_num_batched_tokens, I64, max_num_batched_tokens, 1, 1 << 20) \
+  OPTION(block_size, I64, page_size, 16, 1 << 12) \
+  OPTION(kv_bytes, U64, kv_bytes, 0, UINT64_MAX) \
+  OPTION(memory_fraction, F64, memory_fraction, 0, 0) \
+  OPTION(external_pages, I64, external_pages, 0, INT32_MAX / 2) \
+  OPTION(seed, U64, seed, 0, UINT64_MAX) \
+  OPTION(enable_prefix_caching, BOOL, prefix_caching, 0, 0) \
+  OPTION(profile, BOOL, profile, 0, 0) \
+  OPTION(enforce_eager, BOOL, enforce_eager, 0, 0) \
+  OPTION(sequence_parallel, BOOL, sequence_parallel, 0, 0) \
+  OPTION(cuda_ordinal, INT, cuda_ordinal, -1, INT32_MAX) \
+  OPTION(cuda_library, TEXT, cuda_library, 0, 0) \
+  OPTION(cuda_family, TEXT, cuda_family, 0, 0) \
+  OPTION(nccl_library, TEXT, nccl_library, 0, 0) \
+  OPTION(nccl_gpu, TEXT, nccl_gpu, 0, 0) \
+  OPTION(cublas_library, TEXT, cublas_library, 0, 0)
+
+typedef struct rm_option {
+  rm_attribute attribute; // of rm_engine_options
+  int64_t least;
+  uint64_t most;
+} rm_option;
+#define RM_COUNT_OPTION(...) +1
+enum { RM_N_ENGINE_OPTIONS = RM_ENGINE_OPTIONS(RM_COUNT_OPTION) };
+extern const rm_option rm_engine_option_table[RM_N_ENGINE_OPTIONS];
 
 // The spec is a view and must outlive the engine; the options are copied.
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out,
@@ -119,8 +147,6 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draw
 // Steps may run while a staged sync is open. An in-place sync can begin only when all requests have
 // finished (RM_E_STATE), and steps are not possible until its commit.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
-rm_code rm_engine_sync_check(rm_engine *engine, const rm_entry *entry, const rm_tensor *tensor,
-                             rm_error *err);
 // Each rank copies its shard. If one rank fails, the entries are undone on all ranks.
 rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
                             rm_error *err);
@@ -147,7 +173,7 @@ rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err);
 void rm_engine_free_offloaded(rm_engine *engine); // no effect while the weights sleep
 
 // Whether the ranks here are on GPUs. ready_queue: the device whose stream DLPack producers
-// synchronize with for tensors of an ordinal (device/ready_streams.h); a view.
+// synchronize with for tensors of an ordinal (gpu/ready_streams.c); a view.
 int rm_engine_reads_gpus(const rm_engine *engine);
 rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **out, rm_error *err);
 

@@ -96,18 +96,14 @@ static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *
 }
 
 // ----------------------------------------------------------------------------- all ranks together
-static rm_code tell(rm_comm *world, const claim *mine, claim *all, rm_error *err) {
-  size_t bytes[RM_MAX_WORLD];
-  for (int r = 0; r < rm_comm_size(world); r++) bytes[r] = sizeof *mine;
-  return rm_comm_all_gather(world, mine, all, bytes, err);
-}
-
 static rm_code agree(const rm_worker *worker, rm_comm *world, int64_t *n_pages, rm_error *err) {
   const int size = rm_comm_size(world);
   claim *all = rm_alloc((size_t)size, sizeof *all);
   if (!all) return rm_fail(err, RM_E_MEMORY, "no memory for the claims of %d ranks", size);
   const claim mine = claim_of(worker);
-  rm_code code = tell(world, &mine, all, err);
+  size_t bytes[RM_MAX_WORLD];
+  for (int r = 0; r < size; r++) bytes[r] = sizeof mine;
+  rm_code code = rm_comm_all_gather(world, &mine, all, bytes, err);
   if (!code) code = judge(all, size, n_pages, err);
   rm_free(all);
   return code;

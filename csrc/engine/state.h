@@ -5,9 +5,9 @@
 
 #include "base/memory.h"
 #include "clock.h"
-#include "device/ready_streams.h"
 #include "engine/engine.h"
 #include "engine/groups.h"
+#include "gpu/gpu.h"
 #include "step/runner.h"
 
 enum { N_GROUPS = RM_GROUP_WORLD + 1 }; // groups of the model
@@ -84,8 +84,8 @@ static inline void rm_leave(const rm_worker *worker, rm_entered entered) {
   rm_fp_leave(entered.fp);
 }
 
-// Runs `call` on all workers in parallel, each on its thread, and returns one worker's error. A
-// call stores its error in worker->err; the workers' codes stay until the next job.
+// Runs `call` on all workers in parallel, each on its thread and (once created) entered, and
+// returns one worker's error. A call stores its error in worker->err; the workers' codes stay until the next job.
 typedef rm_code (*rm_worker_call)(rm_worker *worker, void *arg);
 rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err);
 

@@ -18,7 +18,6 @@ static rm_code check_ready(const rm_engine *engine, rm_error *err) {
 }
 
 static rm_code compute(rm_worker *worker, void *arg) {
-  const rm_entered saved = rm_enter(worker);
   (void)arg;
   rm_code code = rm_lockstep_agree(&worker->runner, &worker->progress, &worker->err);
   if (!code && worker->progress != RM_NO_WORK) {
@@ -26,8 +25,7 @@ static rm_code compute(rm_worker *worker, void *arg) {
     code = rm_forward(&worker->runner, &worker->err);
     worker->forward_seconds += rm_now() - start;
   }
-  if (code) rm_comms_abort(&worker->runner, code); // other ranks may wait for this one
-  rm_leave(worker, saved);
+  if (code) rm_rank_abort(&worker->runner.rank, code); // other ranks may wait for this one
   return code;
 }
 

@@ -14,10 +14,7 @@ static rm_code refuse_unfinished(const rm_engine *engine, const char *sync, cons
 }
 
 static rm_code begin_worker(rm_worker *worker, void *options) {
-  const rm_entered saved = rm_enter(worker);
-  const rm_code code = rm_sync_begin(worker->store, options, &worker->err);
-  rm_leave(worker, saved);
-  return code;
+  return rm_sync_begin(worker->store, options, &worker->err);
 }
 
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err) {
@@ -35,11 +32,6 @@ rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, 
   return code;
 }
 
-rm_code rm_engine_sync_check(rm_engine *engine, const rm_entry *entry, const rm_tensor *tensor,
-                             rm_error *err) {
-  return rm_sync_check(rm_engine_store(engine), entry, tensor, err); // equal on all ranks
-}
-
 typedef struct pushed {
   const rm_entry *const *entries;
   int64_t n;
@@ -47,10 +39,7 @@ typedef struct pushed {
 
 static rm_code push_worker(rm_worker *worker, void *arg) {
   const pushed *it = arg;
-  const rm_entered saved = rm_enter(worker);
-  const rm_code code = rm_sync_push(worker->store, it->entries, it->n, &worker->err);
-  rm_leave(worker, saved);
-  return code;
+  return rm_sync_push(worker->store, it->entries, it->n, &worker->err);
 }
 
 // Producers of GPU tensors have made a queue of that GPU wait for pending writes. If this is the
@@ -84,12 +73,10 @@ rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, i
 }
 
 static rm_code commit_worker(rm_worker *worker, void *arg) {
-  const rm_entered saved = rm_enter(worker);
   (void)arg;
   const rm_code code =
       rm_sync_commit_together(worker->store, &worker->runner.rank, &worker->report, &worker->err);
-  rm_leave(worker, saved);
-  if (!code) rm_comms_set_epoch(&worker->runner, rm_store_version(worker->store));
+  if (!code) rm_rank_set_epoch(&worker->runner.rank, rm_store_version(worker->store));
   return code;
 }
 
@@ -145,11 +132,8 @@ static rm_code check_no_sync(const rm_engine *engine, rm_error *err) {
 }
 
 static rm_code offload_worker(rm_worker *worker, void *arg) {
-  const rm_entered saved = rm_enter(worker);
   (void)arg;
-  const rm_code code = rm_store_offload(worker->store, &worker->err);
-  rm_leave(worker, saved);
-  return code;
+  return rm_store_offload(worker->store, &worker->err);
 }
 
 size_t rm_engine_offload_bytes(const rm_engine *engine) {
@@ -182,9 +166,8 @@ enum { DISCARD = 8 }; // with parts: discard weights that an earlier sleep offlo
 
 static rm_code sleep_worker(rm_worker *worker, void *arg) {
   const unsigned parts = *(const unsigned *)arg;
-  const rm_entered saved = rm_enter(worker);
   if (parts & DISCARD) rm_store_discard(worker->store);
-  if (parts & (RM_PART_WEIGHTS | RM_PART_KV)) rm_graphs_clear(&worker->runner);
+  if (parts & (RM_PART_WEIGHTS | RM_PART_KV)) rm_graphs_clear(worker->runner.graphs);
   if (parts & RM_PART_WEIGHTS) {
     if (parts & RM_SLEEP_OFFLOAD) rm_store_release_blocks(worker->store);
     else rm_store_discard(worker->store);
@@ -193,7 +176,6 @@ static rm_code sleep_worker(rm_worker *worker, void *arg) {
     rm_device_free(worker->device, worker->runner.kv, worker->kv_bytes);
     worker->runner.kv = NULL;
   }
-  rm_leave(worker, saved);
   return RM_OK;
 }
 
@@ -220,14 +202,12 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
 
 static rm_code wake_worker(rm_worker *worker, void *arg) {
   const unsigned parts = *(const unsigned *)arg;
-  const rm_entered saved = rm_enter(worker);
   rm_code code = RM_OK;
   if (parts & RM_PART_WEIGHTS) code = rm_store_restore(worker->store, &worker->err);
   if (parts & RM_PART_KV && !code)
     code = rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &worker->runner.kv,
                            &worker->err);
   if (parts & RM_PART_WEIGHTS && code) rm_store_release_blocks(worker->store);
-  rm_leave(worker, saved);
   return code;
 }
 

@@ -1,7 +1,6 @@
 // worker.c: creation and destruction of one rank: its device, threads, model, weights, runner and
 // KV cache.
 #include "base/control_groups.h"
-#include "device/cuda.h"
 #include "engine/state.h"
 
 static rm_code open_gpu(rm_worker *worker, const rm_engine_options *options, char card[32]) {
@@ -45,8 +44,6 @@ static void init_runner(rm_worker *worker, const rm_engine_options *options) {
       .keeps_records = (worker - worker->engine->workers) % worker->engine->per_replica == 0,
       .compares_batches = options->endpoints != NULL,
       .enforce_eager = options->enforce_eager,
-      .nccl_library = options->nccl_library,
-      .nccl_gpu = options->nccl_gpu,
   };
   rm_runner_init(&worker->runner, &runner);
 }
@@ -74,8 +71,11 @@ static rm_code create_parts(rm_worker *worker, const rm_engine_options *options)
   const rm_placement placement = rm_placement_of(spec, &runner->rank.mesh, worker->index);
   const int plain = options->cublas_library != NULL;
   rm_error *err = &worker->err;
+  const rm_nccl_choice nccl = {options->nccl_library, options->nccl_gpu};
   rm_code code = create_team(worker);
-  if (!code) code = rm_comms_join(runner, err);
+  if (!code)
+    code = rm_device_comms_create(&runner->rank, worker->device, spec, &runner->options.model,
+                                  &nccl, err);
   if (!code) code = rm_params_create(spec, &placement, options->dtype, plain, &worker->params, err);
   if (!code)
     code = rm_model_create(worker->params, worker->device, worker->team, &runner->options.model,
@@ -98,8 +98,7 @@ rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options) {
       .dispatcher = options->dispatcher,
       .sequence_parallel = options->sequence_parallel,
   };
-  rm_code code = rm_rank_check(&worker->runner.rank, worker->engine->spec, &worker->err);
-  if (!code) code = options->cuda_library ? open_gpu(worker, options, card) : open_cpu(worker);
+  rm_code code = options->cuda_library ? open_gpu(worker, options, card) : open_cpu(worker);
   if (!code) {
     worker->memory = rm_memory_name(card);
     const rm_entered saved = rm_enter(worker);
@@ -107,22 +106,19 @@ rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options) {
     code = create_parts(worker, options);
     rm_leave(worker, saved);
   }
-  rm_runner_options *kept = &worker->runner.options; // without views of the caller's strings
-  kept->nccl_library = kept->nccl_gpu = kept->model.cublas_library = NULL;
-  if (code) rm_comms_abort(&worker->runner, code); // other ranks may wait for this one
+  worker->runner.options.model.cublas_library = NULL; // a view of the caller's string
+  if (code) rm_rank_abort(&worker->runner.rank, code); // other ranks may wait for this one
   return code;
 }
 
 void rm_worker_destroy(rm_worker *worker) {
   if (!worker->device) return;
-  const rm_entered saved = rm_enter(worker);
   rm_runner_destroy(&worker->runner);
   rm_device_free(worker->device, worker->runner.kv, worker->kv_bytes);
   rm_store_destroy(worker->store);
   rm_model_destroy(worker->model);
   rm_params_destroy(worker->params);
-  rm_comms_leave(&worker->runner);
+  rm_device_comms_destroy(&worker->runner.rank);
   rm_team_destroy(worker->team);
   rm_free(worker->profile);
-  rm_leave(worker, saved);
 }

@@ -24,7 +24,7 @@ static rm_lm_head_args args_of(const rm_model *model, const char *weights, const
       .targets = head->targets,
       .row_flags = head->row_flags,
       .x = head->hidden,
-      .w = weights + model->params->lm_head,
+      .w = rm_weight(weights, &model->params->ends, RM_P_LM_HEAD),
       .rows = head->rows,
       .vocab = model->params->placement.vocab.n,
       .hidden = model->spec->hidden_size,
@@ -62,31 +62,27 @@ static rm_code compute_shard(rm_model *model, const char *weights, const rm_head
 static rm_code gather_pairs(rm_model *model, int64_t rows, rm_error *err) {
   rm_shard *shard = &model->shard;
   const size_t each = (size_t)rows * 2 * sizeof(float);
+  rm_block *recv = rm_comm_blocks(shard->comm) + shard->size;
   for (int r = 0; r < shard->size; r++) {
-    const rm_range mine = shard->vocab[shard->me], its = shard->vocab[r];
-    shard->send[r] =
-        (rm_block){model->pairs + block_of(mine.first) * rows * 2, block_of(mine.n), each, each};
-    shard->recv[r] =
+    const rm_range its = shard->placements[r].vocab;
+    recv[r] =
         (rm_block){model->pairs + block_of(its.first) * rows * 2, block_of(its.n), each, each};
   }
-  return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
+  return rm_comm_gather(shard->comm, recv[shard->me], recv, err);
 }
 
 // Gathers each target's logit from the rank that holds it, into own_logits.
 static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *err) {
   rm_shard *shard = &model->shard;
   const size_t each = (size_t)head->rows * sizeof(float);
-  for (int r = 0; r < shard->size; r++) {
-    shard->send[r] = (rm_block){model->target_logits + shard->me * head->rows, 1, each, each};
-    shard->recv[r] = (rm_block){model->target_logits + r * head->rows, 1, each, each};
-  }
-  rm_code code = rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
+  rm_block *recv = rm_comm_blocks(shard->comm) + shard->size;
+  for (int r = 0; r < shard->size; r++)
+    recv[r] = (rm_block){model->target_logits + r * head->rows, 1, each, each};
+  rm_code code = rm_comm_gather(shard->comm, recv[shard->me], recv, err);
   if (code || (code = rm_indices_begin(model, err))) return code;
-  for (int64_t i = 0; i < head->rows; i++) {
-    int owner = 0;
-    while (head->host_targets[i] >= shard->vocab[owner].first + shard->vocab[owner].n) owner++;
-    model->from_targets[i] = (int32_t)(owner * head->rows + i);
-  }
+  for (int64_t i = 0; i < head->rows; i++)
+    model->from_targets[i] =
+        (int32_t)(rm_shard_owner(shard, head->host_targets[i]) * head->rows + i);
   const int32_t *from = rm_indices_copy_to_device(model, model->from_targets, head->rows);
   const rm_gather_rows_args args = {model->own_logits, model->target_logits, from, head->rows,
                                     sizeof(float)};
@@ -94,32 +90,23 @@ static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *er
   return RM_OK;
 }
 
-static rm_code gather_logits(rm_model *model, const rm_head *head, rm_error *err) {
-  rm_shard *shard = &model->shard;
-  const size_t ld = (size_t)head->ld_logits * sizeof(float);
-  for (int r = 0; r < shard->size; r++) {
-    const rm_range mine = shard->vocab[shard->me], its = shard->vocab[r];
-    shard->send[r] =
-        (rm_block){head->logits + mine.first, head->rows, (size_t)mine.n * sizeof(float), ld};
-    shard->recv[r] =
-        (rm_block){head->logits + its.first, head->rows, (size_t)its.n * sizeof(float), ld};
-  }
-  return rm_comm_exchange(shard->comm, RM_COMM_GATHER, shard->send, shard->recv, err);
-}
-
-// Sends rank r this rank's columns of r's share of the rows.
+// Exchanges columns of logits: every rank gets all rows, or with own_rows its share of the rows.
 static rm_code exchange_logits(rm_model *model, const rm_head *head, rm_error *err) {
   rm_shard *shard = &model->shard;
   const size_t ld = (size_t)head->ld_logits * sizeof(float);
-  const rm_range mine = shard->vocab[shard->me], here = rm_shard_home(shard, head->rows);
+  const rm_range all = {0, head->rows}, mine = model->params->placement.vocab,
+                 here = head->own_rows ? rm_shard_home(shard, head->rows) : all;
+  rm_block *send = rm_comm_blocks(shard->comm), *recv = send + shard->size;
   for (int r = 0; r < shard->size; r++) {
-    const rm_range its = shard->vocab[r], there = rm_shard_rows(shard, head->rows, r);
+    const rm_range its = shard->placements[r].vocab,
+                   there = head->own_rows ? rm_shard_rows(shard, head->rows, r) : all;
     float *from = head->logits + there.first * head->ld_logits + mine.first,
           *to = head->logits + here.first * head->ld_logits + its.first;
-    shard->send[r] = (rm_block){from, there.n, (size_t)mine.n * sizeof(float), ld};
-    shard->recv[r] = (rm_block){to, here.n, (size_t)its.n * sizeof(float), ld};
+    send[r] = (rm_block){from, there.n, (size_t)mine.n * sizeof(float), ld};
+    recv[r] = (rm_block){to, here.n, (size_t)its.n * sizeof(float), ld};
   }
-  return rm_comm_exchange(shard->comm, RM_COMM_ALL_TO_ALL, shard->send, shard->recv, err);
+  return rm_comm_exchange(shard->comm, head->own_rows ? RM_COMM_ALL_TO_ALL : RM_COMM_GATHER, send,
+                          recv, err);
 }
 
 rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r) {
@@ -128,14 +115,12 @@ rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r) {
 
 rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size_t bytes,
                        rm_error *err) {
-  rm_shard *shard = &model->shard;
-  char *at = items, *mine = items;
-  for (int r = 0; r < shard->me; r++) mine += (size_t)counts[r] * bytes;
-  for (int r = 0; r < shard->size; at += (size_t)counts[r++] * bytes) {
-    shard->send[r] = (rm_block){mine, counts[shard->me], bytes, bytes};
-    shard->recv[r] = (rm_block){at, counts[r], bytes, bytes};
-  }
-  return rm_comm_exchange(model->options.rank->tp, RM_COMM_GATHER, shard->send, shard->recv, err);
+  rm_comm *tp = model->options.rank->tp;
+  rm_block *recv = rm_comm_blocks(tp) + rm_comm_size(tp);
+  char *at = items;
+  for (int r = 0; r < rm_comm_size(tp); at += (size_t)counts[r++] * bytes)
+    recv[r] = (rm_block){at, counts[r], bytes, bytes};
+  return rm_comm_gather(tp, recv[rm_comm_rank(tp)], recv, err);
 }
 
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err) {
@@ -149,9 +134,7 @@ rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head,
   if ((code = compute_shard(model, weights, head, err))) return code;
   if ((code = gather_pairs(model, head->rows, err))) return code;
   if (head->target_logprobs && (code = gather_targets(model, head, err))) return code;
-  if (head->logits &&
-      (code = head->own_rows ? exchange_logits(model, head, err) : gather_logits(model, head, err)))
-    return code;
+  if (head->logits && (code = exchange_logits(model, head, err))) return code;
   const rm_merge_pairs_args merge = {
       .stats = head->stats,
       .target_logprobs = head->target_logprobs,

@@ -7,31 +7,25 @@
 // not depend on the ids, so it can be captured.
 #include "model/model_internal.h"
 
-static int owner_of(const rm_shard *shard, int32_t id) {
-  int r = 0;
-  while (id >= shard->vocab[r].first + shard->vocab[r].n) r++;
-  return r;
-}
-
 // Computes which rows each rank looks up, and the index of each kept row in the gathered
 // embeddings.
 static void prepare_embed(rm_model *model, const rm_batch *batch) {
   const rm_shard *shard = &model->shard;
-  const rm_range mine = shard->vocab[shard->me], rows = rm_kept_rows(model, batch->n_rows);
+  const rm_range mine = model->params->placement.vocab, rows = rm_kept_rows(model, batch->n_rows);
   const int all = rm_is_static(model, batch);
   int64_t *counts = model->embed_counts, next[RM_MAX_TP], n_mine = 0;
   memset(counts, 0, (size_t)shard->size * sizeof *counts);
   for (int64_t row = 0; row < batch->n_rows; row++) {
     const int64_t at = batch->ids[row] - mine.first;
     const int is_mine = at >= 0 && at < mine.n;
-    counts[owner_of(shard, batch->ids[row])]++;
+    counts[rm_shard_owner(shard, batch->ids[row])]++;
     if (is_mine || all) model->embed_ids[n_mine++] = is_mine ? (int32_t)at : 0;
   }
   for (int r = 0; r < shard->size && all; r++) counts[r] = batch->n_rows;
   next[0] = 0;
   for (int r = 1; r < shard->size; r++) next[r] = next[r - 1] + counts[r - 1];
   for (int64_t row = 0; row < batch->n_rows; row++) {
-    const int owner = owner_of(shard, batch->ids[row]);
+    const int owner = rm_shard_owner(shard, batch->ids[row]);
     const int64_t from = all ? next[owner] + row : next[owner]++;
     if (row >= rows.first && row < rows.first + rows.n)
       model->embed_rows[row - rows.first] = (int32_t)from;

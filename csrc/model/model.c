@@ -14,11 +14,6 @@
 
 #include "model/model_internal.h"
 
-// Elements of q, k and v of one token on this rank.
-static int64_t layer_width(const rm_params *params) {
-  return (params->placement.heads.n + 2 * params->placement.kv_heads.n) * params->spec->head_dim;
-}
-
 static rm_limits limits_of(const rm_params *params, const rm_model_options *options,
                            int n_threads) {
   const rm_spec *spec = params->spec;
@@ -28,7 +23,7 @@ static rm_limits limits_of(const rm_params *params, const rm_model_options *opti
   return (rm_limits){
       .max_rows = options->max_rows,
       .max_k = rm_max64(spec->hidden_size, rm_max64(inner, heads)),
-      .max_n = rm_max64(rm_max64(spec->hidden_size, layer_width(params)), rm_gate_up_rows(inner)),
+      .max_n = rm_max64(rm_max64(spec->hidden_size, rm_qkv_width(params)), rm_gate_up_rows(inner)),
       .vocab = spec->vocab_size,
       .n_heads = params->placement.heads.n,
       .n_kv_heads = params->placement.kv_heads.n,
@@ -62,7 +57,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->residual, rows, (size_t)spec->hidden_size * elem},
       {&model->x, rows, (size_t)spec->hidden_size * elem},
       {&model->out_residual, rows, (size_t)spec->hidden_size * elem},
-      {&model->qkv, rows, (size_t)layer_width(model->params) * elem},
+      {&model->qkv, rows, (size_t)rm_qkv_width(model->params) * elem},
       {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers || shared_rows ? rows : 0,
        (size_t)rm_max64(spec->intermediate_size, spec->shared_intermediate_size) * elem},
@@ -149,8 +144,8 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   rm_code code = rm_shard_create(spec, options->rank, options->dtype, &model->shard, err);
   if (code) return code;
   if (spec->n_moe_layers &&
-      (code = rm_moe_create(&model->moe, model->params, model->device, options->rank,
-                            options->max_rows, options->static_rows, err)))
+      (code = rm_moe_create(&model->moe, model->params, model->device, options->rank, &model->shard,
+                            &model->ctx, options->max_rows, options->static_rows, err)))
     return code;
   if ((code = create_buffers(model, &workspace, workspace_bytes, err)) ||
       (code = create_indices(model, err)))
@@ -272,8 +267,8 @@ static size_t row_bytes(const rm_model *model) {
   return (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype);
 }
 
-static void *on_device(const rm_batch *batch, const void *here) {
-  return rm_mirrored_on_device(batch->mirrored, here);
+static void *on_device(const rm_pass *pass, const void *here) {
+  return rm_mirrored_on_device(pass->batch->mirrored, here);
 }
 
 // out[i] ← x[from[i]], rows of hidden elements. out and x must not overlap.
@@ -282,12 +277,12 @@ static void gather(rm_model *model, void *out, const void *x, const int32_t *fro
   if (rows) model->kernels->gather_rows(&model->ctx, &args);
 }
 
-static void look_up(rm_model *model, const char *weights, void *out, const int32_t *ids,
-                    int64_t rows) {
+static void look_up(const rm_pass *pass, void *out, const int32_t *ids, int64_t rows) {
+  rm_model *model = pass->model;
   const rm_embed_args args = {
       .out = out,
       .ids = ids,
-      .table = weights + model->params->embed,
+      .table = rm_weight(pass->weights, &model->params->ends, RM_P_EMBED),
       .packed = model->spec->tie_word_embeddings,
       .rows = rows,
       .hidden = model->spec->hidden_size,
@@ -305,31 +300,32 @@ static const int32_t *copy_indices(rm_model *model, const int32_t *at, int64_t n
 
 // Each rank looks up the rows that host_indices.c lists. The ranks gather them in `home` by rank,
 // then put them in order.
-static rm_code embed(rm_model *model, const char *weights, const rm_batch *batch, rm_error *err) {
+static rm_code embed(const rm_pass *pass) {
+  rm_model *model = pass->model;
   rm_shard *shard = &model->shard;
   if (!shard->comm) {
-    look_up(model, weights, model->residual, on_device(batch, batch->ids), batch->n_rows);
+    look_up(pass, model->residual, on_device(pass, pass->batch->ids), pass->rows);
     return RM_OK;
   }
-  const int64_t n_mine = model->embed_counts[shard->me],
-                n_kept = rm_kept_rows(model, batch->n_rows).n;
+  const int64_t n_mine = model->embed_counts[shard->me], n_kept = rm_kept_rows(model, pass->rows).n;
   const int32_t *ids = copy_indices(model, model->embed_ids, n_mine),
                 *from = copy_indices(model, model->embed_rows, n_kept);
-  look_up(model, weights, model->x, ids, shard->vocab[shard->me].n ? n_mine : 0);
+  look_up(pass, model->x, ids, model->params->placement.vocab.n ? n_mine : 0);
   const rm_code code = rm_shard_gather_counted(shard, model->x, model->home, model->embed_counts,
-                                               row_bytes(model), err);
+                                               row_bytes(model), pass->err);
   if (!code) gather(model, model->residual, model->home, from, n_kept);
   return code;
 }
 
-// out ← norm(residual += x), without the addition when x is NULL, without the norm when weight is
-// NULL.
-static void norm_rows(rm_model *model, void *out, void *residual, const void *x, const char *weight,
-                      int64_t rows) {
+// out ← norm(residual += x · gate), without the addition when x is NULL, without the norm when
+// weight is NULL, without out when it is NULL, without the gate when it is NULL.
+static void norm_rows(rm_model *model, void *out, void *residual, const void *x, const void *gate,
+                      const char *weight, int64_t rows) {
   const rm_rms_norm_args args = {
       .out = out,
       .residual = residual,
       .x = x,
+      .x_gate = gate,
       .weight = weight,
       .eps = model->spec->rms_norm_eps,
       .rows = rows,
@@ -346,48 +342,49 @@ static char *output_of(rm_model *model) {
 
 // x ← norm(residual += the previous block's output), for the kept rows, at their indices of x.
 // weight NULL: x ← residual.
-static void norm(rm_model *model, const char *weight, int64_t n_rows, int first) {
-  const rm_range rows = rm_kept_rows(model, n_rows);
+static void norm(const rm_pass *pass, const char *weight, int is_first) {
+  rm_model *model = pass->model;
+  const rm_range rows = rm_kept_rows(model, pass->rows);
   char *out = model->x + (size_t)rows.first * row_bytes(model);
-  norm_rows(model, out, model->residual, first ? NULL : output_of(model), weight, rows.n);
+  norm_rows(model, out, model->residual, is_first ? NULL : output_of(model), NULL, weight, rows.n);
 }
 
 // Norms a block's output in place, in models with norms after blocks.
-static void norm_output(rm_model *model, const char *weight, int64_t n_rows) {
-  norm_rows(model, output_of(model), output_of(model), NULL, weight, rm_kept_rows(model, n_rows).n);
+static void norm_output(const rm_pass *pass, rm_param_kind kind) {
+  rm_model *model = pass->model;
+  const char *weight = rm_weight(pass->weights, pass->layer, kind);
+  if (weight)
+    norm_rows(model, output_of(model), output_of(model), NULL, NULL, weight,
+              rm_kept_rows(model, pass->rows).n);
 }
 
 // Completes x: all rows on every rank.
-static rm_code complete_rows(rm_model *model, int64_t rows, rm_error *err) {
-  return model->sequence_parallel
-             ? rm_shard_gather_rows(&model->shard, model->x, rows, row_bytes(model), err)
-             : RM_OK;
+static rm_code complete_rows(const rm_pass *pass) {
+  rm_model *model = pass->model;
+  return model->sequence_parallel ? rm_shard_gather_rows(&model->shard, model->x, pass->rows,
+                                                         row_bytes(model), pass->err)
+                                  : RM_OK;
 }
 
 // Completes the rows of a matrix of which each rank has its columns: all rows in place, or with
 // sequence parallelism the home rows in `home`.
-static rm_code complete_columns(rm_model *model, char *matrix, char *home, int64_t rows,
-                                rm_error *err) {
-  rm_shard *shard = &model->shard;
-  if (!model->sequence_parallel)
-    return rm_shard_gather_columns(shard, RM_CUT_HIDDEN, matrix, rows, err);
-  const char *mine = matrix + (size_t)shard->cuts[RM_CUT_HIDDEN][shard->me].first * shard->elem;
-  return rm_shard_columns_to_rows(shard, RM_CUT_HIDDEN, mine, model->spec->hidden_size, home, rows,
-                                  err);
-}
-
-static rm_code complete_output(rm_model *model, int64_t rows, rm_error *err) {
-  return complete_columns(model, model->x, model->home, rows, err);
+static rm_code complete_columns(const rm_pass *pass, char *matrix, char *home) {
+  rm_model *model = pass->model;
+  return model->sequence_parallel
+             ? rm_shard_columns_to_rows(&model->shard, RM_DIM_OUT, matrix, home, pass->rows,
+                                        pass->err)
+             : rm_shard_gather_columns(&model->shard, RM_DIM_OUT, matrix, pass->rows, pass->err);
 }
 
 // ----------------------------------------------------------------------------------------- blocks
 // Computes the sums of squares of all heads of q and of k, for a norm over all heads; NULL in other
 // models.
-static rm_code gather_squares(rm_model *model, int64_t rows, const float **q, const float **k,
-                              rm_error *err) {
+static rm_code gather_squares(const rm_pass *pass, const float **q, const float **k) {
+  rm_model *model = pass->model;
   const rm_spec *spec = model->spec;
   const rm_placement *here = &model->params->placement;
   rm_shard *shard = &model->shard;
+  const int64_t rows = pass->rows, kv_heads = here->kv_heads.n;
   *q = *k = NULL;
   if (spec->qk_norm != RM_QK_NORM_WHOLE) return RM_OK;
   float *k_part = model->squares + rows * here->heads.n,
@@ -397,60 +394,60 @@ static rm_code gather_squares(rm_model *model, int64_t rows, const float **q, co
                                      .qkv = model->qkv,
                                      .rows = rows,
                                      .n_heads = here->heads.n,
-                                     .n_kv_heads = here->kv_heads.n,
+                                     .n_kv_heads = kv_heads,
                                      .head_dim = spec->head_dim,
                                      .dtype = model->options.dtype};
   if (rows) model->kernels->head_squares(&model->ctx, &args);
   *q = shard->comm ? model->all_squares : model->squares;
   *k = shard->comm ? k_all : k_part;
-  const int64_t words = (int64_t)(sizeof(float) / shard->elem),
-                shared = here->kv_heads.n - rm_placement_new_kv_heads(spec, here).n;
-  const rm_code code = rm_shard_gather_part(shard, RM_CUT_Q_SQUARES, model->squares,
-                                            here->heads.n * words, model->all_squares, rows, err);
+  const int64_t n_new = rm_placement_dim(spec, here, RM_DIM_NEW_KV_HEADS).n;
+  const rm_code code = rm_shard_gather_part(shard, RM_DIM_HEADS, sizeof(float), model->squares,
+                                            here->heads.n, model->all_squares, rows, pass->err);
   return code ? code
-              : rm_shard_gather_part(shard, RM_CUT_K_SQUARES, k_part + shared,
-                                     here->kv_heads.n * words, k_all, rows, err);
+              : rm_shard_gather_part(shard, RM_DIM_NEW_KV_HEADS, sizeof(float),
+                                     k_part + kv_heads - n_new, kv_heads, k_all, rows, pass->err);
 }
 
-static rm_code write_kv(rm_model *model, int64_t index, const char *weights, void *k, void *v,
-                        const rm_batch *batch, rm_error *err) {
+static rm_code write_kv(const rm_pass *pass, void *k, void *v) {
+  rm_model *model = pass->model;
+  const rm_batch *batch = pass->batch;
   const rm_placement *here = &model->params->placement;
   const float *q_squares, *k_squares;
-  const rm_code code = gather_squares(model, batch->n_rows, &q_squares, &k_squares, err);
+  const rm_code code = gather_squares(pass, &q_squares, &k_squares);
   if (code) return code;
-  const rm_layer_params *layer = &model->params->layers[index];
   const rm_qk_rope_kv_args args = {
       .q_out = model->q,
       .qkv = model->qkv,
-      .q_weight = rm_param_or_null(weights, layer->q_norm),
-      .k_weight = rm_param_or_null(weights, layer->k_norm),
+      .q_weight = rm_weight(pass->weights, pass->layer, RM_P_Q_NORM),
+      .k_weight = rm_weight(pass->weights, pass->layer, RM_P_K_NORM),
       .q_squares = q_squares,
       .k_squares = k_squares,
       .all_heads = model->spec->n_heads,
       .all_kv_heads = model->spec->n_kv_heads,
       .cos = model->cos,
       .sin = model->sin,
-      .positions = on_device(batch, batch->positions),
-      .slots = on_device(batch, batch->slots),
+      .positions = on_device(pass, batch->positions),
+      .slots = on_device(pass, batch->slots),
       .k_cache = k,
       .v_cache = v,
-      .row_flags = on_device(batch, batch->row_flags),
+      .row_flags = on_device(pass, batch->row_flags),
       .eps = model->spec->rms_norm_eps,
-      .rows = batch->n_rows,
+      .rows = pass->rows,
       .n_heads = here->heads.n,
       .n_kv_heads = here->kv_heads.n,
       .head_dim = model->spec->head_dim,
       .page_size = model->options.page_size,
-      .rotary_dim = model->spec->layers[index].rotates ? model->spec->rotary_dim : 0,
+      .rotary_dim = model->spec->layers[pass->index].rotates ? model->spec->rotary_dim : 0,
       .dtype = model->options.dtype,
   };
-  if (batch->n_rows) model->kernels->qk_rope_kv(&model->ctx, &args);
+  if (pass->rows) model->kernels->qk_rope_kv(&model->ctx, &args);
   return RM_OK;
 }
 
 // Writes its output to qkv, which is free by now.
-static void attend(rm_model *model, int64_t index, const void *k, const void *v,
-                   const rm_batch *batch) {
+static void attend(const rm_pass *pass, const void *k, const void *v) {
+  rm_model *model = pass->model;
+  const rm_batch *batch = pass->batch;
   const rm_spec *spec = model->spec;
   const rm_placement *here = &model->params->placement;
   const int64_t group = spec->n_heads / spec->n_kv_heads;
@@ -459,10 +456,10 @@ static void attend(rm_model *model, int64_t index, const void *k, const void *v,
       .q = model->q,
       .k_cache = k,
       .v_cache = v,
-      .positions = on_device(batch, batch->positions),
-      .seq_of_row = on_device(batch, batch->seq_of_row),
-      .block_tables = on_device(batch, batch->block_tables),
-      .rows = batch->n_rows,
+      .positions = on_device(pass, batch->positions),
+      .seq_of_row = on_device(pass, batch->seq_of_row),
+      .block_tables = on_device(pass, batch->block_tables),
+      .rows = pass->rows,
       .n_seqs = batch->n_seqs,
       .max_pages = batch->max_pages,
       .n_heads = here->heads.n,
@@ -471,127 +468,109 @@ static void attend(rm_model *model, int64_t index, const void *k, const void *v,
       .page_size = model->options.page_size,
       .group = group,
       .head0 = here->heads.first % group,
-      .window = spec->layers[index].window,
+      .window = spec->layers[pass->index].window,
       .scale = (float)(1.0 / __builtin_sqrt((double)spec->head_dim)),
       .dtype = model->options.dtype,
   };
-  if (batch->n_rows) model->kernels->attention(&model->ctx, &args);
+  if (pass->rows) model->kernels->attention(&model->ctx, &args);
 }
 
-static rm_code attention_block(rm_model *model, int64_t index, const char *weights, void *kv,
-                               int64_t n_pages, const rm_batch *batch, rm_error *err) {
-  const rm_layer_params *layer = &model->params->layers[index];
-  const int64_t rows = batch->n_rows,
-                heads = model->params->placement.heads.n * model->spec->head_dim;
-  void *k = k_cache(model, kv, n_pages, index), *v = v_cache(model, kv, n_pages, index);
-  rm_code code = complete_rows(model, rows, err);
+static rm_code attention_block(const rm_pass *pass, void *k, void *v) {
+  rm_model *model = pass->model;
+  rm_shard *shard = &model->shard;
+  const int64_t width = model->params->placement.heads.n * model->spec->head_dim;
+  rm_code code = complete_rows(pass);
   if (code) return code;
-  const rm_gemm_args qkv = rm_qkv_gemm(model, layer, weights, rows),
-                     back = rm_o_proj_gemm(model, layer, weights, rows);
-  rm_multiply(model, &qkv);
-  if ((code = write_kv(model, index, weights, k, v, batch, err))) return code;
-  attend(model, index, k, v, batch);
-  if ((code = rm_shard_gather_part(&model->shard, RM_CUT_HEADS, model->qkv, heads, model->attended,
-                                   rows, err)))
+  rm_linear(pass, RM_P_Q, model->x, model->qkv);
+  if ((code = write_kv(pass, k, v))) return code;
+  attend(pass, k, v);
+  if ((code = rm_shard_gather_part(shard, RM_DIM_Q, shard->elem, model->qkv, width, model->attended,
+                                   pass->rows, pass->err)))
     return code;
-  rm_multiply(model, &back);
-  return complete_output(model, rows, err);
+  rm_linear(pass, RM_P_O, shard->comm ? model->attended : model->qkv, model->x);
+  return complete_columns(pass, model->x, model->home);
 }
 
-// Computes `inner` of a dense MLP: activation(gate) · up, or activation(up) alone.
-static void multiply_in(rm_model *model, const rm_gemm_args *in) {
-  if (!model->spec->ungated) {
-    rm_multiply_swiglu(model, in);
-    return;
-  }
-  const rm_activate_args args = {in->y, in->y, in->m, in->n, in->ldy, in->dtype, in->activation};
-  rm_multiply(model, in);
-  if (in->m && in->n) model->kernels->activate(&model->ctx, &args);
+// inner ← activation(up(x)), of an MLP without a gate.
+static void ungated_up(const rm_pass *pass) {
+  rm_model *model = pass->model;
+  const rm_range mine = model->params->placement.inner;
+  char *inner = model->inner + (size_t)mine.first * model->shard.elem;
+  const rm_activate_args args = {inner,
+                                 inner,
+                                 pass->rows,
+                                 mine.n,
+                                 model->spec->intermediate_size,
+                                 model->options.dtype,
+                                 model->spec->activation};
+  rm_linear(pass, RM_P_UP, model->x, model->inner);
+  if (pass->rows && mine.n) model->kernels->activate(&model->ctx, &args);
 }
 
-static rm_code mlp_block(rm_model *model, const rm_layer_params *layer, const char *weights,
-                         int64_t rows, rm_error *err) {
-  const rm_gemm_args in = rm_gate_up_gemm(model, layer, weights, rows),
-                     down = rm_down_gemm(model, layer, weights, rows);
-  rm_code code = complete_rows(model, rows, err);
+// The MLP of a dense layer, from x to x (`home`), or the shared expert of all rows of x, to
+// `shared`.
+static rm_code mlp_block(const rm_pass *pass, int is_shared) {
+  rm_model *model = pass->model;
+  char *out = is_shared ? model->shared : model->x;
+  rm_code code = complete_rows(pass);
   if (code) return code;
-  multiply_in(model, &in);
-  if ((code = rm_shard_gather_columns(&model->shard, RM_CUT_INNER, model->inner, rows, err)))
+  if (is_shared) rm_linear_swiglu(pass, RM_P_SHARED_GATE, model->x, model->inner);
+  else if (model->spec->ungated) ungated_up(pass);
+  else rm_linear_swiglu(pass, RM_P_GATE, model->x, model->inner);
+  if ((code = rm_shard_gather_columns(&model->shard, is_shared ? RM_DIM_SHARED_INNER : RM_DIM_INNER,
+                                      model->inner, pass->rows, pass->err)))
     return code;
-  rm_multiply(model, &down);
-  return complete_output(model, rows, err);
+  rm_linear(pass, is_shared ? RM_P_SHARED_DOWN : RM_P_DOWN, model->inner, out);
+  return complete_columns(pass, out, is_shared ? model->shared_home : model->home);
 }
 
-// Computes the shared expert of all rows of x: its output into `shared` (kept rows), and the logit
-// of each row's switch into shared_switch.
-static rm_code shared_expert(rm_model *model, const rm_layer_params *layer, const char *weights,
-                             int64_t rows, rm_error *err) {
-  const rm_gemm_args in = rm_shared_gate_up_gemm(model, layer, weights, rows),
-                     down = rm_shared_down_gemm(model, layer, weights, rows);
-  rm_code code = complete_rows(model, rows, err);
-  if (code) return code;
-  if (rows && layer->shared_switch != SIZE_MAX) {
-    const rm_gemm_args logit = rm_shared_switch_gemm(model, layer, weights, rows);
-    model->kernels->gemm(&model->ctx, &logit);
-  }
-  if (rows && in.n) model->kernels->gemm_swiglu(&model->ctx, &in);
-  if ((code = rm_shard_gather_columns(&model->shard, RM_CUT_SHARED_INNER, model->inner, rows, err)))
-    return code;
-  if (rows && down.n) model->kernels->gemm(&model->ctx, &down);
-  return complete_columns(model, model->shared, model->shared_home, rows, err);
-}
-
-// output_of(model) += the shared expert's output.
-static void add_shared_expert(rm_model *model, int64_t n_rows) {
-  const rm_range rows = rm_kept_rows(model, n_rows);
-  const size_t elem = rm_dtype_bytes(model->options.dtype);
-  const rm_rms_norm_args args = {
-      .residual = output_of(model),
-      .x = model->sequence_parallel ? model->shared_home : model->shared,
-      .x_gate =
-          model->spec->shared_switch ? model->shared_switch + (size_t)rows.first * elem : NULL,
-      .rows = rows.n,
-      .n = model->spec->hidden_size,
-      .dtype = model->options.dtype,
-  };
-  if (rows.n) model->kernels->rms_norm(&model->ctx, &args);
-}
-
-// Reads x and writes output_of(model), with either kind of dispatcher.
-static rm_code routed_experts(rm_model *model, int64_t index, int64_t moe_layer,
-                              const char *weights, const rm_batch *batch, rm_error *err) {
+// Reads x and writes output_of(model).
+static rm_code routed_experts(const rm_pass *pass) {
+  rm_model *model = pass->model;
+  const rm_batch *batch = pass->batch;
   const rm_spec *spec = model->spec;
   rm_shard *shard = &model->shard;
-  rm_moe *moe = &model->moe;
-  const int64_t rows = batch->n_rows, most = rm_max64(batch->most_rows, rows),
-                stride = spec->n_moe_layers * spec->top_k;
-  const rm_range home = rm_shard_home(shard, rows);
-  int16_t *routed = (int16_t *)on_device(batch, batch->routed) + moe_layer * spec->top_k;
-  const rm_layer_params *layer = &model->params->layers[index];
-  rm_code code;
-  if (moe->dispatches) {
-    char *own = model->x + (size_t)home.first * row_bytes(model),
-         *out = model->sequence_parallel ? model->home : own;
-    code = rm_moe_dispatched(moe, &model->ctx, layer, weights, own, out, home.n, most,
-                             routed + home.first * stride, stride, err);
-    if (code || model->sequence_parallel) return code;
-    return rm_shard_gather_rows(shard, model->x, rows, row_bytes(model), err);
+  const rm_range home = rm_shard_home(shard, pass->rows);
+  rm_moe_rows rows = {
+      .layer = pass->layer,
+      .weights = pass->weights,
+      .x = model->x,
+      .out = model->x,
+      .rows = pass->rows,
+      .most = rm_max64(batch->most_rows, pass->rows),
+      .routed = (int16_t *)on_device(pass, batch->routed) + pass->moe_index * spec->top_k,
+  };
+  if (!model->moe.dispatches) {
+    rm_code code = spec->shared_intermediate_size ? RM_OK : complete_rows(pass);
+    if (!code) code = rm_moe_forward(&model->moe, &rows, pass->err);
+    return code ? code : complete_columns(pass, model->x, model->home);
   }
-  if (!spec->shared_intermediate_size && (code = complete_rows(model, rows, err))) return code;
-  if ((code = rm_moe_replicated(moe, &model->ctx, shard, layer, weights, model->x, rows, routed,
-                                stride, err)))
-    return code;
-  return complete_output(model, rows, err);
+  rows.out += (size_t)home.first * row_bytes(model);
+  rows.x = rows.out;
+  if (model->sequence_parallel) rows.out = model->home;
+  rows.rows = home.n;
+  rows.routed += home.first * spec->n_moe_layers * spec->top_k;
+  const rm_code code = rm_moe_forward(&model->moe, &rows, pass->err);
+  return code || model->sequence_parallel
+             ? code
+             : rm_shard_gather_rows(shard, model->x, pass->rows, row_bytes(model), pass->err);
 }
 
-static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, const char *weights,
-                         const rm_batch *batch, rm_error *err) {
-  const int shared = model->spec->shared_intermediate_size > 0;
-  rm_code code =
-      shared ? shared_expert(model, &model->params->layers[index], weights, batch->n_rows, err)
-             : RM_OK;
-  if (!code) code = routed_experts(model, index, moe_layer, weights, batch, err);
-  if (!code && shared) add_shared_expert(model, batch->n_rows);
+// The routed experts plus the shared expert, whose output the switch of each row scales.
+static rm_code moe_block(const rm_pass *pass) {
+  rm_model *model = pass->model;
+  const rm_range rows = rm_kept_rows(model, pass->rows);
+  if (!model->spec->shared_intermediate_size) return routed_experts(pass);
+  const char *gate = NULL;
+  rm_code code = mlp_block(pass, 1);
+  if (!code && model->spec->shared_switch) {
+    rm_linear(pass, RM_P_SHARED_SWITCH, model->x, model->shared_switch);
+    gate = model->shared_switch + (size_t)rows.first * model->shard.elem;
+  }
+  if (!code) code = routed_experts(pass);
+  if (!code)
+    norm_rows(model, NULL, output_of(model),
+              model->sequence_parallel ? model->shared_home : model->shared, gate, NULL, rows.n);
   return code;
 }
 
@@ -599,13 +578,15 @@ static rm_code moe_block(rm_model *model, int64_t index, int64_t moe_layer, cons
 // Computes the final norm of out_rows. With sequence parallelism each rank norms the out_rows among
 // its home rows. Their number depends on the batch, so in a step of fixed sizes the ranks norm and
 // exchange all rows and then select out_rows.
-static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch,
-                      const void **hidden, rm_error *err) {
-  const int32_t *from = on_device(batch, batch->out_rows);
+static rm_code finish(const rm_pass *pass, const void **hidden) {
+  rm_model *model = pass->model;
+  const rm_batch *batch = pass->batch;
+  const char *weight = rm_weight(pass->weights, &model->params->ends, RM_P_FINAL_NORM);
+  const int32_t *from = on_device(pass, batch->out_rows);
   int64_t n = batch->n_out;
   if (model->sequence_parallel && rm_is_static(model, batch)) {
-    norm(model, weight, batch->n_rows, 0);
-    const rm_code code = complete_rows(model, batch->n_rows, err);
+    norm(pass, weight, 0);
+    const rm_code code = complete_rows(pass);
     if (!code) gather(model, model->home, model->x, from, n);
     *hidden = model->home;
     return code;
@@ -616,32 +597,36 @@ static rm_code finish(rm_model *model, const char *weight, const rm_batch *batch
   }
   gather(model, model->out_residual, model->residual, from, n);
   gather(model, model->residual, output_of(model), from, n); // residual is free by now
-  norm_rows(model, model->x, model->out_residual, model->residual, weight, n);
+  norm_rows(model, model->x, model->out_residual, model->residual, NULL, weight, n);
   *hidden = model->x;
   if (!model->sequence_parallel) return RM_OK;
   *hidden = model->home;
   return rm_shard_gather_counted(&model->shard, model->x, model->home, model->out_counts,
-                                 row_bytes(model), err);
+                                 row_bytes(model), pass->err);
 }
 
 rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages,
                          const rm_batch *batch, const void **hidden, rm_error *err) {
   const rm_spec *spec = model->spec;
-  const char *base = weights;
-  int64_t moe_layer = 0;
-  rm_code code = embed(model, base, batch, err);
+  rm_pass pass = {
+      .model = model, .weights = weights, .batch = batch, .rows = batch->n_rows, .err = err};
+  rm_code code = embed(&pass);
   for (int64_t i = 0; i < spec->n_layers && !code; i++) {
-    const rm_layer_params *layer = &model->params->layers[i];
-    norm(model, rm_param_or_null(base, layer->input_norm), batch->n_rows, i == 0);
-    if ((code = attention_block(model, i, base, kv, n_pages, batch, err))) break;
-    if (spec->norm_after) norm_output(model, base + layer->post_attn_norm, batch->n_rows);
-    norm(model, rm_param_or_null(base, layer->pre_mlp_norm), batch->n_rows, 0);
-    if (spec->layers[i].is_moe) code = moe_block(model, i, moe_layer++, base, batch, err);
-    else code = mlp_block(model, layer, base, batch->n_rows, err);
-    if (!code && spec->norm_after) norm_output(model, base + layer->post_mlp_norm, batch->n_rows);
+    pass.index = i;
+    pass.layer = &model->params->layers[i];
+    norm(&pass, rm_weight(weights, pass.layer, RM_P_INPUT_NORM), i == 0);
+    if ((code = attention_block(&pass, k_cache(model, kv, n_pages, i),
+                                v_cache(model, kv, n_pages, i))))
+      break;
+    norm_output(&pass, RM_P_POST_ATTN_NORM);
+    norm(&pass, rm_weight(weights, pass.layer, RM_P_PRE_MLP_NORM), 0);
+    if ((code = spec->layers[i].is_moe ? moe_block(&pass) : mlp_block(&pass, 0))) break;
+    pass.moe_index += spec->layers[i].is_moe != 0;
+    norm_output(&pass, RM_P_POST_MLP_NORM);
   }
-  if (!code && moe_layer && model->moe.dispatches)
-    code = rm_shard_gather_rows(&model->shard, on_device(batch, batch->routed), batch->n_rows,
-                                (size_t)(moe_layer * spec->top_k) * sizeof *batch->routed, err);
-  return code ? code : finish(model, base + model->params->final_norm, batch, hidden, err);
+  if (!code && pass.moe_index && model->moe.dispatches)
+    code = rm_shard_gather_rows(&model->shard, on_device(&pass, batch->routed), pass.rows,
+                                (size_t)(spec->n_moe_layers * spec->top_k) * sizeof *batch->routed,
+                                err);
+  return code ? code : finish(&pass, hidden);
 }

@@ -73,32 +73,28 @@ static inline int32_t *rm_indices_copy_to_device(const rm_model *model, const in
   return rm_mirrored_on_device(&model->indices, at);
 }
 
-// linear.c: arguments of a layer's dense gemms, for this rank's columns; m: rows. o_proj and `down`
-// write into x, whole rows.
-rm_gemm_args rm_qkv_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights,
-                         int64_t m);
-rm_gemm_args rm_o_proj_gemm(const rm_model *model, const rm_layer_params *layer,
-                            const char *weights, int64_t m);
-rm_gemm_args rm_gate_up_gemm(const rm_model *model, const rm_layer_params *layer,
-                             const char *weights, int64_t m);
-rm_gemm_args rm_down_gemm(const rm_model *model, const rm_layer_params *layer, const char *weights,
-                          int64_t m);
-// The address of a parameter; NULL if the model does not have it.
-static inline const char *rm_param_or_null(const char *weights, size_t offset) {
-  return offset == SIZE_MAX ? NULL : weights + offset;
+// One forward pass, and the layer that it is at.
+typedef struct rm_pass {
+  rm_model *model;
+  const char *weights;
+  const rm_batch *batch;
+  int64_t rows; // of the batch
+  int64_t index, moe_index; // of the layer; among the MoE layers
+  const rm_layer_params *layer;
+  rm_error *err;
+} rm_pass;
+
+// linear.c. y ← x · the layer's matrix `kind` (q: q, k and v), for this rank's columns of y; the
+// matrix y is whole, but that of q, k and v has this rank's columns only. With rm_linear_swiglu the
+// matrix is gate and up, and y ← activation(gate) · up.
+void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
+void rm_linear_swiglu(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
+// Elements of q, k and v of one token on this rank.
+static inline int64_t rm_qkv_width(const rm_params *params) {
+  return (params->placement.heads.n + 2 * params->placement.kv_heads.n) * params->spec->head_dim;
 }
-// Gemms of a shared expert, whose weights are always in the op table's layout. `down` writes into
-// model->shared.
-rm_gemm_args rm_shared_gate_up_gemm(const rm_model *model, const rm_layer_params *layer,
-                                    const char *weights, int64_t m);
-rm_gemm_args rm_shared_down_gemm(const rm_model *model, const rm_layer_params *layer,
-                                 const char *weights, int64_t m);
-rm_gemm_args rm_shared_switch_gemm(const rm_model *model, const rm_layer_params *layer,
-                                   const char *weights, int64_t m);
-void rm_multiply(rm_model *model, const rm_gemm_args *args);
-void rm_multiply_swiglu(rm_model *model, const rm_gemm_args *args);
 // Bytes of vendor_gemm_workspace.
-size_t rm_model_gemm_workspace(const rm_model *model);
+size_t rm_model_gemm_workspace(rm_model *model);
 // Called after all buffers are allocated.
 rm_code rm_open_vendor_gemm(rm_model *model, rm_error *err);
 

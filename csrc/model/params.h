@@ -19,38 +19,45 @@ typedef struct rm_param {
   rm_dtype dtype; // of the stored parameter; the router bias is always float32
   rm_layout layout;
   size_t offset; // bytes from the start of the allocation to the matrix that holds the parameter
-  int64_t dst_row0, dst_cols; // the row of that matrix that holds row `first`; its columns
+  int64_t dst_row0; // the row of that matrix that holds row `first`
   int required; // 0: a tied lm_head; the router bias unless spec->router_bias
 } rm_param;
 
-// Offsets of one layer's matrices, for the forward pass; SIZE_MAX for matrices that the layer does
-// not have. Each matrix has the rows that the rank holds and all columns; the shapes below are
-// those of a single rank.
+// Each kind of parameter: its names, and what its rows and columns are.
+typedef struct rm_kind {
+  const char *kind; // as in a spec's `names`: "router"
+  const char *name; // in Hugging Face checkpoints, below the layer; # is the expert
+  rm_dim rows, cols; // RM_DIM_ONE columns: a vector
+} rm_kind;
+extern const rm_kind rm_kinds[RM_N_PARAM_KIND];
+// The rows of a kind in this model: a norm of q or k is of one head, or of all heads together.
+rm_dim rm_kind_rows(const rm_spec *spec, rm_param_kind kind);
+
+// Where the forward pass finds a matrix or vector of the version. q, k and v are one matrix, and
+// gate and up too.
+typedef struct rm_matrix {
+  size_t offset; // SIZE_MAX: the layer does not have it
+  int64_t elems; // of this rank's rows; of all experts here, whose matrices follow one another
+  int is_rest; // a kind before this one has the same matrix
+} rm_matrix;
+
 typedef struct rm_layer_params {
-  size_t input_norm, post_attn_norm; // [hidden], of attention's input and output
-  size_t pre_mlp_norm, post_mlp_norm; // [hidden], of the MLP's input and output
-  size_t q_norm, k_norm; // [head_dim], or [heads·head_dim], [kv·head_dim]
-  size_t qkv, qkv_bias, o, o_bias; // qkv: packed [(heads + 2·kv)·head_dim]×[hidden]
-  size_t gate_up; // dense: packed [gate_up_rows(I)]×[H], plain [2I][H]; ungated: up alone
-  size_t down; // dense: packed [H]×[I], plain [H][I]
-  size_t router, router_bias; // MoE: packed [E]×[H]; float32 [E]
-  size_t shared_gate_up, shared_down; // MoE: packed, shapes of a dense layer's
-  size_t shared_switch; // MoE: packed [1]×[H]
-  size_t expert_gate_up, expert_down; // MoE: a matrix for each expert of the rank, strides below
-  int64_t expert_gate_up_stride, expert_down_stride; // in elements
+  rm_matrix of[RM_N_PARAM_KIND];
 } rm_layer_params;
 
 typedef struct rm_params {
   const rm_spec *spec; // view
   rm_placement placement; // what this rank holds
+  rm_placement whole; // what a single rank holds: the sizes of the model
   rm_dtype dtype;
   // qkv, o, gate_up and down are plain rows, gate before up, for cuBLASLt (vendor_gemm.h).
   int plain;
   int64_t n;
   rm_param *list; // [n], ordered by layer, kind, expert
   rm_layer_params *layers; // [n_layers]
-  size_t embed; // T [vocab held][hidden]; equal to lm_head, and packed, when tied
-  size_t lm_head, final_norm;
+  // Embedding, lm_head and final norm. Tied, the first two are one packed matrix; else the
+  // embedding is plain.
+  rm_layer_params ends;
   size_t bytes; // of one version
 } rm_params;
 
@@ -63,5 +70,19 @@ void rm_params_destroy(rm_params *params);
 int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t layer, int32_t expert);
 // Writes the Hugging Face name, always NUL-terminated; returns its length.
 int rm_param_name(const rm_params *params, const rm_param *param, char *buffer, size_t capacity);
-// Name of a kind, as a spec's `names` uses it: "router"; NULL beyond the last kind.
-const char *rm_param_kind_name(int kind);
+// The rows (elements of a vector) of a parameter that the rank of `placement` holds.
+rm_range rm_param_rows_of(const rm_params *params, const rm_placement *placement,
+                          const rm_param *param);
+// The size of a dim on all ranks together.
+static inline int64_t rm_dim_size(const rm_params *params, rm_dim dim) {
+  return rm_placement_dim(params->spec, &params->whole, dim).n;
+}
+// Whether a kind is multiplied by a dense gemm, which cuBLASLt may compute.
+static inline int rm_kind_is_dense(rm_param_kind kind) {
+  return (kind >= RM_P_Q && kind <= RM_P_O) || (kind >= RM_P_GATE && kind <= RM_P_DOWN);
+}
+// The address of a layer's matrix; NULL if the layer does not have it.
+static inline const char *rm_weight(const char *weights, const rm_layer_params *layer,
+                                    rm_param_kind kind) {
+  return layer->of[kind].offset == SIZE_MAX ? NULL : weights + layer->of[kind].offset;
+}

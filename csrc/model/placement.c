@@ -59,71 +59,34 @@ rm_placement rm_placement_whole(const rm_spec *spec) {
 
 static rm_range scaled(rm_range r, int64_t by) { return (rm_range){r.first * by, r.n * by}; }
 
-rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *p, rm_param_kind kind,
-                           int32_t expert, int64_t n) {
-  if (expert >= 0 && (expert < p->experts.first || expert >= p->experts.first + p->experts.n))
-    return (rm_range){0, 0};
-  switch (kind) {
-    case RM_P_EMBED:
-    case RM_P_LM_HEAD: return p->vocab;
-    case RM_P_Q:
-    case RM_P_Q_BIAS: return scaled(p->heads, spec->head_dim);
-    case RM_P_K:
-    case RM_P_V:
-    case RM_P_K_BIAS:
-    case RM_P_V_BIAS: return scaled(p->kv_heads, spec->head_dim);
-    case RM_P_O:
-    case RM_P_O_BIAS:
-    case RM_P_SHARED_DOWN:
-    case RM_P_DOWN: return p->hidden;
-    case RM_P_SHARED_GATE:
-    case RM_P_SHARED_UP: return p->shared_inner;
-    case RM_P_Q_NORM:
-      return spec->qk_norm == RM_QK_NORM_WHOLE ? scaled(p->heads, spec->head_dim)
-                                               : (rm_range){0, n};
-    case RM_P_K_NORM:
-      return spec->qk_norm == RM_QK_NORM_WHOLE ? scaled(p->kv_heads, spec->head_dim)
-                                               : (rm_range){0, n};
-    case RM_P_GATE:
-    case RM_P_UP: return p->inner;
-    case RM_P_EXPERT_GATE:
-    case RM_P_EXPERT_UP: return p->expert_inner;
-    case RM_P_EXPERT_DOWN: return p->expert_hidden;
-    default: return (rm_range){0, n};
+rm_range rm_placement_dim(const rm_spec *spec, const rm_placement *p, rm_dim dim) {
+  // The first KV head of the rank's group also belongs to the previous rank.
+  const int64_t shared = p->heads.first % (spec->n_heads / spec->n_kv_heads) != 0;
+  switch (dim) {
+    case RM_DIM_ONE: return (rm_range){0, 1};
+    case RM_DIM_HIDDEN: return (rm_range){0, spec->hidden_size};
+    case RM_DIM_HEAD: return (rm_range){0, spec->head_dim};
+    case RM_DIM_EXPERTS: return (rm_range){0, spec->n_experts};
+    case RM_DIM_VOCAB: return p->vocab;
+    case RM_DIM_Q: return scaled(p->heads, spec->head_dim);
+    case RM_DIM_KV: return scaled(p->kv_heads, spec->head_dim);
+    case RM_DIM_OUT: return p->hidden;
+    case RM_DIM_INNER: return p->inner;
+    case RM_DIM_SHARED_INNER: return p->shared_inner;
+    case RM_DIM_EXPERT_INNER: return p->expert_inner;
+    case RM_DIM_EXPERT_OUT: return p->expert_hidden;
+    case RM_DIM_HEADS: return p->heads;
+    case RM_DIM_NEW_KV_HEADS: return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};
   }
+  return (rm_range){0, 0};
 }
 
-rm_range rm_placement_new_kv_heads(const rm_spec *spec, const rm_placement *p) {
-  const int64_t group = spec->n_heads / spec->n_kv_heads, shared = p->heads.first % group != 0;
-  return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};
-}
-
-rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_param_kind kind,
-                              int32_t expert, int64_t n) {
-  const rm_range held = rm_placement_rows(spec, p, kind, expert, n), none = {held.first, 0};
-  switch (kind) {
-    case RM_P_K:
-    case RM_P_V:
-    case RM_P_K_BIAS:
-    case RM_P_V_BIAS:
-      return p->counts_sharded ? scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim) : none;
-    case RM_P_EXPERT_GATE:
-    case RM_P_EXPERT_UP:
-    case RM_P_EXPERT_DOWN: return p->counts_experts ? held : none;
-    case RM_P_FINAL_NORM:
-    case RM_P_INPUT_NORM:
-    case RM_P_POST_ATTN_NORM:
-    case RM_P_PRE_MLP_NORM:
-    case RM_P_POST_MLP_NORM:
-    case RM_P_SHARED_SWITCH:
-    case RM_P_ROUTER:
-    case RM_P_ROUTER_BIAS: return p->counts_replicated ? held : none;
-    case RM_P_Q_NORM:
-    case RM_P_K_NORM:
-      if (spec->qk_norm != RM_QK_NORM_WHOLE) return p->counts_replicated ? held : none;
-      if (!p->counts_sharded) return none;
-      return kind == RM_P_Q_NORM ? held
-                                 : scaled(rm_placement_new_kv_heads(spec, p), spec->head_dim);
-    default: return p->counts_sharded ? held : none;
-  }
+rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_dim dim) {
+  const rm_range held = rm_placement_dim(spec, p, dim);
+  const int counts = dim <= RM_DIM_EXPERTS        ? p->counts_replicated
+                     : dim >= RM_DIM_EXPERT_INNER ? p->counts_experts
+                                                  : p->counts_sharded;
+  if (!counts) return (rm_range){held.first, 0};
+  return dim == RM_DIM_KV ? scaled(rm_placement_dim(spec, p, RM_DIM_NEW_KV_HEADS), spec->head_dim)
+                          : held;
 }

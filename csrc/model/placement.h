@@ -37,17 +37,34 @@ rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *e
 rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t rank);
 // The placement of a single rank, which holds everything.
 rm_placement rm_placement_whole(const rm_spec *spec);
-// The rows (elements of a vector) of a parameter that the rank holds, out of n; 0: none.
-rm_range rm_placement_rows(const rm_spec *spec, const rm_placement *placement, rm_param_kind kind,
-                           int32_t expert, int64_t n);
+// What the rows or the columns of a parameter are. A range of rows is in rows, also of q, k and v.
+typedef enum rm_dim {
+  // Whole on every rank.
+  RM_DIM_ONE,
+  RM_DIM_HIDDEN,
+  RM_DIM_HEAD,
+  RM_DIM_EXPERTS,
+  // Sharded over the tp group.
+  RM_DIM_VOCAB,
+  RM_DIM_Q,
+  RM_DIM_KV,
+  RM_DIM_OUT, // hidden elements that o_proj or down_proj computes
+  RM_DIM_INNER,
+  RM_DIM_SHARED_INNER,
+  // Of one expert, which ranks hold as the placement's `experts` says.
+  RM_DIM_EXPERT_INNER,
+  RM_DIM_EXPERT_OUT,
+  // Not of parameters: heads, and KV heads without those that a lower rank of the tp group holds.
+  // Only the first KV head can be shared with the previous rank.
+  RM_DIM_HEADS,
+  RM_DIM_NEW_KV_HEADS,
+} rm_dim;
+
+// The range of a dim that the rank holds.
+rm_range rm_placement_dim(const rm_spec *spec, const rm_placement *placement, rm_dim dim);
 // The rows that this rank counts among those it holds. Exactly one rank counts each row, so that a
 // sum over ranks is a sum over the parameter.
-rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *placement,
-                              rm_param_kind kind, int32_t expert, int64_t n);
-
-// The rank's KV heads without those that a lower rank of the tp group holds. Only the first KV head
-// can be shared with the previous rank.
-rm_range rm_placement_new_kv_heads(const rm_spec *spec, const rm_placement *placement);
+rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *placement, rm_dim dim);
 
 // Part `index` of `parts` of [0, n), in units of `unit`; the last unit may be shorter.
 rm_range rm_share(int64_t n, int64_t unit, int64_t parts, int64_t index);

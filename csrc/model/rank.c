@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "model/placement.h"
-
 const char *rm_dispatcher_name(rm_dispatcher dispatcher) {
   static const char *const names[RM_N_DISPATCHER] = {"disabled", "local_allreduce",
                                                      "allgather_reducescatter", "alltoall"};
@@ -19,33 +17,6 @@ rm_code rm_dispatcher_named(const char *name, rm_dispatcher *out, rm_error *err)
   return rm_fail(err, RM_E_CONFIG,
                  "ep_backend: expected a token dispatcher of this build, got '%.64s'",
                  name ? name : "None");
-}
-
-rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err) {
-  const rm_mesh *mesh = &rank->mesh;
-  const char *name = rm_dispatcher_name(rank->dispatcher);
-  const rm_code code = rm_placement_check(spec, mesh, err);
-  if (code) return code;
-  if (rank->dispatcher < 0 || rank->dispatcher >= RM_N_DISPATCHER)
-    return rm_fail(err, RM_E_CONFIG, "ep_backend: expected a token dispatcher, got %d",
-                   (int)rank->dispatcher);
-  if (mesh->tp > RM_MAX_TP)
-    return rm_fail(err, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP, mesh->tp);
-  if (mesh->ep > 1 && rank->dispatcher == RM_DISPATCH_DISABLED)
-    return rm_fail(err, RM_E_CONFIG,
-                   "ep_backend: expected a token dispatcher for ep=%d, got \"disabled\"", mesh->ep);
-  if (mesh->ep > 1 && mesh->ep != mesh->tp && rank->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE)
-    return rm_fail(err, RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d", name,
-                   mesh->ep, mesh->tp);
-  if (rank->index < 0 || rank->index >= rm_mesh_world(mesh))
-    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", rm_mesh_world(mesh) - 1,
-                   rank->index);
-  if ((mesh->tp > 1 && !rank->tp) || (mesh->ep > 1 && !rank->ep) ||
-      (rm_mesh_world(mesh) > 1 && !rank->world))
-    return rm_fail(err, RM_E_CONFIG,
-                   "tp=%d, dp=%d, ep=%d: expected comms for the groups of several ranks, got none",
-                   mesh->tp, mesh->dp, mesh->ep);
-  return RM_OK;
 }
 
 // ---------------------------------------------------------------------------------------- waiting
@@ -68,4 +39,36 @@ rm_code rm_rank_wait_event(const rm_rank *rank, const rm_device *device, int eve
   rm_comm *groups[2];
   const double seconds = device_groups(rank, groups);
   return rm_comm_wait_event(groups, 2, device, event, seconds, err);
+}
+
+// ------------------------------------------------------------------------------------- all groups
+void rm_rank_set_epoch(const rm_rank *rank, int64_t version) {
+  rm_comm *const groups[] = {rank->tp, rank->ep, rank->device_tp, rank->device_ep};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+    if (groups[i]) rm_comm_set_epoch(groups[i], version);
+}
+
+void rm_rank_abort(const rm_rank *rank, rm_code why) {
+  rm_comm *const groups[] = {rank->device_tp, rank->device_ep, rank->tp, rank->ep, rank->world};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+    if (groups[i]) rm_comm_abort(groups[i], why);
+}
+
+// A staged comm is counted by its host comm.
+rm_traffic rm_rank_traffic(const rm_rank *rank) {
+  const rm_comm *const tp = rank->device_tp, *const ep =
+                                                 rank->device_ep == tp ? NULL : rank->device_ep;
+  const rm_comm *const groups[] = {rank->tp, rank->ep, rank->world,
+                                   tp && rm_comm_can_be_captured(tp) ? tp : NULL,
+                                   ep && rm_comm_can_be_captured(ep) ? ep : NULL};
+  rm_traffic traffic = {0};
+  for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
+    rm_comm_stats its;
+    if (!groups[i]) continue;
+    rm_comm_statistics(groups[i], &its);
+    traffic.bytes += its.bytes_sent;
+    traffic.seconds += its.seconds;
+    for (int op = 0; op < RM_N_COMM_OP; op++) traffic.calls += its.calls[op];
+  }
+  return traffic;
 }

@@ -42,8 +42,18 @@ static inline rm_rank rm_rank_alone(void) { return (rm_rank){.mesh = {.tp = 1, .
 rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, rm_error *err);
 rm_code rm_rank_wait_event(const rm_rank *rank, const rm_device *device, int event, rm_error *err);
 
+// Set the version of the weights that this rank serves (a rank with another version fails at its
+// next exchange), and abort all groups, since another rank may wait for this one in a group that
+// did not fail: ranks that wait for it get an error.
+void rm_rank_set_epoch(const rm_rank *rank, int64_t version);
+void rm_rank_abort(const rm_rank *rank, rm_code why);
+typedef struct rm_traffic { // of all groups since creation
+  uint64_t bytes; // sent to other ranks
+  int64_t calls;
+  double seconds;
+} rm_traffic;
+rm_traffic rm_rank_traffic(const rm_rank *rank);
+
 const char *rm_dispatcher_name(rm_dispatcher dispatcher); // "disabled", "local_allreduce", …
 // Finds a dispatcher by name; RM_E_CONFIG if there is none, also for NULL.
 rm_code rm_dispatcher_named(const char *name, rm_dispatcher *out, rm_error *err);
-// RM_E_CONFIG states the broken rule: of the placement, or of the dispatcher and ep.
-rm_code rm_rank_check(const rm_rank *rank, const rm_spec *spec, rm_error *err);

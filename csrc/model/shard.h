@@ -15,33 +15,25 @@
 #include "model/placement.h"
 #include "model/rank.h"
 
-typedef enum rm_cut {
-  RM_CUT_HEADS,
-  RM_CUT_HIDDEN,
-  RM_CUT_INNER,
-  RM_CUT_SHARED_INNER,
-  RM_CUT_EXPERT_INNER,
-  RM_CUT_Q_SQUARES,
-  RM_CUT_K_SQUARES,
-  RM_N_CUT
-} rm_cut;
-
 typedef struct rm_shard {
   rm_comm *comm; // view, for device memory; NULL: one rank
+  const rm_spec *spec; // view
   int size, me;
   size_t elem; // bytes of an element
-  // [size] columns of each rank, in elements. SQUARES are float32; the first rank that holds a KV
-  // head sends its column.
-  rm_range *cuts[RM_N_CUT];
-  rm_range *vocab; // [size]
-  rm_block *send, *recv; // [size] scratch of a call
-  int64_t widths[RM_N_CUT];
+  rm_placement whole, *placements; // of a single rank; [size] of each rank, owned
 } rm_shard;
 
 rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype, rm_shard *out,
                         rm_error *err);
 void rm_shard_destroy(rm_shard *shard);
 
+// The columns of rank r in a matrix whose columns are `dim`; the width of the matrix.
+static inline rm_range rm_shard_columns(const rm_shard *shard, rm_dim dim, int r) {
+  return rm_placement_dim(shard->spec, &shard->placements[r], dim);
+}
+static inline int64_t rm_shard_width(const rm_shard *shard, rm_dim dim) {
+  return rm_placement_dim(shard->spec, &shard->whole, dim).n;
+}
 // The home rows of rank r among n rows.
 static inline rm_range rm_shard_rows(const rm_shard *shard, int64_t n, int r) {
   const int64_t each = (n + shard->size - 1) / shard->size, first = rm_min64(each * r, n);
@@ -51,14 +43,21 @@ static inline rm_range rm_shard_home(const rm_shard *shard, int64_t n) {
   return rm_shard_rows(shard, n, shard->me);
 }
 
-// part: this rank's columns, rows of `ld` elements; whole: T [rows][width].
-rm_code rm_shard_gather_part(rm_shard *shard, rm_cut cut, const void *part, int64_t ld, void *whole,
-                             int64_t rows, rm_error *err);
-rm_code rm_shard_gather_columns(rm_shard *shard, rm_cut cut, void *whole, int64_t rows,
+// The rank that holds a vocabulary entry.
+static inline int rm_shard_owner(const rm_shard *shard, int32_t id) {
+  int r = 0;
+  while (id >= shard->placements[r].vocab.first + shard->placements[r].vocab.n) r++;
+  return r;
+}
+
+// part: this rank's columns, rows of `ld` elements of `elem` bytes each; whole: [rows][width].
+rm_code rm_shard_gather_part(rm_shard *shard, rm_dim dim, size_t elem, const void *part, int64_t ld,
+                             void *whole, int64_t rows, rm_error *err);
+rm_code rm_shard_gather_columns(rm_shard *shard, rm_dim dim, void *whole, int64_t rows,
                                 rm_error *err);
-// columns: this rank's first column, T [rows] of `ld` elements; home: T [home rows][width].
-rm_code rm_shard_columns_to_rows(rm_shard *shard, rm_cut cut, const void *columns, int64_t ld,
-                                 void *home, int64_t rows, rm_error *err);
+// whole: T [rows][width], of which this rank has its columns; home: T [home rows][width].
+rm_code rm_shard_columns_to_rows(rm_shard *shard, rm_dim dim, const void *whole, void *home,
+                                 int64_t rows, rm_error *err);
 // Gathers rows of `bytes` bytes each.
 rm_code rm_shard_gather_rows(rm_shard *shard, void *whole, int64_t rows, size_t bytes,
                              rm_error *err);

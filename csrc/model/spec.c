@@ -15,6 +15,7 @@ enum {
   MAX_HEAD_DIM = 1024,
   MAX_EXPERTS = 16384
 };
+_Static_assert(MAX_EXPERTS <= INT16_MAX, "routing is recorded as int16");
 
 static rm_code in_range(rm_error *err, const char *name, int64_t value, int64_t low, int64_t high) {
   if (value >= low && value <= high) return RM_OK;

@@ -156,7 +156,8 @@ static rm_batch batch_of(const rm_runner *runner) {
   };
 }
 
-static rm_code enqueue(rm_runner *runner, rm_error *err) {
+static rm_code enqueue(void *self, rm_error *err) {
+  rm_runner *runner = self;
   const rm_batch batch = batch_of(runner);
   const rm_step_buffer *b = &runner->step;
   const char *tokens = (const char *)b->output.tokens, *flags = (const char *)b->output.row_flags;
@@ -165,34 +166,38 @@ static rm_code enqueue(rm_runner *runner, rm_error *err) {
                              (size_t)(tokens - (const char *)b->slots));
   rm_code code = rm_model_forward(runner->model, rm_store_weights(runner->store), runner->kv,
                                   runner->n_pages, &batch, &hidden, err);
-  if (!code && !runner->shape.is_captured) code = rm_compare_forward(runner, err);
+  if (!code && !runner->shape.padded) code = rm_compare_forward(&runner->rank, err);
   if (!code) code = rm_sample_outs(runner, hidden, err);
   rm_mirrored_copy_to_host(&runner->mirrored, b->output.row_flags, (size_t)(b->end - flags));
   return code;
 }
 
+static rm_code run(rm_runner *runner, rm_error *err) {
+  const rm_step_shape *shape = &runner->shape;
+  const rm_graph_step step = {shape->padded, shape->with_token_ranks, rm_store_block(runner->store),
+                              enqueue, runner};
+  return shape->padded ? rm_graphs_run(runner->graphs, &step, err) : enqueue(runner, err);
+}
+
 rm_code rm_forward(rm_runner *runner, rm_error *err) {
   const rm_plan *plan = runner->plan;
   rm_step_shape *shape = &runner->shape;
-  const int is_captured = shape->is_captured;
   rm_code code = compare_batches(runner, err);
   shape->n_rows = plan->n_rows, shape->n_out = plan->n_out, shape->n_draws = plan->n_draws;
-  if (is_captured)
-    shape->n_rows = shape->n_out = shape->n_draws = shape->most_rows =
-        rm_graphs_size(runner, shape->most_rows);
+  if (shape->padded)
+    shape->n_rows = shape->n_out = shape->n_draws = shape->most_rows = shape->padded;
   write_pages(runner);
   fill(runner);
   put_tables(runner);
   const rm_batch batch = batch_of(runner);
   if (!code) code = rm_model_prepare(runner->model, &batch, err);
-  if (!code) code = is_captured ? rm_graphs_run(runner, enqueue, err) : enqueue(runner, err);
-  if (!code && is_captured) code = rm_compare_forward(runner, err);
-  if (!code && is_captured) code = rm_compare_outs(runner, err);
+  if (!code) code = run(runner, err);
   if (!code) code = rm_results_copy_out(&runner->results, err);
   if (!code) code = rm_share_draws(runner, err);
   if (code) {
-    rm_comms_abort(runner, code);
-    rm_comms_settle(runner); // enqueued work may write to records, which may be freed next
+    rm_rank_abort(&runner->rank, code);
+    rm_device_settle(&runner->rank,
+                     runner->device); // enqueued work may write to records, which may be freed next
     rm_results_drop(&runner->results);
     return code;
   }

@@ -50,7 +50,6 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
   runner->model = model;
   runner->store = store;
   runner->plan = plan;
-  rm_graphs_plan(runner);
   runner->buffer_bytes = rm_step_buffer_bytes(runner, rows, rows, seqs);
   const rm_field host[] = {
       {&runner->all_flags, runner->rank.tp ? rows : 0, tp},
@@ -79,6 +78,12 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
   if (!code)
     code = rm_mirrored_create(runner->device, rm_fields_bytes(both, N_FIELDS(both)), what,
                               &runner->mirrored, err);
+  // With more rows, or when exchanges wait for the host, launches overlap with the work anyway.
+  const int64_t captured =
+      !options->enforce_eager && rm_model_is_static(model, options->model.static_rows)
+          ? options->model.static_rows
+          : 0;
+  if (!code) code = rm_graphs_create(runner->device, &runner->rank, captured, &runner->graphs, err);
   if (!code)
     code = rm_results_create(runner->device, &runner->rank, results, &runner->results, err);
   if (code) return code;
@@ -90,7 +95,7 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
 
 void rm_runner_destroy(rm_runner *runner) {
   if (!runner->device) return;
-  rm_graphs_clear(runner);
+  rm_graphs_destroy(runner->graphs);
   rm_results_destroy(&runner->results);
   rm_mirrored_destroy(&runner->mirrored);
   rm_unmap(runner->host, runner->host_bytes);

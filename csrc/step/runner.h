@@ -1,16 +1,16 @@
 // runner.h: one rank computes the plan of its replica (vLLM's model runner). rm_forward (forward.c)
 // copies the plan's inputs to the device, enqueues the model, lm_head, draws and logprobs of
-// prompts (sampler.c) or replays a captured graph of them (graph_replay.c), exchanges with other
-// ranks, and waits for the results.
+// prompts (sampler.c) or replays a captured graph of them (gpu/graphs.c), exchanges with other ranks,
+// and waits for the results.
 //
 // Ranks of one process share a plan and its requests, which do not change during a forward. Only
 // the rank with keeps_records writes to the requests' records. All memory is allocated at creation.
 // A runner is used by one thread at a time.
 #pragma once
 
+#include "gpu/gpu.h"
 #include "model/model.h"
 #include "scheduler/external_scheduler.h"
-#include "step/graph_replay.h"
 #include "step/results.h"
 #include "weights/sync.h"
 
@@ -26,11 +26,12 @@ typedef struct rm_step_buffer {
   char *end;
 } rm_step_buffer;
 
-// How a step runs: as many rows as the plan, or padded to a captured size.
+// How a step runs: with as many rows as the plan, or padded to the size of a graph (gpu/gpu.h).
 typedef struct rm_step_shape {
   int64_t n_rows, n_out, n_draws;
   int64_t most_rows; // the largest n_rows of the lockstep group's ranks
-  int is_captured, with_token_ranks; // whether it runs as a captured graph, and with token ranks
+  int64_t padded; // the size; 0: the step runs without a graph
+  int with_token_ranks; // of a padded step: whether it computes ranks of tokens
 } rm_step_shape;
 
 typedef struct rm_runner_options { // all pointers are views; the strings during creation
@@ -42,7 +43,6 @@ typedef struct rm_runner_options { // all pointers are views; the strings during
   int keeps_records; // whether this rank writes to the records of requests
   int compares_batches; // whether the tp group spans processes, which schedule separately
   int enforce_eager; // do not use graphs
-  const char *nccl_library, *nccl_gpu; // as rm_engine_options
 } rm_runner_options;
 
 typedef struct rm_runner {
@@ -54,7 +54,7 @@ typedef struct rm_runner {
   rm_model *model;
   void *kv; // view: [n_pages] in the device's memory; NULL while asleep
   int64_t n_pages;
-  rm_rank rank; // device_tp and device_ep are owned (device_comms.c), the rest views
+  rm_rank rank; // device_tp and device_ep are owned (gpu/device_comms.c), the rest views
   // ld_logits: number of elements from one row of logits to the next
   int64_t routed_per_token, max_out_rows, ld_logits;
   int64_t max_draws; // largest number of tokens of one call of the sample op
@@ -68,7 +68,7 @@ typedef struct rm_runner {
   rm_step_buffer step;
   rm_step_shape shape;
   int32_t *block_tables; // in `mirrored`: a copy of the plan's; NULL on the CPU
-  rm_graphs graphs;
+  rm_graphs *graphs; // NULL: this device captures no steps
   // on the host
   uint8_t *all_flags; // [tp][max_rows] scratch; only if tp > 1, like the next
   rm_drawn *drawn; // [max_num_seqs] scratch
@@ -78,14 +78,11 @@ typedef struct rm_runner {
   float *stats; // [max_out_rows][2]
   float *unused_logprobs; // [max_draws], like the next
   int32_t *unused_tokens;
-  // counts since creation: replays, and their exchanges, which the comms do not count
-  int64_t replays, comm_calls;
-  uint64_t comm_bytes;
 } rm_runner;
 
 // --------------------------------------------------------------------------------------- runner.c
-// Creation in zeroed memory, in this order: init, rm_comms_join, model and store (by the engine),
-// create.
+// Creation in zeroed memory, in this order: init, rm_device_comms_create, model and store (by the
+// engine), create.
 void rm_runner_init(rm_runner *runner, const rm_runner_options *options); // the sizes
 rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, const rm_plan *plan,
                          rm_error *err); // the memory
@@ -113,27 +110,3 @@ rm_code rm_share_draws(rm_runner *runner, rm_error *err);
 // row are excluded.
 rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const float *raw, const float *stats,
                        const float *edited, rm_drawn *out, rm_error *err);
-
-// --------------------------------------------------------------------------------- device_comms.c
-// Creates rank.device_tp and rank.device_ep; called by all ranks.
-rm_code rm_comms_join(rm_runner *runner, rm_error *err);
-void rm_comms_leave(rm_runner *runner);
-// A rank that serves another version fails at its next exchange.
-void rm_comms_set_epoch(const rm_runner *runner, int64_t version);
-// Waits for all enqueued work, with the groups' timeout.
-rm_code rm_runner_wait(rm_runner *runner, rm_error *err);
-// NCCL's calls are sent without headers, so each group compares its ranks' calls before a rank
-// waits for the queue: the ep group after a forward (if it is not the tp group), the tp group after
-// each lm_head, or after the forward of a step without lm_head.
-rm_code rm_compare_forward(rm_runner *runner, rm_error *err);
-rm_code rm_compare_outs(rm_runner *runner, rm_error *err);
-// Aborts all groups of this rank: ranks that wait for it get an error.
-void rm_comms_abort(rm_runner *runner, rm_code why);
-// After abort: waits until the device is done, or for a group's timeout.
-void rm_comms_settle(rm_runner *runner);
-typedef struct rm_traffic { // since creation; includes replays, except for seconds
-  uint64_t bytes; // sent to other ranks
-  int64_t calls;
-  double seconds;
-} rm_traffic;
-rm_traffic rm_comms_traffic(const rm_runner *runner);

@@ -277,7 +277,7 @@ static rm_code run_draws(rm_runner *runner, const rm_logits_pass *pass, int64_t 
                 ld_logits = step ? runner->ld_logits : 0;
   const rm_sample_params *params;
   int32_t *tokens = rm_on_device(runner, b->tokens + d);
-  int with_ranks = runner->shape.is_captured && runner->shape.with_token_ranks, with_kept = 0;
+  int with_ranks = runner->shape.with_token_ranks, with_kept = 0;
   const rm_code code = params_of(runner, d, end, given, &params, err);
   if (code) return code;
   for (int64_t i = d; i < end; i++) {
@@ -403,7 +403,7 @@ static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error 
   const int64_t vocab = runner->options.spec->vocab_size;
   int any = 0;
   for (int64_t i = 0; i < pass->n && !any; i++) any = is_handed_out(out_row(runner, pass, i));
-  rm_code code = any ? rm_runner_wait(runner, err) : RM_OK;
+  rm_code code = any ? rm_rank_wait(&runner->rank, runner->device, err) : RM_OK;
   for (int64_t i = 0; any && i < pass->n && !code; i++) {
     const rm_out_row *out = out_row(runner, pass, i);
     float *to = out->seq->group->logits_out;
@@ -417,16 +417,16 @@ static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error 
 // ------------------------------------------------------------------------------------ all of them
 rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err) {
   const rm_step_shape *shape = &runner->shape;
-  const int compares = !shape->is_captured; // a captured step is compared after its replay
+  const int compares = !shape->padded; // rm_graphs_run compares a padded step
   const int records = runner->options.keeps_records;
   rm_code code = RM_OK;
   for (int64_t first = 0, d = 0; first < shape->n_out && !code; first += runner->max_out_rows) {
     const rm_logits_pass pass = pass_at(runner, first);
     code = run_lm_head(runner, hidden, &pass, err);
-    if (!code && compares) code = rm_compare_outs(runner, err);
+    if (!code && compares) code = rm_compare_outs(&runner->rank, err);
     if (!code && records) code = hand_out(runner, &pass, err);
     if (!code && records) code = run_prompts(runner, &pass, err);
     if (!code) code = draw_tokens(runner, &pass, &d, err);
   }
-  return code || shape->n_out || !compares ? code : rm_compare_outs(runner, err);
+  return code || shape->n_out || !compares ? code : rm_compare_outs(&runner->rank, err);
 }

@@ -247,22 +247,3 @@ void rm_copy_tasks_free(rm_copy_tasks *tasks) {
   rm_free(tasks->list);
   *tasks = (rm_copy_tasks){0};
 }
-
-typedef struct block_job {
-  char *to;
-  const char *from;
-  size_t bytes;
-} block_job;
-
-static void copy_some(void *arg, int thread, int n_threads) {
-  const block_job *job = arg;
-  const size_t part = (job->bytes / (size_t)n_threads + 63) / 64 * 64,
-               start = part * (size_t)thread;
-  if (start >= job->bytes) return;
-  memcpy(job->to + start, job->from + start, part < job->bytes - start ? part : job->bytes - start);
-}
-
-void rm_copy_block(char *to, const char *from, size_t bytes, const rm_ctx *ctx) {
-  block_job job = {to, from, bytes};
-  ctx->run(ctx->team, copy_some, &job);
-}

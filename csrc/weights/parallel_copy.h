@@ -48,6 +48,3 @@ rm_code rm_copy_tasks_add(rm_copy_tasks *tasks, const rm_copy_task *whole, rm_er
 rm_code rm_copy_tasks_run(const rm_copy_tasks *tasks, rm_staging *staging, const rm_ctx *ctx,
                           rm_error *err);
 void rm_copy_tasks_free(rm_copy_tasks *tasks);
-
-// memcpy by all threads.
-void rm_copy_block(char *to, const char *from, size_t bytes, const rm_ctx *ctx);

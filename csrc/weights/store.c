@@ -6,7 +6,7 @@
 
 #include "base/checked.h"
 #include "base/memory.h"
-#include "weights/host_offload.h"
+#include "gpu/gpu.h"
 #include "weights/store_internal.h"
 
 enum { MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 32 << 20 }; // of the staging buffer

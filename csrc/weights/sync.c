@@ -208,7 +208,7 @@ static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
       .dst_dtype = param->dtype,
       .layout = param->layout,
       .dst_row0 = param->dst_row0 + (n == 1 ? 0 : skipped),
-      .dst_cols = n == 1 ? run.n : param->dst_cols,
+      .dst_cols = n == 1 ? run.n : param->cols,
       .index0 = run.first * (n == 1 ? 1 : param->cols),
   };
 }
@@ -269,9 +269,9 @@ static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_e
                          rm_error *err) {
   const rm_params *params = store->params;
   const rm_param *param = &params->list[piece->param];
+  const rm_dim rows = rm_kind_rows(params->spec, param->kind);
   const rm_range counted =
-      rm_placement_counted(params->spec, &params->placement, param->kind, param->expert,
-                           entry->tensor.n_dims == 1 ? param->cols : param->rows);
+      param->held ? rm_placement_counted(params->spec, &params->placement, rows) : (rm_range){0, 0};
   const int64_t twin = tied_twin(store, piece->param);
   const rm_range others = {param->first, param->held - counted.n};
   if (twin < 0) {

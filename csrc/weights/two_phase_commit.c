@@ -66,11 +66,6 @@ static rm_code tally(const ballot *b, int me, rm_error *err) {
   return RM_OK;
 }
 
-static rm_range held_by(const ballot *b, const rm_params *params, int r, const rm_param *param) {
-  return rm_placement_rows(params->spec, &b->placements[r], param->kind, param->expert,
-                           param->n_dims == 1 ? param->cols : param->rows);
-}
-
 // Returns RM_OK if ranks that hold the same rows of a parameter have the same values; compares the
 // first such rank with each other one. A tied lm_head is skipped: it is the embedding, and may have
 // been pushed on some ranks only.
@@ -80,9 +75,9 @@ static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) 
     const rm_param *param = &params->list[i];
     if (param->kind == RM_P_LM_HEAD && params->spec->tie_word_embeddings) continue;
     for (int r = 1; r < b->size; r++) {
-      const rm_range mine = held_by(b, params, r, param);
+      const rm_range mine = rm_param_rows_of(params, &b->placements[r], param);
       for (int q = 0; q < r && mine.n; q++) {
-        const rm_range its = held_by(b, params, q, param);
+        const rm_range its = rm_param_rows_of(params, &b->placements[q], param);
         if (its.first != mine.first || its.n != mine.n) continue;
         if (b->sums[(2 * q + 1) * n + i] == b->sums[(2 * r + 1) * n + i]) break;
         char name[128];

@@ -1,6 +1,6 @@
-// engine.c: creation, requests and steps of _core.Engine. A method converts its arguments, enters,
-// releases the GIL if the engine computes, and turns a failing rm_code into an exception. Policy
-// (defaults, queues, stop strings) is in Python.
+// engine.c: creation, requests and steps of _core.Engine. A method converts its arguments, releases
+// the GIL if the engine computes, and turns a failing rm_code into an exception. Policy (defaults,
+// queues, stop strings) is in Python.
 #include "engine_object.h"
 
 #include <unistd.h>
@@ -33,16 +33,9 @@ int rm_engine_enter(rm_engine_object *self) {
 
 void rm_engine_leave(rm_engine_object *self) { atomic_store(&self->busy, 0); }
 
-PyObject *rm_engine_finish(rm_engine_object *self, rm_code code, rm_error *err) {
-  rm_engine_leave(self);
-  return rm_none(rm_engine_module(self), code, err);
-}
-
-PyObject *rm_engine_call(rm_engine_object *self, void (*call)(rm_engine *)) {
-  if (rm_engine_enter(self)) return NULL;
-  call(self->engine);
-  rm_engine_leave(self);
-  Py_RETURN_NONE;
+int rm_engine_id(PyObject *argument, uint64_t *id) {
+  *id = PyLong_AsUnsignedLongLong(argument);
+  return *id == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
 // -------------------------------------------------------------------------------- create, destroy
@@ -209,282 +202,181 @@ static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
   return -1;
 }
 
-static PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
-  PyObject *prompt, *stop_ids, *object, *logits, *edits = Py_None, *result = NULL;
+PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
+  PyObject *prompt, *stop_ids, *object, *logits, *edits = Py_None;
   if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits))
     return NULL;
   PyObject *module = rm_engine_module(self);
   rm_request request = {0};
+  rm_error err = RM_ERROR_INIT;
+  uint64_t id;
+  void *data;
   if (rm_attributes_read(module, object, request_fields, RM_LENGTH(request_fields), &request, NULL))
     return NULL;
   if (rm_array_ids(module, prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
   if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids))
     return NULL;
   if (read_edits(module, edits, &request)) return NULL;
-  if (rm_engine_enter(self)) return NULL;
   const int64_t vocab = self->spec->vocab_size;
   rm_array_want want = {
       "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {request.n_prompt, vocab}};
-  void *data;
-  uint64_t id;
-  rm_error err = RM_ERROR_INIT;
-  if (rm_array_data(module, logits, &want, &data)) goto out;
+  if (rm_array_data(module, logits, &want, &data)) return NULL;
   request.logits_out = data;
-  if (rm_engine_add(self->engine, &request, &id, &err)) {
-    rm_raise(module, &err);
-    goto out;
-  }
-  result = rm_engine_has(self->engine, id) ? remember(self, id, &request, logits)
-                                           : PyLong_FromUnsignedLongLong(id);
+  if (rm_engine_add(self->engine, &request, &id, &err)) return rm_raise(module, &err);
+  PyObject *result = rm_engine_has(self->engine, id) ? remember(self, id, &request, logits)
+                                                     : PyLong_FromUnsignedLongLong(id);
   // Without a record the logits array has no owner, so the request must not write to it.
   if (!result) {
     rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
     if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
       rm_error_clear(&err);
   }
-out:
-  rm_engine_leave(self);
   return result;
 }
 
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_id_call call) {
-  const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
-  if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;
+  uint64_t id;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = call(rm_engine_scheduler(self->engine, id), id, &err);
-  return rm_engine_finish(self, code, &err);
+  if (rm_engine_id(argument, &id)) return NULL;
+  return rm_none(rm_engine_module(self), call(rm_engine_scheduler(self->engine, id), id, &err),
+                 &err);
 }
 
-static PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) {
+PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) {
   return rm_engine_call_with_id(self, id, rm_scheduler_abort);
 }
 
-static PyObject *rm_engine_py_release(rm_engine_object *self, PyObject *id) {
+PyObject *rm_engine_py_release(rm_engine_object *self, PyObject *id) {
   PyObject *none = rm_engine_call_with_id(self, id, rm_scheduler_release);
   if (none && (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0))
     Py_CLEAR(none);
   return none;
 }
 
-static PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
+PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
   unsigned long long id;
   int sample;
   long long n_tokens;
-  if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
-  if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(
-      self,
-      rm_scheduler_stop_sample(rm_engine_scheduler(self->engine, id), id, sample, n_tokens, &err),
-      &err);
+  if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
+  rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
+  return rm_none(rm_engine_module(self),
+                 rm_scheduler_stop_sample(scheduler, id, sample, n_tokens, &err), &err);
 }
 
 // ------------------------------------------------------------------------------------------ steps
-static PyObject *rm_engine_py_step(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
+PyObject *rm_engine_py_step(rm_engine_object *self) {
   rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
-  const rm_code code = RM_UNLOCKED(rm_engine_step(self->engine, &n_work, &err));
-  const int more = rm_engine_had_work(self->engine);
-  rm_engine_leave(self);
-  if (code) return rm_raise(rm_engine_module(self), &err);
-  return Py_BuildValue("(LO)", (long long)n_work, more ? Py_True : Py_False);
+  if (RM_UNLOCKED(rm_engine_step(self->engine, &n_work, &err)))
+    return rm_raise(rm_engine_module(self), &err);
+  return Py_BuildValue("(LO)", (long long)n_work,
+                       rm_engine_had_work(self->engine) ? Py_True : Py_False);
 }
 
-static PyObject *rm_engine_py_give_up(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  return rm_engine_call(self, rm_engine_abort_groups);
+PyObject *rm_engine_py_give_up(rm_engine_object *self) {
+  rm_engine_abort_groups(self->engine);
+  Py_RETURN_NONE;
 }
 
-static PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *argument) {
-  const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
-  if ((id == (unsigned long long)-1 && PyErr_Occurred()) || rm_engine_enter(self)) return NULL;
-  const int has = rm_engine_has(self->engine, id);
-  rm_engine_leave(self);
-  return PyBool_FromLong(has);
+PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *argument) {
+  uint64_t id;
+  return rm_engine_id(argument, &id) ? NULL : PyBool_FromLong(rm_engine_has(self->engine, id));
 }
 
-static PyObject *rm_engine_py_unfinished(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
-  const int64_t n = rm_engine_unfinished(self->engine);
-  rm_engine_leave(self);
-  return PyLong_FromLongLong(n);
+PyObject *rm_engine_py_unfinished(rm_engine_object *self) {
+  return PyLong_FromLongLong(rm_engine_unfinished(self->engine));
 }
 
 // Moves finished ids from the engine into the set without running Python code, so that a Ctrl-C
 // cannot lose an id. An id leaves the engine after it was added to the set, so that a failed
 // allocation cannot lose it either.
-static int take_finished(rm_engine_object *self) {
+PyObject *rm_engine_py_finished(rm_engine_object *self) {
   uint64_t next;
   while ((next = rm_engine_next_finished(self->engine))) {
     PyObject *id = PyLong_FromUnsignedLongLong(next);
     const int failed = !id || PySet_Add(self->done, id);
     Py_XDECREF(id);
-    if (failed) return -1;
+    if (failed) return NULL;
     rm_engine_finished(self->engine, &next, 1);
   }
-  return 0;
+  return PySet_New(self->done);
 }
 
-static PyObject *rm_engine_py_finished(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
-  const int failed = take_finished(self);
-  rm_engine_leave(self);
-  return failed ? NULL : PySet_New(self->done);
-}
+PyObject *rm_engine_py_ids(rm_engine_object *self) { return PyDict_Keys(self->requests); }
 
-static PyObject *rm_engine_py_ids(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
-  rm_engine_leave(self);
-  return PyDict_Keys(self->requests);
-}
-
-static PyObject *rm_engine_py_pause(rm_engine_object *self, PyObject *paused) {
+PyObject *rm_engine_py_pause(rm_engine_object *self, PyObject *paused) {
   const int value = PyObject_IsTrue(paused);
-  if (value < 0 || rm_engine_enter(self)) return NULL;
+  if (value < 0) return NULL;
   rm_engine_pause(self->engine, value);
-  rm_engine_leave(self);
   Py_RETURN_NONE;
 }
 
-static PyObject *rm_engine_py_reset_prefix_cache(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  return rm_engine_call(self, rm_engine_reset_prefix_cache);
+PyObject *rm_engine_py_reset_prefix_cache(rm_engine_object *self) {
+  rm_engine_reset_prefix_cache(self->engine);
+  Py_RETURN_NONE;
 }
 
 static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
                               rm_code (*change)(rm_engine *, unsigned, rm_error *)) {
   const unsigned long mask = PyLong_AsUnsignedLong(parts);
   if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
-  if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)), &err);
+  return rm_none(rm_engine_module(self), RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)),
+                 &err);
 }
 
-static PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) {
+PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) {
   return change_parts(self, parts, rm_engine_sleep);
 }
-static PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) {
+PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) {
   return change_parts(self, parts, rm_engine_wake);
 }
 
-static PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload) {
+PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload) {
   const int value = PyObject_IsTrue(offload);
-  if (value < 0 || rm_engine_enter(self)) return NULL;
+  if (value < 0) return NULL;
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
   Py_BEGIN_ALLOW_THREADS
     if (value) code = rm_engine_offload_weights(self->engine, &err);
     else rm_engine_free_offloaded(self->engine);
   Py_END_ALLOW_THREADS
-  return rm_engine_finish(self, code, &err);
+  return rm_none(rm_engine_module(self), code, &err);
 }
 
-static PyObject *rm_engine_py_host_room(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
+PyObject *rm_engine_py_host_room(rm_engine_object *self) {
   const unsigned long long bytes = rm_engine_offload_bytes(self->engine);
-  rm_engine_leave(self);
   PyObject *list = rm_memory_pool_list("");
   return list ? Py_BuildValue("(KN)", bytes, list) : NULL;
 }
 
 // ------------------------------------------------------------------------------------------- type
-#define METHOD(name, flags, doc) RM_METHOD(#name, rm_engine_py_##name, flags, doc)
+#define RM_PASS_NOARGS self
+#define RM_PASS_O self, args
+#define RM_PASS_VARARGS self, args
+#define ENTERED(name, flags) \
+  static PyObject *entered_##name(rm_engine_object *self, PyObject *args) { \
+    (void)args; \
+    if (rm_engine_enter(self)) return NULL; \
+    PyObject *result = rm_engine_py_##name(RM_PASS_##flags); \
+    rm_engine_leave(self); \
+    return result; \
+  }
+RM_ENGINE_METHODS(ENTERED)
+
+#define METHOD(name, flags) RM_METHOD(#name, entered_##name, METH_##flags, ""),
+#define OWN_METHOD(name, flags) RM_METHOD(#name, rm_engine_py_##name, flags, "")
 static PyMethodDef methods[] = {
-    METHOD(close, METH_NOARGS, "Frees everything. Idempotent."),
-    METHOD(
-        add, METH_VARARGS,
-        "(prompt, stop_token_ids, request, logits, edits=None): adds a request, returns its id."),
-    METHOD(abort, METH_O, "(id): ends a request; what it has generated can still be read."),
-    METHOD(release, METH_O, "(id): forgets a finished request."),
-    METHOD(stop_sample, METH_VARARGS,
-           "(id, sample, n_tokens): ends a sample after its first n_tokens, where a stop string "
-           "matched."),
-    METHOD(step, METH_NOARGS,
-           "Schedule, forward, commit. (rows computed, whether any rank of the lockstep group had "
-           "work)."),
-    METHOD(give_up, METH_NOARGS,
-           "Aborts the groups: ranks of other processes get RankLostError where they wait for this "
-           "one."),
-    METHOD(has, METH_O, "(id): whether this process has the request, and not another replica's."),
-    METHOD(unfinished, METH_NOARGS, "Number of unfinished requests."),
-    METHOD(finished, METH_NOARGS, "Ids of the finished requests that were not released, as a set."),
-    METHOD(ids, METH_NOARGS, "Ids of all requests that were not released, oldest first."),
-    METHOD(pause, METH_O, "(paused): a paused engine schedules nothing."),
-    METHOD(reset_prefix_cache, METH_NOARGS, "Forgets all cached prefixes."),
-    METHOD(sleep, METH_O,
-           "(parts): frees the memory of parts: 1 weights, 2 KV; with 4 the host keeps the serving "
-           "weights."),
-    METHOD(
-        wake, METH_O,
-        "(parts): allocates it again. Offloaded weights stay there until offload_weights(False)."),
-    METHOD(offload_weights, METH_O,
-           "True: copies the serving weights to the host, before a sleep with 4. False: frees that "
-           "copy."),
-    METHOD(host_room, METH_NOARGS,
-           "(bytes that offload_weights takes of the host, [(name of a memory pool, bytes free in "
-           "it), …])."),
-    // views.c
-    METHOD(request, METH_O, "(id): state and prompt records of a request, as a dict."),
-    METHOD(sample, METH_VARARGS, "(id, i): tokens and records of one sample, as a dict."),
-    METHOD(tokens, METH_VARARGS, "(id, i, start): (finish, token ids from start on)."),
-    METHOD(stats, METH_NOARGS, "Counters, sizes and times, as a dict."),
-    METHOD(
-        profile, METH_NOARGS,
-        "What every op has taken since the last call, as dicts; empty without the option profile."),
-    METHOD(manifest, METH_NOARGS, "[(name, shape, dtype, required)] of every parameter."),
-    // weights.c
-    METHOD(weights, METH_NOARGS,
-           "Views of the serving weights, valid until the next commit; None before the first."),
-    // external_scheduler.c
-    METHOD(
-        external_step, METH_VARARGS,
-        "(ids, computed, rows, replace, page_counts, pages, logits, stats): runs a step that the "
-        "external scheduler decided. "
-        "(tokens, logprobs, sampling_logprobs, ranks, rows computed)."),
-    METHOD(external_draw, METH_VARARGS,
-           "(ids, raw, stats, edited): draws from logits that the caller has edited. (tokens, "
-           "logprobs, sampling_logprobs, ranks)."),
-    METHOD(external_top, METH_VARARGS,
-           "(ids, k): (token ids, logprobs) of the k likeliest at each request's last token."),
-    METHOD(external_routed, METH_VARARGS,
-           "(id, start): routing of the positions fed so far, from start on."),
-    METHOD(external_fail, METH_O,
-           "(id): ends a request that was not fed; its pages hold nothing valid."),
-    METHOD(external_invalidate_pages, METH_O, "(pages): these pages hold nothing valid."),
-    METHOD(external_preempt, METH_O, "(id): the external scheduler has freed the request's pages."),
-    METHOD(external_tokens, METH_VARARGS,
-           "(id, tokens): the tokens generated so far; later ones are dropped."),
-    // sync.c
-    METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS, "Opens a sync; one that is open is reset."),
-    METHOD(sync_resolve, METH_VARARGS,
-           "(name, skip_unknown=False): a SyncEntry with the parameters that the name stands for."),
-    METHOD(sync_take, METH_VARARGS,
-           "(entry, tensor): checks the tensor and keeps it in the entry until the push."),
-    METHOD(sync_push, METH_O,
-           "([entry, …]): copies their tensors into the staged weights, all of them or none."),
-    METHOD(sync_commit, METH_O,
-           "(inflight): swaps versions; inflight says what happens to running requests."),
-    METHOD(sync_abort, METH_NOARGS, "Closes an open sync; the old version serves."),
-    METHOD(sync_state, METH_NOARGS, "(version or None, digest, open, complete)."),
+    RM_ENGINE_METHODS(METHOD) OWN_METHOD(close, METH_NOARGS),
+    OWN_METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS),
+    OWN_METHOD(sync_take, METH_VARARGS),
+    OWN_METHOD(sync_push, METH_O),
     {0},
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, engine_new},
-    {Py_tp_dealloc, engine_dealloc},
-    {Py_tp_traverse, engine_traverse},
-    {Py_tp_clear, engine_clear},
-    {Py_tp_methods, methods},
-    {Py_tp_doc,
-     "Engine(spec, options, ends=None): the C engine behind rollmesh.Generator. One thread at a "
-     "time. ends: (rank, tp, ep, world) Comms "
-     "where this process is one rank of several."},
-    {0, NULL},
+    {Py_tp_new, engine_new},     {Py_tp_dealloc, engine_dealloc}, {Py_tp_traverse, engine_traverse},
+    {Py_tp_clear, engine_clear}, {Py_tp_methods, methods},        {0, NULL},
 };
 PyType_Spec rm_engine_spec = RM_TYPE("Engine", rm_engine_object, RM_GC, slots);

@@ -2,10 +2,10 @@
 // creation, requests and steps, options.c the options, views.c the results, external_scheduler.c
 // the steps of an external scheduler, sync.c and weights.c the weights.
 //
-// One thread at a time: each method works between rm_engine_enter and rm_engine_leave, which refuse
-// a second thread, a closed engine and an engine of the parent process with StateError. One thread
-// of the generator makes all calls (request/loop.py); this flag turns a mistake there into an
-// exception.
+// One thread at a time: between rm_engine_enter and rm_engine_leave the object refuses another
+// thread; entering also refuses a closed engine and an engine of the parent process. Each error is a
+// StateError. One thread of the generator makes all calls (request/loop.py); this flag turns a
+// mistake there into an exception.
 #pragma once
 
 #include "arrays.h"
@@ -30,10 +30,7 @@ typedef struct rm_engine_object {
 PyObject *rm_engine_module(rm_engine_object *self); // view
 int rm_engine_enter(rm_engine_object *self); // 0, or −1 with StateError set
 void rm_engine_leave(rm_engine_object *self);
-PyObject *rm_engine_finish(rm_engine_object *self, rm_code code,
-                           rm_error *err); // leaves; None, or NULL with the exception of `code`
-PyObject *rm_engine_call(rm_engine_object *self,
-                         void (*call)(rm_engine *)); // None, or NULL with its error set
+int rm_engine_id(PyObject *argument, uint64_t *id); // 0, or −1 with OverflowError or TypeError set
 typedef rm_code (*rm_id_call)(rm_scheduler *, uint64_t, rm_error *);
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id,
                                  rm_id_call call); // None, or NULL with its error set
@@ -42,30 +39,57 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id,
 // or NULL with an exception set.
 PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_options *out);
 
-// Methods outside engine.c; their signatures and docs are in its table and in _core.pyi.
-// views.c
-PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *id);
-PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored);
-PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored);
-PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored);
-// external_scheduler.c
-PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_external_preempt(rm_engine_object *self, PyObject *id);
-PyObject *rm_engine_py_external_fail(rm_engine_object *self, PyObject *id);
-PyObject *rm_engine_py_external_invalidate_pages(rm_engine_object *self, PyObject *pages);
-PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args);
-// weights.c
-PyObject *rm_engine_py_weights(rm_engine_object *self, PyObject *ignored);
-// sync.c
+// The methods that run between enter and leave, by file. _core.pyi has their signatures and docs.
+#define RM_ENGINE_METHODS(METHOD) \
+  /* engine.c */ \
+  METHOD(add, VARARGS) \
+  METHOD(abort, O) \
+  METHOD(release, O) \
+  METHOD(stop_sample, VARARGS) \
+  METHOD(step, NOARGS) \
+  METHOD(give_up, NOARGS) \
+  METHOD(has, O) \
+  METHOD(unfinished, NOARGS) \
+  METHOD(finished, NOARGS) \
+  METHOD(ids, NOARGS) \
+  METHOD(pause, O) \
+  METHOD(reset_prefix_cache, NOARGS) \
+  METHOD(sleep, O) \
+  METHOD(wake, O) \
+  METHOD(offload_weights, O) \
+  METHOD(host_room, NOARGS) \
+  /* views.c */ \
+  METHOD(request, O) \
+  METHOD(sample, VARARGS) \
+  METHOD(tokens, VARARGS) \
+  METHOD(stats, NOARGS) \
+  METHOD(profile, NOARGS) \
+  METHOD(manifest, NOARGS) \
+  /* weights.c */ \
+  METHOD(weights, NOARGS) \
+  /* external_scheduler.c */ \
+  METHOD(external_step, VARARGS) \
+  METHOD(external_draw, VARARGS) \
+  METHOD(external_top, VARARGS) \
+  METHOD(external_routed, VARARGS) \
+  METHOD(external_preempt, O) \
+  METHOD(external_fail, O) \
+  METHOD(external_invalidate_pages, O) \
+  METHOD(external_tokens, VARARGS) \
+  /* sync.c */ \
+  METHOD(sync_resolve, VARARGS) \
+  METHOD(sync_commit, O) \
+  METHOD(sync_abort, NOARGS) \
+  METHOD(sync_state, NOARGS)
+
+#define RM_PARAMETERS_NOARGS rm_engine_object *self
+#define RM_PARAMETERS_O rm_engine_object *self, PyObject *argument
+#define RM_PARAMETERS_VARARGS rm_engine_object *self, PyObject *args
+#define RM_DECLARE_METHOD(name, flags) PyObject *rm_engine_py_##name(RM_PARAMETERS_##flags);
+RM_ENGINE_METHODS(RM_DECLARE_METHOD)
+
+// Methods of sync.c that enter themselves, since they have keywords or run Python code of others
+// (tensors and their finalizers).
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
-PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args);
 PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *entries);
-PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *inflight);
-PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored);
-PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored);

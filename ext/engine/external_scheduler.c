@@ -64,13 +64,11 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
   step.logits = data[0];
   step.stats = data[1];
   step.n_logits = data[0] ? wants[0].shape[0] : 0;
-  if (rm_engine_enter(self)) return NULL;
   if ((results = results_new(step.n, &step.results)) &&
       RM_UNLOCKED(rm_engine_external_step(self->engine, &step, &n_work, &err))) {
     Py_CLEAR(results);
     rm_raise(module, &err);
   }
-  rm_engine_leave(self);
   return results ? Py_BuildValue("(NL)", results, (long long)n_work) : NULL;
 }
 
@@ -91,13 +89,11 @@ PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args) {
     if (rm_array_data(module, objects[i], &wants[i], &data[i])) return NULL;
   }
   rm_external_draws draws = {wants[0].shape[0], data[0], data[1], data[2], data[3], {0}};
-  if (rm_engine_enter(self)) return NULL;
   if ((results = results_new(draws.n, &draws.results)) &&
       rm_engine_external_draw(self->engine, &draws, &err)) {
     Py_CLEAR(results);
     rm_raise(module, &err);
   }
-  rm_engine_leave(self);
   return results;
 }
 
@@ -111,7 +107,7 @@ PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
   void *numbers;
   if (!PyArg_ParseTuple(args, "OL:external_top", &object, &k)) return NULL;
   rm_array_want want = {"ids", NPY_UINT64, 0, 1, {-1}};
-  if (rm_array_data(module, object, &want, &numbers) || rm_engine_enter(self)) return NULL;
+  if (rm_array_data(module, object, &want, &numbers)) return NULL;
   const int64_t n = want.shape[0], shape[2] = {n, rm_max64(k, 0)};
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
@@ -121,7 +117,6 @@ PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
   if (both)
     code = rm_external_top(rm_engine_scheduler(self->engine, 0), numbers, n, k, array_of(ids),
                            array_of(logprobs), &err);
-  rm_engine_leave(self);
   if (!code) return both;
   Py_DECREF(both);
   return rm_raise(module, &err);
@@ -132,18 +127,15 @@ PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
 PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
   unsigned long long id;
   long long start;
-  if (!PyArg_ParseTuple(args, "KL:external_routed", &id, &start) || rm_engine_enter(self))
-    return NULL;
+  if (!PyArg_ParseTuple(args, "KL:external_routed", &id, &start)) return NULL;
+  rm_scheduler *scheduler = rm_engine_scheduler(self->engine, 0);
   rm_error err = RM_ERROR_INIT;
   int64_t shape[3] = {0, self->spec->n_moe_layers, self->spec->top_k};
-  PyObject *result = NULL;
-  if (rm_external_routed(rm_engine_scheduler(self->engine, 0), id, start, NULL, &shape[0], &err))
-    rm_raise(rm_engine_module(self), &err);
-  else if ((result = rm_array_new(NPY_INT16, 3, shape, NULL)))
-    // This call cannot fail, since the call above has found the request.
-    rm_external_routed(rm_engine_scheduler(self->engine, 0), id, start, array_of(result), &shape[0],
-                       &err);
-  rm_engine_leave(self);
+  if (rm_external_routed(scheduler, id, start, NULL, &shape[0], &err))
+    return rm_raise(rm_engine_module(self), &err);
+  PyObject *result = rm_array_new(NPY_INT16, 3, shape, NULL);
+  // This call cannot fail, since the call above has found the request.
+  if (result) rm_external_routed(scheduler, id, start, array_of(result), &shape[0], &err);
   return result;
 }
 
@@ -157,10 +149,8 @@ PyObject *rm_engine_py_external_fail(rm_engine_object *self, PyObject *id) {
 PyObject *rm_engine_py_external_invalidate_pages(rm_engine_object *self, PyObject *pages) {
   const int32_t *numbers;
   int64_t n;
-  if (rm_array_ids(rm_engine_module(self), pages, "pages", &numbers, &n) || rm_engine_enter(self))
-    return NULL;
+  if (rm_array_ids(rm_engine_module(self), pages, "pages", &numbers, &n)) return NULL;
   rm_external_invalidate_pages(rm_engine_scheduler(self->engine, 0), numbers, n);
-  rm_engine_leave(self);
   Py_RETURN_NONE;
 }
 
@@ -170,9 +160,9 @@ PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args) {
   const int32_t *tokens;
   int64_t n;
   if (!PyArg_ParseTuple(args, "KO:external_tokens", &id, &object)) return NULL;
-  if (rm_array_ids(rm_engine_module(self), object, "tokens", &tokens, &n) || rm_engine_enter(self))
-    return NULL;
+  PyObject *module = rm_engine_module(self);
+  if (rm_array_ids(module, object, "tokens", &tokens, &n)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(
-      self, rm_external_tokens(rm_engine_scheduler(self->engine, id), id, tokens, n, &err), &err);
+  return rm_none(
+      module, rm_external_tokens(rm_engine_scheduler(self->engine, id), id, tokens, n, &err), &err);
 }

@@ -1,5 +1,5 @@
-// options.c: reads an engine's options from the attributes of a
-// rollmesh.runtime.engine_options.EngineOptions.
+// options.c: reads an engine's options from the attributes of a rollmesh.options.EngineOptions: those
+// of rm_engine_option_table, and the names of the dtype, the kernels and the mesh.
 #include "engine_object.h"
 
 #include <string.h>
@@ -11,28 +11,6 @@ typedef struct names { // attributes that are converted to other values
   int64_t tp, dp, ep;
 } names;
 
-#define OPTION(python_name, type, member) {python_name, type, offsetof(rm_engine_options, member)}
-static const rm_attribute option_fields[] = {
-    OPTION("threads", RM_ATTR_INT, n_threads),
-    OPTION("max_model_len", RM_ATTR_I64, max_model_len),
-    OPTION("max_num_seqs", RM_ATTR_I64, max_num_seqs),
-    OPTION("max_num_batched_tokens", RM_ATTR_I64, max_num_batched_tokens),
-    OPTION("block_size", RM_ATTR_I64, page_size),
-    OPTION("kv_bytes", RM_ATTR_U64, kv_bytes),
-    OPTION("memory_fraction", RM_ATTR_F64, memory_fraction),
-    OPTION("external_pages", RM_ATTR_I64, external_pages),
-    OPTION("seed", RM_ATTR_U64, seed),
-    OPTION("enable_prefix_caching", RM_ATTR_BOOL, prefix_caching),
-    OPTION("profile", RM_ATTR_BOOL, profile),
-    OPTION("enforce_eager", RM_ATTR_BOOL, enforce_eager),
-    OPTION("sequence_parallel", RM_ATTR_BOOL, sequence_parallel),
-    OPTION("cuda_ordinal", RM_ATTR_INT, cuda_ordinal),
-    OPTION("cuda_library", RM_ATTR_TEXT, cuda_library),
-    OPTION("cuda_family", RM_ATTR_TEXT, cuda_family),
-    OPTION("nccl_library", RM_ATTR_TEXT, nccl_library),
-    OPTION("nccl_gpu", RM_ATTR_TEXT, nccl_gpu),
-    OPTION("cublas_library", RM_ATTR_TEXT, cublas_library),
-};
 static const rm_attribute name_fields[] = {
     {"dtype", RM_ATTR_TEXT, offsetof(names, dtype)},
     {"isa", RM_ATTR_TEXT, offsetof(names, isa)},
@@ -60,13 +38,19 @@ static rm_code choose_kernels(const char *name, const rm_kernels **kernels, rm_e
       name);
 }
 
+static int read_table(PyObject *module, PyObject *object, rm_engine_options *out, PyObject *held) {
+  int failed = 0;
+  for (int i = 0; i < RM_N_ENGINE_OPTIONS && !failed; i++)
+    failed = rm_attributes_read(module, object, &rm_engine_option_table[i].attribute, 1, out, held);
+  return failed;
+}
+
 PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_options *out) {
   PyObject *held = PyList_New(0), *eos = PyObject_GetAttrString(object, "eos_token_ids");
   rm_error err = RM_ERROR_INIT;
   names n;
   *out = (rm_engine_options){0};
-  if (!held || !eos || PyList_Append(held, eos) ||
-      rm_attributes_read(module, object, option_fields, RM_LENGTH(option_fields), out, held) ||
+  if (!held || !eos || PyList_Append(held, eos) || read_table(module, object, out, held) ||
       rm_attributes_read(module, object, name_fields, RM_LENGTH(name_fields), &n, held) ||
       rm_array_ids(module, eos, "eos_token_ids", &out->eos_ids, &out->n_eos)) {
     Py_CLEAR(held);

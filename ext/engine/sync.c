@@ -38,8 +38,9 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
   options.version = version;
   if (rm_engine_enter(self)) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_engine_finish(self, RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)),
-                          &err);
+  const rm_code code = RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err));
+  rm_engine_leave(self);
+  return rm_none(rm_engine_module(self), code, &err);
 }
 
 // ----------------------------------------------------------------------------------------- entries
@@ -60,18 +61,15 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
   entry_object *made = rm_object_make(module, RM_TYPE_SYNC_ENTRY);
-  if (!made || key_bytes(module, name, &made->key, &made->entry.name, &length) ||
-      rm_engine_enter(self)) {
+  if (!made || key_bytes(module, name, &made->key, &made->entry.name, &length)) {
     Py_XDECREF((PyObject *)made);
     return NULL;
   }
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
   made->entry.length = (size_t)length;
-  const rm_params *params = rm_engine_params(self->engine);
-  const rm_code code = rm_entry_resolve(params, skip_unknown, &made->entry, &err);
-  rm_engine_leave(self);
-  if (!code) return (PyObject *)made;
+  if (!rm_entry_resolve(rm_engine_params(self->engine), skip_unknown, &made->entry, &err))
+    return (PyObject *)made;
   Py_DECREF((PyObject *)made);
   return rm_raise(module, &err);
 }
@@ -163,30 +161,20 @@ static PyObject *entry_taken(PyObject *object, void *ignored) {
 }
 
 static PyMethodDef entry_methods[] = {
-    {"wanted", entry_wanted, METH_NOARGS,
-     PyDoc_STR("The parts of the tensor that each rank needs: rows [rank, 4 firsts, 4 sizes].")},
-    {"release", entry_release, METH_NOARGS, PyDoc_STR("Gives the tensor back.")},
+    {"wanted", entry_wanted, METH_NOARGS, NULL},
+    {"release", entry_release, METH_NOARGS, NULL},
     {0},
 };
 
 static PyGetSetDef entry_members[] = {
-    {"name", entry_name, NULL, PyDoc_STR("As the source spells it."), NULL},
-    {"params", entry_params, NULL,
-     PyDoc_STR("Indices into the manifest; empty for an entry that is skipped."), NULL},
-    {"shape", entry_shape, NULL, PyDoc_STR("The shape that the tensor must have."), NULL},
-    {"nbytes", entry_nbytes, NULL, PyDoc_STR("Bytes of the tensor taken; 0 without one."), NULL},
-    {"taken", entry_taken, NULL, PyDoc_STR("Whether the entry has a tensor."), NULL},
-    {0},
+    {"name", entry_name, NULL, NULL, NULL},   {"params", entry_params, NULL, NULL, NULL},
+    {"shape", entry_shape, NULL, NULL, NULL}, {"nbytes", entry_nbytes, NULL, NULL, NULL},
+    {"taken", entry_taken, NULL, NULL, NULL}, {0},
 };
 
 static PyType_Slot entry_slots[] = {
-    {Py_tp_dealloc, entry_dealloc},
-    {Py_tp_traverse, entry_traverse},
-    {Py_tp_clear, entry_clear},
-    {Py_tp_methods, entry_methods},
-    {Py_tp_getset, entry_members},
-    {Py_tp_doc, "A name that Engine.sync_resolve has resolved, and its tensor until the push."},
-    {0, NULL},
+    {Py_tp_dealloc, entry_dealloc}, {Py_tp_traverse, entry_traverse}, {Py_tp_clear, entry_clear},
+    {Py_tp_methods, entry_methods}, {Py_tp_getset, entry_members},    {0, NULL},
 };
 PyType_Spec rm_sync_entry_spec =
     RM_TYPE("SyncEntry", entry_object, RM_GC | RM_MADE_HERE, entry_slots);
@@ -237,7 +225,7 @@ PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
     rm_tensor_release(owner);
     return NULL;
   }
-  const rm_code code = rm_engine_sync_check(self->engine, &entry->entry, &tensor, &err);
+  const rm_code code = rm_sync_check(rm_engine_store(self->engine), &entry->entry, &tensor, &err);
   PyObject *unused = owner;
   if (!code) {
     unused = entry->owner;
@@ -315,28 +303,24 @@ static const rm_attribute report_fields[] = {
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   PyObject *module = rm_engine_module(self);
   rm_inflight inflight;
-  if (choose_inflight(module, word, &inflight) || rm_engine_enter(self)) return NULL;
+  if (choose_inflight(module, word, &inflight)) return NULL;
   rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_engine_sync_commit(self->engine, inflight, &report, &err));
-  rm_engine_leave(self);
-  return code ? rm_raise(module, &err)
-              : rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
+  if (RM_UNLOCKED(rm_engine_sync_commit(self->engine, inflight, &report, &err)))
+    return rm_raise(module, &err);
+  return rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }
 
-PyObject *rm_engine_py_sync_abort(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  return rm_engine_call(self, rm_engine_sync_abort);
+PyObject *rm_engine_py_sync_abort(rm_engine_object *self) {
+  rm_engine_sync_abort(self->engine);
+  Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_sync_state(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
+PyObject *rm_engine_py_sync_state(rm_engine_object *self) {
   const rm_store *store = rm_engine_store(self->engine);
   const int64_t version = rm_store_version(store);
   const uint64_t digest = rm_store_digest(store);
   const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);
-  rm_engine_leave(self);
   return Py_BuildValue("(NKOO)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version),
                        (unsigned long long)digest, open ? Py_True : Py_False,
                        complete ? Py_True : Py_False);

@@ -29,14 +29,11 @@ static int put(PyObject *dict, const char *key, PyObject *value) {
 
 // Reads the prompt_logprobs with which the request was added: the width of the view's arrays.
 static int asked_for(rm_engine_object *self, PyObject *id, int *prompt_logprobs) {
-  PyObject *record = PyDict_GetItemWithError(self->requests, id);
-  if (!record) {
-    if (!PyErr_Occurred())
-      rm_raise_code(rm_engine_module(self), RM_E_STATE, "there is no request %S", id);
-    return -1;
-  }
-  PyObject *logits;
-  return PyArg_ParseTuple(record, "iO", prompt_logprobs, &logits) ? 0 : -1;
+  PyObject *record = PyDict_GetItemWithError(self->requests, id), *logits;
+  if (record) return PyArg_ParseTuple(record, "iO", prompt_logprobs, &logits) ? 0 : -1;
+  if (!PyErr_Occurred())
+    rm_raise_code(rm_engine_module(self), RM_E_STATE, "there is no request %S", id);
+  return -1;
 }
 
 static PyObject *error_object(rm_engine_object *self, const rm_request_view *view) {
@@ -95,19 +92,14 @@ static PyObject *times_object(const rm_request_times *times) {
 }
 
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
-  const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
-  if (id == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
+  uint64_t id;
   int prompt_logprobs;
-  if (rm_engine_enter(self)) return NULL;
-  PyObject *dict = NULL;
   rm_request_view view;
   rm_error err = RM_ERROR_INIT;
-  if (asked_for(self, argument, &prompt_logprobs)) goto out;
-  if (rm_scheduler_view(rm_engine_scheduler(self->engine, id), id, &view, &err)) {
-    rm_raise(rm_engine_module(self), &err);
-    goto out;
-  }
-  dict = PyDict_New();
+  if (rm_engine_id(argument, &id) || asked_for(self, argument, &prompt_logprobs)) return NULL;
+  if (rm_scheduler_view(rm_engine_scheduler(self->engine, id), id, &view, &err))
+    return rm_raise(rm_engine_module(self), &err);
+  PyObject *dict = PyDict_New();
   if (dict &&
       (put(dict, "finished", PyBool_FromLong(view.finished)) ||
        put(dict, "error", error_object(self, &view)) ||
@@ -116,9 +108,20 @@ PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
        put(dict, "n", PyLong_FromLong(view.n)) || put(dict, "times", times_object(&view.times)) ||
        put_prompt(self, dict, &view, prompt_logprobs)))
     Py_CLEAR(dict);
-out:
-  rm_engine_leave(self);
   return dict;
+}
+
+// args: (id, sample), or (id, sample, start).
+static int read_sample(rm_engine_object *self, PyObject *args, const char *format,
+                       rm_sample_view *view, long long *start) {
+  unsigned long long id;
+  int sample;
+  rm_error err = RM_ERROR_INIT;
+  if (!PyArg_ParseTuple(args, format, &id, &sample, start)) return -1;
+  if (!rm_scheduler_sample_view(rm_engine_scheduler(self->engine, id), id, sample, view, &err))
+    return 0;
+  rm_raise(rm_engine_module(self), &err);
+  return -1;
 }
 
 static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_view *view) {
@@ -143,47 +146,21 @@ static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_vi
 }
 
 PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
-  PyObject *argument;
-  int sample, prompt_logprobs;
-  if (!PyArg_ParseTuple(args, "Oi:sample", &argument, &sample)) return NULL;
-  const unsigned long long id = PyLong_AsUnsignedLongLong(argument);
-  if (id == (unsigned long long)-1 && PyErr_Occurred()) return NULL;
-  if (rm_engine_enter(self)) return NULL;
-  PyObject *dict = NULL;
   rm_sample_view view;
-  rm_error err = RM_ERROR_INIT;
-  if (asked_for(self, argument, &prompt_logprobs)) goto out;
-  if (rm_scheduler_sample_view(rm_engine_scheduler(self->engine, id), id, sample, &view, &err)) {
-    rm_raise(rm_engine_module(self), &err);
-    goto out;
-  }
-  dict = PyDict_New();
+  if (read_sample(self, args, "Ki:sample", &view, NULL)) return NULL;
+  PyObject *dict = PyDict_New();
   if (dict && put_sample(self, dict, &view)) Py_CLEAR(dict);
-out:
-  rm_engine_leave(self);
   return dict;
 }
 
 PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
-  unsigned long long id;
-  int sample;
-  long long start;
-  if (!PyArg_ParseTuple(args, "KiL:tokens", &id, &sample, &start)) return NULL;
-  if (rm_engine_enter(self)) return NULL;
-  PyObject *result = NULL;
   rm_sample_view view;
-  rm_error err = RM_ERROR_INIT;
-  if (rm_scheduler_sample_view(rm_engine_scheduler(self->engine, id), id, sample, &view, &err)) {
-    rm_raise(rm_engine_module(self), &err);
-    goto out;
-  }
+  long long start;
+  if (read_sample(self, args, "KiL:tokens", &view, &start)) return NULL;
   const int64_t from = rm_min64(rm_max64(start, 0), view.n_tokens),
                 shape[1] = {view.n_tokens - from};
-  result = Py_BuildValue("(NN)", finish_object(view.finish),
-                         rm_array_new(NPY_INT32, 1, shape, shape[0] ? view.tokens + from : NULL));
-out:
-  rm_engine_leave(self);
-  return result;
+  return Py_BuildValue("(NN)", finish_object(view.finish),
+                       rm_array_new(NPY_INT32, 1, shape, shape[0] ? view.tokens + from : NULL));
 }
 
 #define STAT(key, type, member) {key, type, offsetof(rm_engine_stats, member)}
@@ -219,12 +196,9 @@ static const rm_attribute stats_fields[] = {
     STAT("comm_seconds", RM_ATTR_F64, comm_seconds),
 };
 
-PyObject *rm_engine_py_stats(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_stats(rm_engine_object *self) {
   rm_engine_stats stats;
-  if (rm_engine_enter(self)) return NULL;
   rm_engine_statistics(self->engine, &stats);
-  rm_engine_leave(self);
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
 }
 
@@ -241,9 +215,7 @@ static const rm_attribute profile_fields[] = {
 };
 
 // Returns the times of rank 0 of this process since the last call.
-PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
+PyObject *rm_engine_py_profile(rm_engine_object *self) {
   rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
   for (int i = 0; list && profile && i < profile->n_entries; i++) {
@@ -253,7 +225,6 @@ PyObject *rm_engine_py_profile(rm_engine_object *self, PyObject *ignored) {
     Py_XDECREF(entry);
   }
   if (list && profile) rm_profile_reset(profile);
-  rm_engine_leave(self);
   return list;
 }
 
@@ -267,15 +238,12 @@ static PyObject *manifest_entry(const rm_params *params, const rm_param *param) 
                        param->required ? Py_True : Py_False);
 }
 
-PyObject *rm_engine_py_manifest(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
-  if (rm_engine_enter(self)) return NULL;
+PyObject *rm_engine_py_manifest(rm_engine_object *self) {
   const rm_params *params = rm_engine_params(self->engine);
   PyObject *list = PyList_New((Py_ssize_t)params->n);
   for (int64_t i = 0; list && i < params->n; i++) {
     PyObject *entry = manifest_entry(params, &params->list[i]);
     if (!entry || PyList_SetItem(list, (Py_ssize_t)i, entry)) Py_CLEAR(list);
   }
-  rm_engine_leave(self);
   return list;
 }

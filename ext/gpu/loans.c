@@ -5,9 +5,8 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "device/cuda.h"
-#include "device/ready_streams.h"
 #include "dlpack.h"
+#include "gpu/gpu.h"
 #include "gpu_array.h"
 #include "tensor.h"
 

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "device/cuda.h"
+#include "gpu/gpu.h"
 
 int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved) {
   if (getpid() != op_device->owner) {

@@ -2,7 +2,7 @@
 #include "ops.h"
 
 #include "base/memory.h"
-#include "device/cuda.h"
+#include "gpu/gpu.h"
 
 static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"isa", "threads", "op_device", "stream", NULL};

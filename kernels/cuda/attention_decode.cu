@@ -9,11 +9,10 @@
 
 namespace {
 
-constexpr int THREADS = 128, WARP = 32, WARPS = THREADS / WARP, WORKSPACE_ROWS = 64,
-              MAX_GRID_Z = 65535;
-constexpr unsigned ALL = 0xffffffffu;
+constexpr int THREADS = 128, WARPS = THREADS / RM_WARP, WORKSPACE_ROWS = 64, MAX_GRID_Z = 65535;
 using span = rm_span;
-static_assert(WARP == static_cast<int>(RM_ATTN_BLOCK), "a lane is a position of a softmax block");
+static_assert(RM_WARP == static_cast<int>(RM_ATTN_BLOCK),
+              "a lane is a position of a softmax block");
 
 struct head_view { // one query head of one row
   const int32_t *pages;
@@ -42,13 +41,13 @@ __device__ head_view view(const rm_attention_args &a, int64_t row, int64_t head)
 template <rm_dtype DTYPE>
 __device__ void partial_scores(float *part, const float *q, const rm_attention_args &a, head_view h,
                                int64_t t, span s) {
-  const int lane = static_cast<int>(threadIdx.x) % WARP;
+  const int lane = rm_lane();
   if (t < s.first || t > s.last) return;
   const int64_t page = page_of(a, h, t), pos = place_of(a, t);
-  for (int64_t kb = threadIdx.x / WARP; kb * RM_K_BLOCK < a.head_dim; kb += WARPS) {
+  for (int64_t kb = threadIdx.x / RM_WARP; kb * RM_K_BLOCK < a.head_dim; kb += WARPS) {
     const int64_t tile =
         rm_packed_index(DTYPE, a.head_dim, pos / RM_N_TILE * RM_N_TILE, kb * RM_K_BLOCK);
-    part[kb * WARP + lane] = rm_block_dot<DTYPE>(
+    part[kb * RM_WARP + lane] = rm_block_dot<DTYPE>(
         q + kb * RM_K_BLOCK, a.k_cache, page * rm_k_page_elems(a.page_size, a.head_dim) + tile,
         static_cast<int>(pos % RM_N_TILE));
   }
@@ -59,17 +58,18 @@ __device__ void partial_scores(float *part, const float *q, const rm_attention_a
 template <rm_dtype DTYPE>
 __device__ void soften(float *p, float *alpha, const float *part, const rm_attention_args &a,
                        bool is_live, float *m, float *l) {
-  const int lane = static_cast<int>(threadIdx.x);
+  const int lane = rm_thread();
   float score = 0.0f;
   for (int64_t kb = 0; is_live && kb * RM_K_BLOCK < a.head_dim; kb++)
-    score = score + part[kb * WARP + lane];
+    score = score + part[kb * RM_WARP + lane];
   score = score * a.scale;
   float next = is_live ? rm_max_f32(score, *m) : *m;
-  for (int step = WARP / 2; step > 0; step /= 2)
-    next = rm_max_f32(__shfl_xor_sync(ALL, next, step), next);
+  for (int step = RM_WARP / 2; step > 0; step /= 2)
+    next = rm_max_f32(__shfl_xor_sync(RM_ALL_LANES, next, step), next);
   const float weight = is_live ? rm_exp(score - next) : 0.0f;
   float sum = weight; // p_j + p_{j+16}, then the tree over 16: both lanes of a step add the same
-  for (int step = WARP / 2; step > 0; step /= 2) sum = sum + __shfl_xor_sync(ALL, sum, step);
+  for (int step = RM_WARP / 2; step > 0; step /= 2)
+    sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
   const float scaled = rm_bits(*m) == rm_bits(-INFINITY) ? 0.0f : rm_exp(*m - next);
   *l = fmaf(*l, scaled, sum);
   *m = next;
@@ -112,10 +112,11 @@ __global__ void __launch_bounds__(THREADS, 8)
   float m = -INFINITY, l = 0.0f; // used by the first warp only
   const int64_t first_block = rm_max64(begin, s.first / RM_ATTN_BLOCK * RM_ATTN_BLOCK);
   for (int64_t t0 = first_block; t0 <= s.last && t0 < begin + RM_ATTN_SPLIT; t0 += RM_ATTN_BLOCK) {
-    const int64_t t = t0 + threadIdx.x % WARP;
+    const int64_t t = t0 + rm_lane();
     partial_scores<DTYPE>(part, q, a, h, t, s);
     __syncthreads();
-    if (threadIdx.x < WARP) soften<DTYPE>(p, alpha, part, a, t >= s.first && t <= s.last, &m, &l);
+    if (threadIdx.x < RM_WARP)
+      soften<DTYPE>(p, alpha, part, a, t >= s.first && t <= s.last, &m, &l);
     __syncthreads(); // p is read until the next block's first barrier, and written after it
     add_values<DTYPE>(acc, p, *alpha, a, h, t0, s);
   }
@@ -154,11 +155,10 @@ __global__ void __launch_bounds__(THREADS)
 
 template <rm_dtype DTYPE>
 void states_of(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
-  const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads),
-                  static_cast<unsigned>(t.n_splits));
+  const dim3 grid = rm_grid(t.rows, a->n_heads, t.n_splits);
   const size_t shared =
       (2 * rm_round_up(a->head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 1 + a->head_dim) * sizeof(float);
-  RM_LAUNCH(split_kernel<DTYPE>, grid, dim3(THREADS), shared, ctx->stream, *a, states, t.row0);
+  RM_LAUNCH(split_kernel<DTYPE>, grid, THREADS, shared, ctx->stream, *a, states, t.row0);
 }
 
 void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
@@ -191,11 +191,11 @@ void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_stat
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
   for (int64_t row0 = 0; row0 < rows; row0 += at_once) {
     const rm_rows_pass t = {row0, rm_min64(at_once, rows - row0), n_splits, list};
-    const dim3 grid(static_cast<unsigned>(t.rows), static_cast<unsigned>(a->n_heads));
+    const dim3 grid = rm_grid(t.rows, a->n_heads);
     states_fn(ctx, a, states, t);
     if (a->dtype == RM_BF16)
-      RM_LAUNCH(merge_kernel<RM_BF16>, grid, dim3(THREADS), 0, ctx->stream, *a, states, t);
-    else RM_LAUNCH(merge_kernel<RM_F32>, grid, dim3(THREADS), 0, ctx->stream, *a, states, t);
+      RM_LAUNCH(merge_kernel<RM_BF16>, grid, THREADS, 0, ctx->stream, *a, states, t);
+    else RM_LAUNCH(merge_kernel<RM_F32>, grid, THREADS, 0, ctx->stream, *a, states, t);
   }
 }
 

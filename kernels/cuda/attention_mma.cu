@@ -56,7 +56,7 @@ __device__ columns columns_in(float *shared, int64_t head_dim) {
 // Loads the queries and live positions of the columns; zeros for unused columns.
 __device__ void load_columns(const columns &c, const rm_attention_args &a, const rm_attn_work &w) {
   const int words = c.pitch - 4;
-  for (int i = static_cast<int>(threadIdx.x); i < COLS * words; i += THREADS) {
+  for (int i = rm_thread(); i < COLS * words; i += THREADS) {
     const int column = i / words, d = i % words * 2;
     const rm_attn_owner o = rm_attn_owner_of(w, column);
     const uint16_t *q =
@@ -66,7 +66,7 @@ __device__ void load_columns(const columns &c, const rm_attention_args &a, const
     c.q[column * c.pitch + i % words] = even | odd << 16;
   }
   if (threadIdx.x >= COLS) return;
-  const rm_attn_owner o = rm_attn_owner_of(w, static_cast<int>(threadIdx.x));
+  const rm_attn_owner o = rm_attn_owner_of(w, rm_thread());
   const rm_span live = o.some ? rm_live_span(a, o.row) : rm_span{0, -1};
   c.first[threadIdx.x] = static_cast<int>(live.first);
   c.last[threadIdx.x] = static_cast<int>(live.last);
@@ -77,7 +77,7 @@ struct reach {
   int first, last;
 };
 __device__ reach reach_of_lane(const columns &c) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int lane = rm_lane();
   return lane < COLS ? reach{c.first[lane], c.last[lane]} : reach{0, -1};
 }
 // Whether one of `n` positions from t on is live for some column. Called by a whole warp.
@@ -93,7 +93,7 @@ struct tiles {
 };
 __device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const rm_attn_work &w,
                           const int32_t *pages, int t0) {
-  const int mine = static_cast<int>(threadIdx.x) % TILES;
+  const int mine = rm_thread() % TILES;
   tiles found = {};
   bool is_mine_wanted = false;
 #pragma unroll
@@ -108,14 +108,13 @@ __device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const rm_at
 
 // Loads B for the columns and two steps of 16 k, from rows of `pitch` words.
 __device__ uint4 load_columns_of(const uint32_t *rows, int pitch, int step) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int lane = rm_lane();
   return rm_load_matrices(rows + lane % 8 * pitch + step * (RM_MMA_K / 2) + lane / 8 * 4);
 }
 
 // Computes the scores of the warp's tile.
 __device__ void make_scores(const columns &c, const rm_attention_args &a, const tiles &t) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
-            warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int lane = rm_lane(), warp = rm_warp();
   const int steps = static_cast<int>(rm_mma_steps(a.head_dim));
   static_assert(TILES == WARPS);
   const uint4 *k =
@@ -149,7 +148,7 @@ __device__ void make_scores(const columns &c, const rm_attention_args &a, const 
 // step with more than one column left halves the columns, so it takes EACH + 1 exchanges instead of
 // 5 · EACH. A column's tree is the tree over 32 lanes.
 template <class F> __device__ float over_columns(float (&v)[EACH], F both) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int lane = rm_lane();
   int n = EACH;
 #pragma unroll
   for (int step = RM_WARP / 2; step > 0; step /= 2) {
@@ -176,7 +175,7 @@ struct running {
 // one lane for each position. ALL: every position is live for every column.
 template <bool ALL>
 __device__ void soften(const columns &c, int column0, int t0, int block, running &own) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, in = block * RM_ATTN_BLOCK + lane;
+  const int lane = rm_lane(), in = block * RM_ATTN_BLOCK + lane;
   const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK), t = from + lane;
   float scores[EACH], v[EACH];
   bool live[EACH];
@@ -213,8 +212,7 @@ template <int DT> struct values {
 template <int DT>
 __device__ void load_values(values<DT> &v, const rm_attention_args &a, const tiles &t,
                             int d_tile0) {
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
-            lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int warp = rm_warp(), lane = rm_lane();
   const int d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim));
 #pragma unroll
   for (int block = 0; block < BLOCKS; block++) {
@@ -237,7 +235,7 @@ __device__ void load_values(values<DT> &v, const rm_attention_args &a, const til
 
 template <int DT>
 __device__ void add_values(float (&acc)[DT][4], const columns &c, const values<DT> &v) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int lane = rm_lane();
 #pragma unroll
   for (int block = 0; block < BLOCKS; block++) {
     if (!v.some[block]) continue;
@@ -268,8 +266,7 @@ __device__ float *state_of(const columns &c, const rm_attention_args &a, const r
 template <int DT>
 __device__ void split_of_row(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
                              const shape &s, float *states) {
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
-            lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int warp = rm_warp(), lane = rm_lane();
   const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SPLIT),
             end = begin + RM_ATTN_SPLIT;
   const int32_t *pages = a.block_tables + a.seq_of_row[w.row0] * a.max_pages;
@@ -332,12 +329,10 @@ void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_row
   s.pass = pass;
   s.heads = static_cast<int>(rm_min64(group, COLS));
   s.head_tiles = static_cast<int>((group + s.heads - 1) / s.heads);
-  const dim3 grid(static_cast<unsigned>(pass.rows),
-                  static_cast<unsigned>(a->n_kv_heads * s.head_tiles),
-                  static_cast<unsigned>(pass.n_splits));
+  const dim3 grid = rm_grid(pass.rows, a->n_kv_heads * s.head_tiles, pass.n_splits);
   const size_t shared = static_cast<size_t>(shared_words(a->head_dim)) * sizeof(float);
   for (; s.d_tile0 < rm_mma_tile_rows(a->head_dim); s.d_tile0 += WARPS * DT)
-    RM_LAUNCH((split_kernel<DT>), grid, dim3(THREADS), shared, ctx->stream, *a, s, states);
+    RM_LAUNCH((split_kernel<DT>), grid, THREADS, shared, ctx->stream, *a, s, states);
 }
 
 void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass pass) {

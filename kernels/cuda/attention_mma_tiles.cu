@@ -102,7 +102,7 @@ template <class S>
 __device__ void load_queries(const block &b, const rm_attention_args &a, const rm_attn_work &w) {
   const rm_tokens q = rm_tokens_of(a.q, a.head_dim, a.head_dim, 0, a.rows * a.n_heads);
   const int vectors = S::steps(a.head_dim) * 2;
-  for (int i = static_cast<int>(threadIdx.x); i < COLS * vectors; i += THREADS) {
+  for (int i = rm_thread(); i < COLS * vectors; i += THREADS) {
     const int at = i / vectors, vector = i % vectors;
     const rm_attn_owner o = rm_attn_owner_of(w, at);
     const uint4 words =
@@ -126,7 +126,7 @@ __device__ span over_lanes(span all) {
 // Positions that are live for some of the `n` columns from `from` on. Called by a whole warp.
 __device__ span span_of(const block &b, int from, int n) {
   span all = {INT32_MAX, -1};
-  for (int i = static_cast<int>(threadIdx.x) % RM_WARP; i < n; i += RM_WARP) {
+  for (int i = rm_lane(); i < n; i += RM_WARP) {
     const span one = b.columns[from + i].live;
     if (one.first > one.last) continue;
     all = {one.first < all.first ? one.first : all.first,
@@ -149,7 +149,7 @@ __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one 
                      int d_tile0) {
   const int steps = S::steps(a.head_dim),
             d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim)) - d_tile0;
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = rm_thread();
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
     const int t = t0 + half * RM_MMA_K;
@@ -186,8 +186,7 @@ template <int DT> __device__ void begin_split(float (&acc)[DT][CT][4], const blo
 template <class S>
 __device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, const char *stage,
                             int64_t head_dim, float scale) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
-            warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int lane = rm_lane(), warp = rm_warp();
   const int steps = S::steps(head_dim), pitch = S::pitch(head_dim);
   const uint4 *keys = reinterpret_cast<const uint4 *>(stage) + lane;
   // The lane's row for rm_load_matrices: the first or second 8 k of column 8·(lane / 16) + lane %
@@ -222,7 +221,7 @@ __device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, cons
 // positions are live.
 template <bool ALL>
 __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of, int t0) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, t = t0 + lane / 4;
+  const int lane = rm_lane(), t = t0 + lane / 4;
   const column c = *of;
   const auto live = [&](int half, int h) {
     return ALL || is_live(c.live, t + half * RM_MMA_K + h * 8, 1);
@@ -261,8 +260,7 @@ __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of
 template <bool ALL, int DT>
 __device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT],
                            float (&scores)[HALVES][CT][4], const block &b, int t0) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
-            warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int lane = rm_lane(), warp = rm_warp();
 #pragma unroll
   for (int n = 0; n < CT; n++) {
 #pragma unroll
@@ -285,8 +283,7 @@ __device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT],
 template <class S>
 __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const char *stage,
                               const rm_attention_args &a, int t0) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
-            warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int lane = rm_lane(), warp = rm_warp();
   float scores[HALVES][CT][4] = {};
   make_scores<S>(scores, b, stage, a.head_dim, a.scale);
   uint2 p[HALVES][CT];
@@ -346,11 +343,10 @@ __device__ joined join(const block &b, int at, const rm_attention_args &a, float
 template <class S>
 __device__ void end_split(const float (&acc)[S::DT][CT][4], const block &b,
                           const rm_attention_args &a, const tiles &t, float *states, int split) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
-            warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int lane = rm_lane(), warp = rm_warp();
   const int64_t place0 = t.tile0 * t.rows_each * a.n_heads;
   float *mine = b.put + warp * PUT_WORDS;
-  const joined of_lane = join(b, static_cast<int>(threadIdx.x), a, states, place0, split);
+  const joined of_lane = join(b, rm_thread(), a, states, place0, split);
 #pragma unroll
   for (int n = 0; n < CT; n++)
 #pragma unroll
@@ -390,13 +386,13 @@ __device__ void make_rows(const block &b, const rm_attention_args &a, const tile
   int to = from + 1;
   while (to < t.rows_each && b.seqs[to] == b.seqs[from]) to++;
   const rm_attn_work w = b.rows->w;
-  const rm_attn_owner o = rm_attn_owner_of(w, static_cast<int>(threadIdx.x));
+  const rm_attn_owner o = rm_attn_owner_of(w, rm_thread());
   const bool is_one = o.some && o.row >= w.row0 + from && o.row < w.row0 + to;
   const rm_span of_row = is_one ? rm_live_span(a, o.row) : rm_span{0, -1};
   b.columns[threadIdx.x].live = {static_cast<int>(of_row.first), static_cast<int>(of_row.last)};
   b.places[threadIdx.x] = static_cast<int>(o.row * a.n_heads + o.head);
   __syncthreads();
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int warp = rm_warp();
   const span all = span_of(b, 0, COLS), live = span_of(b, warp * WARP_COLS, WARP_COLS);
   if (threadIdx.x == 0) {
     b.rows->pages = a.block_tables + b.seqs[from] * a.max_pages;
@@ -451,8 +447,7 @@ __global__ void __launch_bounds__(LIST_THREADS)
                 int64_t rows_each, int room) {
   RM_SHARED(shared);
   int *counts = reinterpret_cast<int *>(shared), taken = 0;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % RM_WARP,
-            warp = thread / RM_WARP;
+  const int thread = rm_thread(), lane = rm_lane(), warp = rm_warp();
   for (int64_t tile0 = 0; tile0 < n_tiles; tile0 += LIST_THREADS) {
     const int64_t tile = tile0 + thread, end = rm_min64((tile + 1) * rows_each, a.rows);
     bool is_mixed = false;
@@ -477,12 +472,11 @@ __global__ void __launch_bounds__(LIST_THREADS)
 template <class S>
 void launch(const rm_ctx *ctx, const rm_attention_args *a, tiles t, int64_t n_tiles,
             float *states) {
-  const dim3 grid(static_cast<unsigned>(n_tiles),
-                  static_cast<unsigned>(a->n_kv_heads * t.head_tiles));
+  const dim3 grid = rm_grid(n_tiles, a->n_kv_heads * t.head_tiles);
   const size_t shared = static_cast<size_t>(S::shared_bytes(a->head_dim));
   rm_allow_shared(tile_kernel<S>, shared);
   for (; t.d_tile0 < rm_mma_tile_rows(a->head_dim); t.d_tile0 += S::DT)
-    RM_LAUNCH((tile_kernel<S>), grid, dim3(THREADS), shared, ctx->stream, *a, t, states);
+    RM_LAUNCH((tile_kernel<S>), grid, THREADS, shared, ctx->stream, *a, t, states);
 }
 
 } // namespace
@@ -511,9 +505,8 @@ bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a,
   int32_t *list = static_cast<int32_t *>(ctx->workspace), *by_rows = list + 1 + n_tiles;
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
   const int64_t room = rm_min64(n_tiles, (MOST_BY_ROWS + t.rows_each - 1) / t.rows_each);
-  RM_LAUNCH(list_kernel, dim3(1), dim3(LIST_THREADS), LIST_THREADS / RM_WARP * sizeof(int),
-            ctx->stream, *a, list, by_rows, n_tiles, static_cast<int64_t>(t.rows_each),
-            static_cast<int>(room));
+  RM_LAUNCH(list_kernel, 1, LIST_THREADS, LIST_THREADS / RM_WARP * sizeof(int), ctx->stream, *a,
+            list, by_rows, n_tiles, static_cast<int64_t>(t.rows_each), static_cast<int>(room));
   t.by_rows = by_rows;
   for (; t.tile0 < n_tiles; t.tile0 += at_once) {
     const int64_t now = rm_min64(at_once, n_tiles - t.tile0);

@@ -38,9 +38,8 @@ template <class WORD> void launch(void *stream, const runs &r) {
   while (log_across < LOG_THREADS && (size_t{1} << log_across) < words) log_across++;
   const size_t x = (words + (size_t{1} << log_across) - 1) >> log_across,
                each = THREADS >> log_across, y = (r.rows + each - 1) / each;
-  const dim3 grid(static_cast<unsigned>(x < MAX_ACROSS ? x : MAX_ACROSS),
-                  static_cast<unsigned>(y < MAX_DOWN ? y : MAX_DOWN));
-  RM_LAUNCH(copy_kernel<WORD>, grid, dim3(THREADS), 0, stream, r, log_across);
+  const dim3 grid = rm_grid(x < MAX_ACROSS ? x : MAX_ACROSS, y < MAX_DOWN ? y : MAX_DOWN);
+  RM_LAUNCH(copy_kernel<WORD>, grid, THREADS, 0, stream, r, log_across);
 }
 
 } // namespace

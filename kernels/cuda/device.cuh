@@ -31,8 +31,13 @@ struct rm_listed_kernel {
 };
 template <auto *KERNEL>
 inline const rm_listed_kernel rm_list_entry{reinterpret_cast<const void *>(KERNEL)};
-#define RM_LAUNCH(kernel, ...) \
-  (static_cast<void>(&rm_list_entry<kernel>), RM_ENQUEUE(kernel, __VA_ARGS__))
+#define RM_LAUNCH(kernel, grid, threads, ...) \
+  (static_cast<void>(&rm_list_entry<kernel>), \
+   RM_ENQUEUE(kernel, rm_grid(grid), rm_grid(threads), __VA_ARGS__))
+inline dim3 rm_grid(int64_t x, int64_t y = 1, int64_t z = 1) {
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z));
+}
+inline dim3 rm_grid(const dim3 &grid) { return grid; }
 
 #define RM_EXPORT extern "C" __attribute__((visibility("default"))) // a function of rm_cuda.h
 
@@ -89,8 +94,22 @@ template <class KERNEL> void rm_allow_shared(KERNEL *kernel, size_t bytes) {
 constexpr int RM_WARP = 32;
 constexpr unsigned RM_ALL_LANES = 0xffffffffu;
 
+// The calling thread in its block, its warp there, and its lane in the warp.
+__device__ inline int rm_thread() { return static_cast<int>(threadIdx.x); }
+__device__ inline int rm_warp() { return rm_thread() / RM_WARP; }
+__device__ inline int rm_lane() { return rm_thread() % RM_WARP; }
+
 inline unsigned rm_blocks(int64_t n, int64_t each) {
   return static_cast<unsigned>((n + each - 1) / each);
+}
+
+// Rows [begin, end) of x that belong to a group of a gemm; all rows without groups.
+struct rm_group_range {
+  int64_t begin, end;
+};
+__device__ inline rm_group_range rm_rows_of_group(const rm_gemm_args &a, int64_t group) {
+  if (!a.group_rows) return {0, a.m};
+  return {a.group_rows[group], a.group_rows[group + 1]};
 }
 
 // Blocks in y for the rows of a gemm, `each` rows per block; a block continues with the rows one
@@ -150,7 +169,7 @@ __device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const vo
 template <rm_dtype DTYPE>
 __device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int64_t k, int64_t row0,
                                      int rows, int64_t end, int64_t k0, int threads) {
-  for (int i = static_cast<int>(threadIdx.x); i < rows * RM_K_BLOCK; i += threads) {
+  for (int i = rm_thread(); i < rows * RM_K_BLOCK; i += threads) {
     const int64_t row = row0 + i / RM_K_BLOCK, at = k0 + i % RM_K_BLOCK;
     to[i] = row < end && at < k ? rm_get(DTYPE, x, row * ldx + at) : 0.0f;
   }
@@ -241,7 +260,7 @@ template <class WORD>
 __device__ inline void rm_copy_words(void *to, const void *from, int64_t bytes, int threads) {
   const int n = static_cast<int>(bytes / static_cast<int64_t>(sizeof(WORD)));
 #pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < n; i += threads)
+  for (int i = rm_thread(); i < n; i += threads)
     static_cast<WORD *>(to)[i] = static_cast<const WORD *>(from)[i];
 }
 // Copies a row with all threads of a block, in words as long as the addresses allow. bytes is even.

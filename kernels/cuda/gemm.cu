@@ -19,13 +19,11 @@ template <rm_dtype DTYPE, bool SWIGLU>
 __global__ void __launch_bounds__(THREADS) gemm_kernel(rm_gemm_args a) {
   RM_SHARED(x); // [ROWS][RM_K_BLOCK]
   const int64_t group = blockIdx.z, w0 = group * a.group_stride;
-  const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
-                end = a.group_rows ? a.group_rows[group + 1] : a.m;
+  const auto [begin, end] = rm_rows_of_group(a, group);
   const int64_t col = blockIdx.x * static_cast<int64_t>(COLS) + threadIdx.x % COLS;
   const int64_t w_row = SWIGLU ? rm_gate_up_row(col, 0) : col,
                 up_tiles = rm_packed_elems(RM_N_TILE, a.k);
-  const int first = static_cast<int>(threadIdx.x) / COLS * ROWS_PER_THREAD,
-            n = static_cast<int>(col % RM_N_TILE);
+  const int first = rm_thread() / COLS * ROWS_PER_THREAD, n = static_cast<int>(col % RM_N_TILE);
   const float *mine = x + first * RM_K_BLOCK;
   for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(ROWS); row0 < end;
        row0 += gridDim.y * static_cast<int64_t>(ROWS)) {
@@ -58,12 +56,12 @@ template <bool SWIGLU> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
     rm_cuda_gemm_rows(ctx, a, SWIGLU);
     return;
   }
-  const dim3 grid(rm_blocks(a->n, COLS), rm_row_blocks(a, ROWS),
-                  a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
+  const dim3 grid =
+      rm_grid(rm_blocks(a->n, COLS), rm_row_blocks(a, ROWS), a->group_rows ? a->n_groups : 1u);
   const size_t shared = ROWS * RM_K_BLOCK * sizeof(float);
   if (a->dtype == RM_BF16)
-    RM_LAUNCH((gemm_kernel<RM_BF16, SWIGLU>), grid, dim3(THREADS), shared, ctx->stream, *a);
-  else RM_LAUNCH((gemm_kernel<RM_F32, SWIGLU>), grid, dim3(THREADS), shared, ctx->stream, *a);
+    RM_LAUNCH((gemm_kernel<RM_BF16, SWIGLU>), grid, THREADS, shared, ctx->stream, *a);
+  else RM_LAUNCH((gemm_kernel<RM_F32, SWIGLU>), grid, THREADS, shared, ctx->stream, *a);
 }
 
 } // namespace

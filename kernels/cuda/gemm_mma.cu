@@ -50,8 +50,8 @@ struct source {
 template <class T>
 __device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps, int tile_rows,
                             const rm_tokens &x) {
-  const int t = static_cast<int>(threadIdx.x), tile_row = t / (STEPS * RM_WARP),
-            row = t / (RM_TILE_K / 8), vector = t % (RM_TILE_K / 8);
+  const int t = rm_thread(), tile_row = t / (STEPS * RM_WARP), row = t / (RM_TILE_K / 8),
+            vector = t % (RM_TILE_K / 8);
   source s;
   s.w = reinterpret_cast<const char *>(w + tile_row * steps * RM_WARP + t % (STEPS * RM_WARP));
   s.x = reinterpret_cast<const char *>(x.x + (x.row0 + row) * x.ldx + vector * 8);
@@ -67,8 +67,7 @@ __device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps
 template <class T, bool WIDE>
 __device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t steps,
                      const rm_tokens &x, int block) {
-  const int t = static_cast<int>(threadIdx.x), row = t / (RM_TILE_K / 8),
-            vector = t % (RM_TILE_K / 8);
+  const int t = rm_thread(), row = t / (RM_TILE_K / 8), vector = t % (RM_TILE_K / 8);
   constexpr int STRIDE = THREADS * 16; // in the stage, between a thread's copies of W and of x
 #pragma unroll
   for (int i = 0; i < T::W_COPIES; i++)
@@ -152,8 +151,7 @@ __device__ void add_split(float (&acc)[MT][NT][4], float (&sums)[MT][NT][4]) {
 template <class T, bool WIDE>
 __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
                           const rm_gemm_args &a, int64_t steps, const rm_tokens &x) {
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
-            lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int warp = rm_warp(), lane = rm_lane();
   const int blocks = static_cast<int>(steps / STEPS);
   const lanes at = lanes_of<T>(warp, lane);
   for (int block = 0; block < STAGES - 1; block++) {
@@ -198,7 +196,7 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
     gemm_kernel(rm_gemm_args a, tiles all) {
   using T = tile<TILE>;
   RM_SHARED(shared);
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP, warp_row = warp / T::WARPS_OF_COLS,
+  const int warp = rm_warp(), warp_row = warp / T::WARPS_OF_COLS,
             warp_col = warp % T::WARPS_OF_COLS;
   const rm_tile_number number = rm_tile_of_block(blockIdx.x, all.down, all.across);
   const int64_t group = blockIdx.z,
@@ -234,11 +232,9 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
 template <int TILE, bool SWIGLU, bool WIDE> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
   using T = tile<TILE>;
   const tiles all = {rm_blocks(rm_mma_w_rows<SWIGLU>(a->n), T::ROWS), rm_row_blocks(a, T::COLS)};
-  const dim3 grid(all.down * all.across, 1,
-                  a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
+  const dim3 grid = rm_grid(all.down * all.across, 1, a->group_rows ? a->n_groups : 1u);
   rm_allow_shared(gemm_kernel<TILE, SWIGLU, WIDE>, T::SHARED);
-  RM_LAUNCH((gemm_kernel<TILE, SWIGLU, WIDE>), grid, dim3(THREADS), T::SHARED, ctx->stream, *a,
-            all);
+  RM_LAUNCH((gemm_kernel<TILE, SWIGLU, WIDE>), grid, THREADS, T::SHARED, ctx->stream, *a, all);
 }
 
 constexpr int NARROW = 2; // the tile for an x that cannot be read 16 bytes at a time

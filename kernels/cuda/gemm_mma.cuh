@@ -110,7 +110,7 @@ __device__ inline void rm_mma_put_outputs(const rm_gemm_args &a, float *mine,
                                           const float (&acc)[NT][4], int64_t tile_row, int64_t row0,
                                           int64_t end) {
   constexpr int WIDTH = SWIGLU ? RM_MMA_ROWS / 2 : RM_MMA_ROWS;
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int lane = rm_lane();
   __syncwarp(); // all lanes have read the previous content
 #pragma unroll
   for (int n = 0; n < NT; n++)

@@ -18,12 +18,10 @@ static_assert(RM_PUT_WORDS<1> <= STAGED_WORDS);
 template <bool SWIGLU>
 __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args a, int warps) {
   RM_SHARED(shared);
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
-            lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int warp = rm_warp(), lane = rm_lane();
   const int64_t group = rm_group_of_slot(a, blockIdx.z);
   if (group < 0) return; // the whole block returns
-  const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
-                end = a.group_rows ? a.group_rows[group + 1] : a.m;
+  const auto [begin, end] = rm_rows_of_group(a, group);
   const int splits = static_cast<int>(rm_mma_splits(a.k));
   const uint16_t *matrix = static_cast<const uint16_t *>(a.w) + group * a.group_stride;
   const uint4 *w =
@@ -65,9 +63,8 @@ bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu)
   if (shared > MAX_SHARED) return false;
   const int64_t rows = swiglu ? rm_mma_w_rows<true>(a->n) : rm_mma_w_rows<false>(a->n);
   const int64_t slots = a->group_rows ? rm_min64(a->m, a->n_groups) : 1;
-  const dim3 grid(rm_blocks(rows, RM_MMA_ROWS), rm_row_blocks(a, RM_MMA_COLS),
-                  static_cast<unsigned>(slots));
-  const dim3 threads(static_cast<unsigned>(warps * RM_WARP));
+  const dim3 grid = rm_grid(rm_blocks(rows, RM_MMA_ROWS), rm_row_blocks(a, RM_MMA_COLS), slots);
+  const dim3 threads = rm_grid(warps * RM_WARP);
   if (swiglu) RM_LAUNCH(few_kernel<true>, grid, threads, shared, ctx->stream, *a, warps);
   else RM_LAUNCH(few_kernel<false>, grid, threads, shared, ctx->stream, *a, warps);
   return true;

@@ -24,7 +24,7 @@ constexpr int64_t MAX_WORKSPACE = 64 << 20;
 template <int NT>
 __device__ void put_parts(float *parts, int64_t pitch, const float (&acc)[NT][4], int64_t tile_row,
                           int64_t row0, int64_t end) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int lane = rm_lane();
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -40,12 +40,10 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
   RM_SHARED(shared);
   const int64_t splits = parts ? rm_mma_splits(a.k) : 1,
                 tile_rows = rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n));
-  const rm_rows_unit u =
-      rm_rows_unit_of(blockIdx.x, blockIdx.z, static_cast<int>(threadIdx.x) / RM_WARP, splits);
+  const rm_rows_unit u = rm_rows_unit_of(blockIdx.x, blockIdx.z, rm_warp(), splits);
   const int64_t group = rm_group_of_slot(a, u.slot);
   if (group < 0) return; // the whole block returns
-  const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
-                end = a.group_rows ? a.group_rows[group + 1] : a.m;
+  const auto [begin, end] = rm_rows_of_group(a, group);
   const int64_t pitch = tile_rows * RM_MMA_ROWS, all_steps = rm_mma_steps(a.k);
   const bool live = u.tile_row < tile_rows;
   const uint4 *w =
@@ -94,12 +92,12 @@ template <bool SWIGLU, int NT> void launch(const rm_ctx *ctx, const rm_gemm_args
       slots * splits <= MAX_GRID;
   const bool is_split = splits > 1 && x * y * slots < ENOUGH_BLOCKS && fits && a->m <= MAX_GRID;
   float *parts = is_split ? static_cast<float *>(ctx->workspace) : nullptr;
-  const dim3 grid(x, y, static_cast<unsigned>(slots * (is_split ? splits : 1)));
-  RM_LAUNCH((rows_kernel<SWIGLU, NT>), grid, dim3(THREADS), RM_STAGED_WORDS<NT> * sizeof(uint32_t),
+  const dim3 grid = rm_grid(x, y, slots * (is_split ? splits : 1));
+  RM_LAUNCH((rows_kernel<SWIGLU, NT>), grid, THREADS, RM_STAGED_WORDS<NT> * sizeof(uint32_t),
             ctx->stream, *a, parts);
   if (!is_split) return;
-  const dim3 adding(rm_blocks(a->n, ADD_THREADS), static_cast<unsigned>(a->m));
-  RM_LAUNCH(add_kernel<SWIGLU>, adding, dim3(ADD_THREADS), 0, ctx->stream, *a, parts);
+  const dim3 adding = rm_grid(rm_blocks(a->n, ADD_THREADS), a->m);
+  RM_LAUNCH(add_kernel<SWIGLU>, adding, ADD_THREADS, 0, ctx->stream, *a, parts);
 }
 
 template <bool SWIGLU> void of_rows(const rm_ctx *ctx, const rm_gemm_args *a) {

@@ -60,7 +60,7 @@ template <rm_dtype DTYPE, int ROWS>
 __device__ void stage(float *to, const rm_gemm_args &a, int64_t row0, int64_t end, int k0,
                       int length) {
 #pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < ROWS * length; i += THREADS) {
+  for (int i = rm_thread(); i < ROWS * length; i += THREADS) {
     const int64_t row = row0 + i / length, k = k0 + i % length;
     to[i] = row < end && k < a.k ? rm_get(DTYPE, a.x, row * a.ldx + k) : 0.0f;
   }
@@ -74,7 +74,7 @@ __device__ void few_rows(float *shared, const rm_gemm_args &a, int64_t w0, int64
                 PARTS = SLOTS * ROWS * RM_N_TILE;
   // Both are double buffers: one half is filled while the other is read.
   float *const xs = shared, *const parts = shared + 2 * ROWS * LENGTH;
-  const int me = static_cast<int>(threadIdx.x), half = me / RM_N_TILE, n = me % RM_N_TILE;
+  const int me = rm_thread(), half = me / RM_N_TILE, n = me % RM_N_TILE;
   const int block = SWIGLU ? half / 2 : half; // the half-warp's block of k in a step
   const int64_t tile_row = SWIGLU ? 2 * static_cast<int64_t>(blockIdx.x) + half % 2 : blockIdx.x;
   const int tiles = static_cast<int>(rm_round_up(a.k, RM_K_BLOCK) / RM_K_BLOCK);
@@ -114,8 +114,7 @@ template <rm_dtype DTYPE, bool SWIGLU, int ROWS>
 __global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a) {
   RM_SHARED(shared);
   const int64_t group = blockIdx.z;
-  const int64_t begin = a.group_rows ? a.group_rows[group] : 0,
-                end = a.group_rows ? a.group_rows[group + 1] : a.m;
+  const auto [begin, end] = rm_rows_of_group(a, group);
   for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(ROWS); row0 < end;
        row0 += gridDim.y * static_cast<int64_t>(ROWS))
     few_rows<DTYPE, SWIGLU, ROWS>(
@@ -125,10 +124,10 @@ __global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a) {
 template <rm_dtype DTYPE, bool SWIGLU, int ROWS>
 void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
   constexpr int LENGTH = (SWIGLU ? WARPS : SLOTS) * RM_K_BLOCK;
-  const dim3 grid(rm_blocks(a->n, RM_N_TILE), rm_row_blocks(a, ROWS),
-                  a->group_rows ? static_cast<unsigned>(a->n_groups) : 1u);
+  const dim3 grid =
+      rm_grid(rm_blocks(a->n, RM_N_TILE), rm_row_blocks(a, ROWS), a->group_rows ? a->n_groups : 1u);
   const size_t shared = 2 * (ROWS * LENGTH + SLOTS * ROWS * RM_N_TILE) * sizeof(float);
-  RM_LAUNCH((rows_kernel<DTYPE, SWIGLU, ROWS>), grid, dim3(THREADS), shared, ctx->stream, *a);
+  RM_LAUNCH((rows_kernel<DTYPE, SWIGLU, ROWS>), grid, THREADS, shared, ctx->stream, *a);
 }
 
 template <bool SWIGLU, int ROWS> void of_dtype(const rm_ctx *ctx, const rm_gemm_args *a) {

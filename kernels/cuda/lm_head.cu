@@ -19,7 +19,7 @@ template <rm_dtype DTYPE, int ROWS>
 __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass t) {
   RM_SHARED(shared);
   float *x = shared, *logits = shared + ROWS * RM_K_BLOCK; // [ROWS][RM_K_BLOCK], [ROWS][COLS]
-  const int me = static_cast<int>(threadIdx.x);
+  const int me = rm_thread();
   const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS), col = col0 + me;
   const int64_t first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
   float acc[ROWS];
@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass
   }
   __syncthreads();
   const int n = static_cast<int>(rm_min64(COLS, a.vocab - col0));
-  for (int r = me / RM_WARP; r < ROWS && first + r < end; r += WARPS)
+  for (int r = rm_warp(); r < ROWS && first + r < end; r += WARPS)
     rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * COLS, n,
-                  me % RM_WARP);
+                  rm_lane());
 }
 
 struct stats {
@@ -54,7 +54,7 @@ struct stats {
 
 // Called by one warp; every lane gets the result.
 __device__ stats merge_row(const float *pairs, int64_t n_blocks, int64_t rows, int64_t row) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int lane = rm_lane();
   float m = pairs[2 * row], s = pairs[2 * row + 1];
   for (int64_t b0 = 1; b0 < n_blocks; b0 += RM_WARP) {
     const int64_t b = b0 + lane;
@@ -85,10 +85,10 @@ __device__ void put_stats(float *out, float *target_logprob, uint8_t *flags, sta
 }
 
 __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
-  const int64_t row = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP;
+  const int64_t row = blockIdx.x * static_cast<int64_t>(WARPS) + rm_warp();
   if (row >= a.rows) return; // whole warps
   const stats all = merge_row(a.pairs, a.n_blocks, a.rows, row);
-  if (threadIdx.x % RM_WARP != 0) return;
+  if (rm_lane() != 0) return;
   const bool wanted = a.target_logprobs != nullptr;
   put_stats(a.stats + 2 * row, wanted ? a.target_logprobs + row : nullptr, a.row_flags + row, all,
             wanted ? a.targets[row] : -1, wanted ? a.target_logits[row] : 0.0f);
@@ -97,9 +97,8 @@ __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
 // Runs after logits_kernel: computes the rest of a row.
 __global__ void __launch_bounds__(THREADS)
     finish_kernel(rm_lm_head_args a, pass t, int64_t n_blocks) {
-  const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / RM_WARP,
-                row = t.row0 + in;
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + rm_warp(), row = t.row0 + in;
+  const int lane = rm_lane();
   if (in >= t.rows) return; // whole warps
   const int32_t target = a.targets ? a.targets[row] : -1;
   const float target_logit =
@@ -125,9 +124,9 @@ int64_t floats_of_row(int64_t vocab) { return 2 * count_blocks(vocab) + 1; }
 
 template <rm_dtype DTYPE, int ROWS>
 void launch_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
-  const dim3 grid(static_cast<unsigned>(count_blocks(a->vocab)), rm_blocks(t.rows, ROWS));
+  const dim3 grid = rm_grid(count_blocks(a->vocab), rm_blocks(t.rows, ROWS));
   const size_t shared = ROWS * (RM_K_BLOCK + COLS) * sizeof(float);
-  RM_LAUNCH((logits_kernel<DTYPE, ROWS>), grid, dim3(THREADS), shared, ctx->stream, *a, t);
+  RM_LAUNCH((logits_kernel<DTYPE, ROWS>), grid, THREADS, shared, ctx->stream, *a, t);
 }
 
 template <rm_dtype DTYPE> void of_rows(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
@@ -143,8 +142,7 @@ void fma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
 void run_pass(const rm_ctx *ctx, const rm_lm_head_args *a, pass t, rm_logits_fn logits) {
   const int64_t n_blocks = count_blocks(a->vocab);
   if (n_blocks > 0) logits(ctx, a, t);
-  RM_LAUNCH(finish_kernel, dim3(rm_blocks(t.rows, WARPS)), dim3(THREADS), 0, ctx->stream, *a, t,
-            n_blocks);
+  RM_LAUNCH(finish_kernel, rm_blocks(t.rows, WARPS), THREADS, 0, ctx->stream, *a, t, n_blocks);
 }
 
 } // namespace
@@ -175,5 +173,5 @@ void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
 
 void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
   if (a->rows <= 0) return;
-  RM_LAUNCH(merge_kernel, dim3(rm_blocks(a->rows, WARPS)), dim3(THREADS), 0, ctx->stream, *a);
+  RM_LAUNCH(merge_kernel, rm_blocks(a->rows, WARPS), THREADS, 0, ctx->stream, *a);
 }

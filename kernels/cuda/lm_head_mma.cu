@@ -17,8 +17,7 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_l
   constexpr int ROWS = RM_MMA_COLS * NT;
   uint32_t *staged = reinterpret_cast<uint32_t *>(shared);
   float *logits = shared + RM_STAGED_WORDS<NT>; // [ROWS][PITCH]
-  const int warp = static_cast<int>(threadIdx.x) / RM_WARP,
-            lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int warp = rm_warp(), lane = rm_lane();
   const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS),
                 first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
   const int64_t steps = rm_mma_steps(a.hidden), tile_row = col0 / RM_MMA_ROWS + warp;
@@ -44,9 +43,9 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_l
 }
 
 template <int NT> void launch(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_pass t) {
-  const dim3 grid(rm_blocks(a->vocab, COLS), rm_blocks(t.rows, RM_MMA_COLS * NT));
+  const dim3 grid = rm_grid(rm_blocks(a->vocab, COLS), rm_blocks(t.rows, RM_MMA_COLS * NT));
   const size_t shared = (RM_STAGED_WORDS<NT> + RM_MMA_COLS * NT * PITCH) * sizeof(float);
-  RM_LAUNCH(logits_kernel<NT>, grid, dim3(THREADS), shared, ctx->stream, *a, t);
+  RM_LAUNCH(logits_kernel<NT>, grid, THREADS, shared, ctx->stream, *a, t);
 }
 
 void mma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_pass t) {

@@ -52,8 +52,7 @@ __device__ inline uint4 rm_load_matrices(const void *shared_row) {
 // has columns 2(l % 4) and 2(l % 4) + 1 of row l / 4.
 __device__ inline uint32_t rm_transposed(uint32_t pair) {
 #ifdef RM_SIMT
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP, from = lane % 4 * 8 + lane / 8,
-            half = lane / 4 % 2 * 16;
+  const int lane = rm_lane(), from = lane % 4 * 8 + lane / 8, half = lane / 4 % 2 * 16;
   const uint32_t even = __shfl_sync(RM_ALL_LANES, pair, from),
                  odd = __shfl_sync(RM_ALL_LANES, pair, from + 4);
   return (even >> half & 0xffffu) | (odd >> half & 0xffffu) << 16;

@@ -42,8 +42,7 @@ __device__ inline void rm_stage_tokens(uint32_t *to, const rm_tokens &t, int64_t
   constexpr int EIGHTS = STAGE / 8;
   const int64_t end = rm_round_up(t.k, RM_K_BLOCK);
 #pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x) % THREADS; i < RM_MMA_COLS * NT * EIGHTS;
-       i += THREADS) {
+  for (int i = rm_thread() % THREADS; i < RM_MMA_COLS * NT * EIGHTS; i += THREADS) {
     const int r = i / EIGHTS, at = i % EIGHTS * 8;
     if (k0 + at < end)
       *reinterpret_cast<uint4 *>(to + r * RM_STAGED_PITCH<STAGE> + at / 2) =
@@ -63,7 +62,7 @@ template <int NT, int THREADS, int STAGE = RM_STAGE<NT>>
 __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const rm_tokens &t,
                                    const uint4 *w, bool live, int step0, int steps) {
   constexpr int OF_STAGE = STAGE / RM_MMA_K, AHEAD = NT == 8 ? 4 : 8;
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int lane = rm_lane();
   w += static_cast<int64_t>(step0) * RM_WARP + lane;
   uint4 a[AHEAD];
 #pragma unroll
@@ -111,7 +110,7 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
 // Returns the slot-th group that has rows, or −1. Called by a whole warp.
 __device__ inline int64_t rm_group_of_slot(const rm_gemm_args &a, int64_t slot) {
   if (!a.group_rows) return 0;
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP;
+  const int lane = rm_lane();
   for (int64_t from = 0; from < a.n_groups; from += RM_WARP) {
     const int64_t g = from + lane;
     unsigned live =

@@ -90,7 +90,7 @@ __device__ void sigmoid_scores(float *scores, int64_t n_experts, int lane) {
 __global__ void __launch_bounds__(RM_WARP) choose_kernel(rm_router_args a, float *logits) {
   RM_SHARED(sorted); // [top_k], then the keys and open flags of the groups
   const int64_t row = blockIdx.x;
-  const int lane = static_cast<int>(threadIdx.x);
+  const int lane = rm_thread();
   float *scores = logits + row * a.n_experts, *group_keys = sorted + a.top_k;
   int32_t *open = reinterpret_cast<int32_t *>(group_keys + a.n_groups);
   int32_t *ids = a.ids + row * a.top_k;
@@ -207,7 +207,7 @@ __device__ choice_list list_in(float *shared) {
 }
 
 __device__ void sort_choices(choice_list l, const rm_combine_args &a, int64_t first) {
-  for (int k = static_cast<int>(threadIdx.x); k < a.top_k; k += COMBINE_THREADS) {
+  for (int k = rm_thread(); k < a.top_k; k += COMBINE_THREADS) {
     const int32_t id = a.ids[first + k];
     int at = 0;
     for (int i = 0; i < a.top_k; i++) at += a.ids[first + i] < id;
@@ -223,7 +223,7 @@ __device__ int level(choice_list l, int i) { return 32 - __clz(l.ids[i] ^ l.ids[
 // Addition i joins the nodes between choices i and i + 1; a node is stored in the slot of its first
 // choice. Additions are ordered by level, and inside a level from left to right.
 __device__ void order_joins(choice_list l, int n) {
-  for (int i = static_cast<int>(threadIdx.x); i + 1 < n; i += COMBINE_THREADS) {
+  for (int i = rm_thread(); i + 1 < n; i += COMBINE_THREADS) {
     const int mine = level(l, i);
     int first = i, at = 0;
     while (first > 0 && level(l, first - 1) < mine) first--;
@@ -282,8 +282,7 @@ static void router_by(const rm_ctx *ctx, const rm_router_args *a,
   behind.workspace_bytes = ctx->workspace_bytes > used ? ctx->workspace_bytes - used : 0;
   gemm_of(&behind, &gemm);
   const size_t shared = static_cast<size_t>(a->top_k + 2 * a->n_groups) * sizeof(float);
-  RM_LAUNCH(choose_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(RM_WARP), shared, ctx->stream,
-            *a, logits);
+  RM_LAUNCH(choose_kernel, a->rows, RM_WARP, shared, ctx->stream, *a, logits);
 }
 
 void rm_cuda_router(const rm_ctx *ctx, const rm_router_args *a) { router_by(ctx, a, rm_cuda_gemm); }
@@ -294,28 +293,27 @@ void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a) {
 void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a) {
   const int64_t n = a->rows * a->top_k;
   if (n <= 0 || a->n_experts <= 0) {
-    RM_LAUNCH(no_choices_kernel, dim3(1), dim3(RM_WARP), 0, ctx->stream, *a);
+    RM_LAUNCH(no_choices_kernel, 1, RM_WARP, 0, ctx->stream, *a);
     return;
   }
   const size_t shared = THREADS / RM_WARP * sizeof(uint64_t);
-  RM_LAUNCH(place_kernel, dim3(static_cast<unsigned>(a->n_experts)), dim3(THREADS), shared,
-            ctx->stream, *a);
-  RM_LAUNCH(move_kernel, dim3(static_cast<unsigned>(n)), dim3(THREADS), 0, ctx->stream, *a);
+  RM_LAUNCH(place_kernel, a->n_experts, THREADS, shared, ctx->stream, *a);
+  RM_LAUNCH(move_kernel, n, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_static_dispatch(const rm_ctx *ctx, const rm_static_dispatch_args *a) {
   const int64_t n = a->homes * a->pitch * a->top_k;
   if (n <= 0) return;
-  RM_LAUNCH(static_dispatch_kernel, dim3(rm_blocks(n, THREADS)), dim3(THREADS), 0, ctx->stream, *a,
+  RM_LAUNCH(static_dispatch_kernel, rm_blocks(n, THREADS), THREADS, 0, ctx->stream, *a,
             static_cast<uint32_t>(n));
 }
 
 void rm_cuda_combine(const rm_ctx *ctx, const rm_combine_args *a) {
   if (a->rows <= 0 || a->hidden <= 0) return;
-  const dim3 grid(static_cast<unsigned>(a->rows));
+  const dim3 grid = rm_grid(a->rows);
   const size_t shared =
       static_cast<size_t>(5 * MAX_TOP_K + a->top_k * COMBINE_THREADS) * sizeof(float);
   if (a->dtype == RM_BF16)
-    RM_LAUNCH(combine_kernel<RM_BF16>, grid, dim3(COMBINE_THREADS), shared, ctx->stream, *a);
-  else RM_LAUNCH(combine_kernel<RM_F32>, grid, dim3(COMBINE_THREADS), shared, ctx->stream, *a);
+    RM_LAUNCH(combine_kernel<RM_BF16>, grid, COMBINE_THREADS, shared, ctx->stream, *a);
+  else RM_LAUNCH(combine_kernel<RM_F32>, grid, COMBINE_THREADS, shared, ctx->stream, *a);
 }

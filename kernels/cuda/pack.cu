@@ -55,7 +55,7 @@ struct tile {
 
 template <rm_dtype DTYPE, rm_packing PACKING>
 __device__ void read_tile(uint32_t *stored, found *f, const rm_pack_args &a, tile t, bool down) {
-  for (int i = static_cast<int>(threadIdx.x); i < ROWS * COLS; i += THREADS) {
+  for (int i = rm_thread(); i < ROWS * COLS; i += THREADS) {
     const int r = down ? i % ROWS : i / COLS, c = down ? i / ROWS : i % COLS;
     const int64_t row = t.row0 + r - a.dst_row0, col = t.col0 + c, index = row * a.cols + col;
     uint32_t bits = 0;
@@ -74,7 +74,7 @@ __device__ void read_tile(uint32_t *stored, found *f, const rm_pack_args &a, til
 template <rm_dtype DTYPE>
 __device__ void write_plain(const uint32_t *stored, const rm_pack_args &a, tile t, int low,
                             int high) {
-  for (int i = static_cast<int>(threadIdx.x); i < ROWS * COLS; i += THREADS) {
+  for (int i = rm_thread(); i < ROWS * COLS; i += THREADS) {
     const int r = i / COLS, c = i % COLS;
     if (r < low || r >= high || t.col0 + c >= a.cols) continue;
     const int64_t at = (t.row0 + r) * a.dst_cols + t.col0 + c;
@@ -91,7 +91,7 @@ template <rm_dtype DTYPE, rm_packing PACKING>
 __device__ void write_packed(const uint32_t *stored, const rm_pack_args &a, tile t, int low,
                              int high) {
   constexpr int PER_WORD = DTYPE == RM_BF16 ? 2 : 1;
-  for (int i = static_cast<int>(threadIdx.x); i < ROWS * COLS / PER_WORD; i += THREADS) {
+  for (int i = rm_thread(); i < ROWS * COLS / PER_WORD; i += THREADS) {
     const bool tiled = PACKING == RM_PACKING_MMA;
     const int r = tiled ? i % 128 / 16 + i % 2 * 8 : i % ROWS,
               c = tiled ? i / 128 * 16 + i / 4 % 4 * 2 + i / 2 % 2 * 8 : i / ROWS * PER_WORD;
@@ -137,14 +137,14 @@ __global__ void begin_kernel(rm_pack_found *found) { *found = {0, -1, -1}; }
 int64_t absolute(int64_t n) { return n < 0 ? -n : n; }
 
 template <rm_dtype DTYPE, rm_packing PACKING> void launch(const rm_ctx *ctx, rm_pack_args *a) {
-  RM_LAUNCH(begin_kernel, dim3(1), dim3(1), 0, ctx->stream, a->found);
+  RM_LAUNCH(begin_kernel, 1, 1, 0, ctx->stream, a->found);
   if (a->rows <= 0 || a->cols <= 0) return;
   const int64_t tile_rows = (a->dst_row0 + a->rows + ROWS - 1) / ROWS - a->dst_row0 / ROWS;
-  const dim3 grid(rm_blocks(a->cols, COLS),
-                  static_cast<unsigned>(rm_min64((tile_rows + TILES - 1) / TILES, MAX_GRID_Y)));
+  const dim3 grid =
+      rm_grid(rm_blocks(a->cols, COLS), rm_min64((tile_rows + TILES - 1) / TILES, MAX_GRID_Y));
   const size_t shared = THREADS / RM_WARP * sizeof(uint64_t) + ROWS * PITCH * sizeof(uint32_t);
   const bool down = a->rows > 1 && absolute(a->col_stride) > absolute(a->row_stride);
-  RM_LAUNCH((pack_kernel<DTYPE, PACKING>), grid, dim3(THREADS), shared, ctx->stream, *a, down);
+  RM_LAUNCH((pack_kernel<DTYPE, PACKING>), grid, THREADS, shared, ctx->stream, *a, down);
 }
 
 } // namespace

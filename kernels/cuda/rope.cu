@@ -11,8 +11,7 @@ constexpr int WARPS = 4, THREADS = WARPS * RM_WARP;
 
 template <rm_dtype DTYPE>
 __global__ void __launch_bounds__(THREADS) squares_kernel(rm_head_squares_args a) {
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
-            warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int lane = rm_lane(), warp = rm_warp();
   const int64_t row = blockIdx.x, head = blockIdx.y * static_cast<int64_t>(WARPS) + warp,
                 kv_head = head - a.n_heads;
   if (head >= a.n_heads + a.n_kv_heads) return; // whole warps
@@ -112,8 +111,7 @@ __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
 template <rm_dtype DTYPE, rm_packing PACKING>
 __global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
   RM_SHARED(shared); // head_dim of each warp
-  const int lane = static_cast<int>(threadIdx.x) % RM_WARP,
-            warp = static_cast<int>(threadIdx.x) / RM_WARP;
+  const int lane = rm_lane(), warp = rm_warp();
   const int head_dim = static_cast<int>(a.head_dim);
   const int64_t row = blockIdx.x, head = blockIdx.y * static_cast<int64_t>(WARPS) + warp,
                 kv_head = head - a.n_heads;
@@ -134,15 +132,15 @@ __global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
 template <rm_dtype DTYPE, rm_packing PACKING>
 void launch(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   if (a->rows <= 0 || a->n_heads + a->n_kv_heads <= 0 || a->head_dim <= 0) return;
-  const dim3 grid(static_cast<unsigned>(a->rows), rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
+  const dim3 grid = rm_grid(a->rows, rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
   const size_t shared = static_cast<size_t>(WARPS * a->head_dim) * sizeof(float);
-  RM_LAUNCH((rope_kernel<DTYPE, PACKING>), grid, dim3(THREADS), shared, ctx->stream, *a);
+  RM_LAUNCH((rope_kernel<DTYPE, PACKING>), grid, THREADS, shared, ctx->stream, *a);
 }
 
 template <rm_dtype DTYPE> void launch_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
   if (a->rows <= 0 || a->n_heads + a->n_kv_heads <= 0) return;
-  const dim3 grid(static_cast<unsigned>(a->rows), rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
-  RM_LAUNCH(squares_kernel<DTYPE>, grid, dim3(THREADS), 0, ctx->stream, *a);
+  const dim3 grid = rm_grid(a->rows, rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
+  RM_LAUNCH(squares_kernel<DTYPE>, grid, THREADS, 0, ctx->stream, *a);
 }
 
 } // namespace

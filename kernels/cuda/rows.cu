@@ -46,7 +46,7 @@ template <rm_dtype DTYPE>
 __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
   RM_SHARED(shared); // a stage of h, then the row's scale
   const int64_t at = blockIdx.x * a.n;
-  const int me = static_cast<int>(threadIdx.x);
+  const int me = rm_thread();
   float partial = 0.0f; // of the first warp: lanes j and j + 16 have partial sum j
   const float gate =
       a.x_gate ? rm_round_to(DTYPE, rm_sigmoid(rm_get(DTYPE, a.x_gate, blockIdx.x))) : 0.0f;
@@ -89,33 +89,29 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
 
 void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a) {
   if (a->rows <= 0 || a->hidden <= 0) return;
-  RM_LAUNCH(embed_kernel<RM_PACKING_X86>, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0,
-            ctx->stream, *a);
+  RM_LAUNCH(embed_kernel<RM_PACKING_X86>, a->rows, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a) {
   if (a->dtype != RM_BF16 || !a->packed) rm_cuda_embed(ctx, a);
   else if (a->rows > 0 && a->hidden > 0)
-    RM_LAUNCH(embed_kernel<RM_PACKING_MMA>, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0,
-              ctx->stream, *a);
+    RM_LAUNCH(embed_kernel<RM_PACKING_MMA>, a->rows, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
   if (a->rows <= 0 || a->row_bytes == 0) return;
-  RM_LAUNCH(gather_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream, *a);
+  RM_LAUNCH(gather_kernel, a->rows, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_activate(const rm_ctx *ctx, const rm_activate_args *a) {
   if (a->rows <= 0 || a->n <= 0) return;
-  RM_LAUNCH(activate_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS), 0, ctx->stream,
-            *a);
+  RM_LAUNCH(activate_kernel, a->rows, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
   if (a->rows <= 0 || a->n <= 0) return;
-  const dim3 grid(static_cast<unsigned>(a->rows));
+  const dim3 grid = rm_grid(a->rows);
   const size_t shared = (STAGE + 1) * sizeof(float);
-  if (a->dtype == RM_BF16)
-    RM_LAUNCH(norm_kernel<RM_BF16>, grid, dim3(THREADS), shared, ctx->stream, *a);
-  else RM_LAUNCH(norm_kernel<RM_F32>, grid, dim3(THREADS), shared, ctx->stream, *a);
+  if (a->dtype == RM_BF16) RM_LAUNCH(norm_kernel<RM_BF16>, grid, THREADS, shared, ctx->stream, *a);
+  else RM_LAUNCH(norm_kernel<RM_F32>, grid, THREADS, shared, ctx->stream, *a);
 }

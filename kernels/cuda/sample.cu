@@ -92,7 +92,7 @@ __device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scra
 // starting at a different one to avoid bank conflicts.
 __device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
   constexpr int EACH = BINS / RM_WARP;
-  const int lane = static_cast<int>(threadIdx.x);
+  const int lane = rm_thread();
   uint64_t mine = 0;
   for (int i = 0; i < EACH; i++) mine += s.bins[lane * EACH + (i + lane) % EACH];
   int part = RM_WARP - 1;
@@ -113,7 +113,7 @@ __device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
 __device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int shift, uint32_t known,
                           bool by_weight, const scratch &s) {
   const uint32_t digits = shift ? BINS - 1 : (1u << 10) - 1;
-  for (int i = static_cast<int>(threadIdx.x); i < BINS; i += THREADS) s.bins[i] = 0;
+  for (int i = rm_thread(); i < BINS; i += THREADS) s.bins[i] = 0;
   __syncthreads();
   for (int64_t id = threadIdx.x; id < v.vocab; id += THREADS) {
     const float x = logit_of(v, id);
@@ -205,7 +205,7 @@ __device__ place narrow(const row_view &v, cut c, place p, uint64_t target, uint
 
 // Called by the first warp: walks the range, 32 tokens at a time.
 __device__ void walk(const row_view &v, cut c, place p, uint64_t target, const scratch &s) {
-  const int lane = static_cast<int>(threadIdx.x);
+  const int lane = rm_thread();
   const unsigned before_me = (1u << lane) - 1;
   for (int64_t from = p.from; from < p.from + p.n; from += RM_WARP) {
     bool tie;
@@ -402,20 +402,18 @@ void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a) {
   const size_t per_row = static_cast<size_t>(2 * words_of_row(a->vocab)) * sizeof(uint32_t);
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
   for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
-    const dim3 grid(static_cast<unsigned>(rm_min64(at_once, a->rows - row0)));
-    RM_LAUNCH(sample_kernel, grid, dim3(THREADS), SCRATCH_BYTES, ctx->stream, *a,
+    const dim3 grid = rm_grid(rm_min64(at_once, a->rows - row0));
+    RM_LAUNCH(sample_kernel, grid, THREADS, SCRATCH_BYTES, ctx->stream, *a,
               static_cast<uint32_t *>(ctx->workspace), row0);
   }
 }
 
 void rm_cuda_top_logprobs(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
   if (a->rows <= 0 || a->k <= 0) return;
-  RM_LAUNCH(top_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS),
-            WARPS * sizeof(uint64_t), ctx->stream, *a);
+  RM_LAUNCH(top_kernel, a->rows, THREADS, WARPS * sizeof(uint64_t), ctx->stream, *a);
 }
 
 void rm_cuda_ranks(const rm_ctx *ctx, const rm_ranks_args *a) {
   if (a->rows <= 0) return;
-  RM_LAUNCH(ranks_kernel, dim3(static_cast<unsigned>(a->rows)), dim3(THREADS),
-            WARPS * sizeof(uint64_t), ctx->stream, *a);
+  RM_LAUNCH(ranks_kernel, a->rows, THREADS, WARPS * sizeof(uint64_t), ctx->stream, *a);
 }

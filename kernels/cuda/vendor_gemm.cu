@@ -281,10 +281,9 @@ void gemm_swiglu(void *self, const rm_gemm_args *a) {
   const int64_t each = static_cast<int64_t>(p->both_bytes / rm_vendor_gemm_gate_up_bytes(a->n));
   for (int64_t row0 = 0; row0 < a->m && !wrong; row0 += each) {
     const int64_t m = rm_min64(each, a->m - row0);
-    const dim3 grid(rm_blocks(a->n, THREADS), static_cast<unsigned>(rm_min64(m, MAX_GRID_Y)));
+    const dim3 grid = rm_grid(rm_blocks(a->n, THREADS), rm_min64(m, MAX_GRID_Y));
     wrong = multiply(p, made, a, row0, m, both);
-    if (!wrong)
-      RM_LAUNCH(swiglu_kernel, grid, dim3(THREADS), 0, p->device->stream, *a, both, row0, m);
+    if (!wrong) RM_LAUNCH(swiglu_kernel, grid, THREADS, 0, p->device->stream, *a, both, row0, m);
   }
   if (wrong) rm_cuda_kill(p->device->self, wrong);
 }

@@ -143,13 +143,5 @@ class PluginError(Error):
 
 
 __all__ = [
-    "AuthError", "BaseVersionError", "CapacityError", "CollectiveMismatchError",
-    "CollectiveTimeoutError", "ConfigError", "DTypeError",
-    "DeadlineError", "DeviceError", "DuplicateKeyError", "Error", "FormatError",
-    "IncompleteSyncError", "LayoutError", "LimitError",
-    "MeshMismatchError", "MissingKeyError", "NonFiniteError", "NotSyncedError", "NumericsError",
-    "PluginError", "RankLostError",
-    "RequestError", "ShapeError", "StateError", "SyncAbortedError", "TiedWeightError",
-    "UnexpectedKeyError", "UnsupportedTensorError",
-    "VersionError",
-]  # fmt: skip
+    name for name, value in list(globals().items()) if isinstance(value, type) and name[0] != "_"
+]

@@ -24,12 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
-from rollmesh.distributed.comm import Comm, Nccl, check_surroundings
+from rollmesh.distributed.comm import Nccl
 from rollmesh.distributed.leading import LedEngine, Operations, call_text
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.peers import FOLLOW, join
 from rollmesh.errors import ConfigError, RequestError, StateError, UnexpectedKeyError
 from rollmesh.model.spec import ModelSpec
+from rollmesh.options import EngineOptions, GeneratorOptions, check_option, documentation, takes
 from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
 from rollmesh.request.calls import Calls, Prompt, sequences_of
 from rollmesh.request.loop import Call, EngineLoop
@@ -44,18 +45,11 @@ from rollmesh.runtime.arguments import (
     boolean,
     choice,
     deadline_of,
-    engine_integer,
-    gib_bytes,
-    integer,
     items_of,
-    page_positions,
     part_mask,
     part_names,
-    share_of_memory,
-    thread_count,
 )
-from rollmesh.runtime.devices import device_of
-from rollmesh.runtime.engine_options import EngineOptions
+from rollmesh.runtime.devices import CUDA_FAMILIES, Device, device_of
 from rollmesh.runtime.engine_views import OpTime
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.resharding import BOX_DIMS
@@ -110,57 +104,9 @@ class Shard(NamedTuple):
 
 class Generator:
     """Generates tokens with a model whose weights come from a trainer. Creating a generator loads
-    no weights.
+    no weights. Its arguments are the rows of rollmesh.options.GeneratorOptions:
 
-    spec                    the model
-    mesh                    degrees of parallelism (rm.Mesh). Without comm, the ranks are threads of
-                            this process and share `threads`
-    comm                    None: all ranks are threads of this process. rm.comm.shm or
-                            rm.comm.torch: this process is one rank. rm.comm.nccl over one of these:
-                            NCCL moves activations between GPUs; otherwise the host moves them
-    device                  "cpu"; "cuda": rank r on GPU r modulo the number of GPUs; "cuda:N": all
-                            ranks of this process on GPU N
-    dtype                   dtype of weights, activations and KV: "bfloat16", or "float32" for
-                            debugging
-    ep_backend              how tokens reach their experts if mesh.ep > 1: "alltoall",
-                            "allgather_reducescatter", "local_allreduce" (ep = tp). On GPUs the
-                            first two are the same in short steps, and in all steps with NCCL
-    sequence_parallel       compute norms and residuals on token shards; no effect if mesh.tp = 1
-    tokenizer               a transformers tokenizer or a tokenizers.Tokenizer, for text prompts,
-                            output texts and stop strings
-    eos_token_ids           ids that end a sample; None: the tokenizer's and the model config's
-    max_model_len           largest number of positions of a sequence, prompt and completion
-                            together; the rope table has this length. None: 4096, or the config's
-                            max_position_embeddings for the rope types dynamic and longrope, whose
-                            frequencies depend on it. A warning is logged if it exceeds the number
-                            of positions in the config
-    max_num_seqs            largest number of samples that run at the same time
-    max_num_batched_tokens  largest number of rows of an engine step; longer prompts are prefilled
-                            in chunks
-    block_size              number of positions of a KV page, a multiple of 16
-    kv_cache_gib            size of each rank's KV cache in units of 2^30 bytes; None:
-                            memory_fraction decides
-    memory_fraction         with kv_cache_gib=None: the share of the device's free memory for two
-                            copies of the weights and the KV cache. The rest is left for CUDA
-                            graphs, NCCL and the trainer's tensors. Ranks on one GPU (on the CPU: on
-                            one machine) share it. All ranks of a mesh get the same number of pages,
-                            the largest number that fits on every rank
-    enable_prefix_caching   reuse the KV of equal prompt prefixes
-    threads                 number of threads; None: one for each core that this process may use, by
-                            its affinity and the quota of its control groups
-    enforce_eager           on a GPU: launch each op of each step, instead of replaying decode steps
-                            as CUDA graphs; for debugging
-    seed                    0 <= seed < 2^64. The seed of a request without one is made from this
-                            seed and the number of earlier requests
-    fast                    with device="cuda" and bfloat16: use NVIDIA's cuBLASLt for dense
-                            matmuls. Their sums may depend on the batch, so samples have no
-                            contract, metrics()["invariant"] is False, and score() equals generate()
-                            only up to rounding. Experts, router and lm_head still use rollmesh's
-                            kernels (cuda_mma if isa=None)
-    profile                 on the CPU: time every op, for profile()
-    isa                     CPU: an instruction set ("ref", "avx2", …); None: the fastest. GPU:
-                            "cuda_fma" (default) is bit-identical to the CPU; "cuda_mma" uses tensor
-                            cores for bfloat16 and rounds differently
+    {options}
 
     Results do not depend, bit for bit, on mesh, comm, ep_backend, sequence_parallel, block_size,
     enable_prefix_caching, threads, enforce_eager or the CPU's isa.
@@ -170,90 +116,27 @@ class Generator:
     failed).
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        mesh: Mesh | None = None,
-        comm: Comm | None = None,
-        device: str = "cpu",
-        dtype: str = "bfloat16",
-        ep_backend: str = "alltoall",
-        sequence_parallel: bool = False,
-        tokenizer: Any = None,
-        eos_token_ids: int | Sequence[int] | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        block_size: int = 16,
-        kv_cache_gib: float | None = 1.0,
-        memory_fraction: float = 0.9,
-        enable_prefix_caching: bool = True,
-        enforce_eager: bool = False,
-        threads: int | None = None,
-        seed: int = 0,
-        isa: str | None = None,
-        fast: bool = False,
-        profile: bool = False,
-    ):
-        if not isinstance(spec, ModelSpec):
-            raise ConfigError(
-                "spec: expected a ModelSpec (ModelSpec.from_hf makes one), got a "
-                f"{type(spec).__name__}"
-            )
-        check_surroundings(mesh, comm, ep_backend, sequence_parallel)
-        where = device_of(device)
-        self.spec = spec
-        self.mesh = mesh or Mesh()
-        self._on_gpu = where.cuda_library is not None
-        nccl = comm if isinstance(comm, Nccl) else None
+    @takes(GeneratorOptions)
+    def __init__(self, options: GeneratorOptions):
+        spec, dtype = options.spec, options.dtype
+        self.spec, self.dtype, self.tokenizer = spec, dtype, options.tokenizer
+        self.mesh = options.mesh or Mesh()
+        # A length of the config, unlike the caller's, has not been checked.
+        length = _default_length(spec) if options.max_model_len is None else options.max_model_len
+        self.max_model_len = check_option("max_model_len", length)
+        where = device_of(options.device)
+        nccl = options.comm if isinstance(options.comm, Nccl) else None
         if nccl is not None:
             where = nccl.place(where, self.mesh)
         self._nccl = None if nccl is None else str(nccl.library)
-        blas = self._cublas = cublas.for_generator(where, dtype) if boolean("fast", fast) else None
-        self.tokenizer = tokenizer
-        self._codec = None if tokenizer is None else TextCodec(tokenizer)
-        check_vocabulary(tokenizer, spec)
-        self.dtype = choice("dtype", dtype, ("bfloat16", "float32"))
-        self.max_model_len = engine_integer(
-            "max_model_len", _default_length(spec) if max_model_len is None else max_model_len
-        )
-        self.eos_token_ids = eos_ids(eos_token_ids, tokenizer, spec)
-        options = EngineOptions(
-            dtype=dtype,
-            isa=None
-            if isa is None or where.cuda_library
-            else choice("isa", isa, _core.available_isas()),
-            threads=thread_count(threads),
-            max_model_len=self.max_model_len,
-            max_num_seqs=engine_integer("max_num_seqs", max_num_seqs),
-            max_num_batched_tokens=engine_integer("max_num_batched_tokens", max_num_batched_tokens),
-            block_size=page_positions("block_size", block_size),
-            kv_bytes=0 if kv_cache_gib is None else gib_bytes("kv_cache_gib", kv_cache_gib),
-            memory_fraction=share_of_memory(memory_fraction, kv_cache_gib),
-            seed=integer("seed", seed, 0, 2**64 - 1),
-            enable_prefix_caching=boolean("enable_prefix_caching", enable_prefix_caching),
-            enforce_eager=boolean("enforce_eager", enforce_eager),
-            profile=_profile(profile, self._on_gpu),
-            eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
-            tp=self.mesh.tp,
-            dp=self.mesh.dp,
-            ep=self.mesh.ep,
-            ep_backend=ep_backend,
-            sequence_parallel=sequence_parallel,
-            cuda_library=where.cuda_library,
-            cuda_ordinal=where.cuda_ordinal,
-            cuda_family=cublas.family(isa, where, fast),
-            cublas_library=None if blas is None else blas.path,
-            cublas_version=None if blas is None else ".".join(map(str, blas.version)),
-            nccl_library=None if nccl is None else nccl.library.path,
-            nccl_gpu=None if nccl is None else nccl.gpu,
-        )
-        values = spec.engine_values(self.max_model_len)
+        blas = self._cublas = cublas.for_generator(where, dtype) if options.fast else None
+        check_vocabulary(self.tokenizer, spec)
+        self._codec = None if self.tokenizer is None else TextCodec(self.tokenizer)
+        self.eos_token_ids = eos_ids(options.eos_token_ids, self.tokenizer, spec)
         self._engine = join(
-            values,
-            options,
-            None if nccl is not None and nccl.group is None else comm,
+            spec.engine_values(self.max_model_len),
+            self._engine_options(options, where, nccl),
+            None if nccl is not None and nccl.group is None else options.comm,
             self.mesh,
             partial(LedEngine, mesh=self.mesh),
         )
@@ -274,7 +157,8 @@ class Generator:
             raise
         self._calls = Calls(self._engine, self._requests, self._codec, self._loop)
         self._streams = Streams(self._calls)
-        if max_model_len is not None and self.max_model_len > (most := spec.rope_settings.longest):
+        most = spec.rope_settings.longest
+        if options.max_model_len is not None and self.max_model_len > most:
             _log.warning(
                 "max_model_len: expected at most %d, the positions that the model's config is made "
                 "for, got %d; a sequence beyond them may be of low quality",
@@ -287,8 +171,39 @@ class Generator:
             "positions",
             spec.model_type, spec.num_parameters / 1e9, dtype, self.mesh.tp, self.mesh.dp,
             self.mesh.ep,
-            device, stats["isa"], stats["kv_pages"], options.block_size,
+            options.device, stats["isa"], stats["kv_pages"], options.block_size,
         )  # fmt: skip
+
+    def _engine_options(
+        self, options: GeneratorOptions, where: Device, nccl: Nccl | None
+    ) -> EngineOptions:
+        on_gpu, gib, blas = where.cuda_library is not None, options.kv_cache_gib, self._cublas
+        if options.profile and on_gpu:
+            raise ConfigError(
+                "profile: expected False on a GPU, whose ops end later than they return, got True; "
+                "Nsight Systems shows them"
+            )
+        isa = options.isa
+        if isa is not None:
+            choice("isa", isa, CUDA_FAMILIES if on_gpu else _core.available_isas())
+        return EngineOptions(
+            **options.shared(),
+            max_model_len=self.max_model_len,
+            eos_token_ids=np.asarray(self.eos_token_ids, dtype=np.int32),
+            tp=self.mesh.tp,
+            dp=self.mesh.dp,
+            ep=self.mesh.ep,
+            kv_bytes=0 if gib is None else int(gib * 2**30),
+            memory_fraction=options.memory_fraction if gib is None else 0.0,
+            isa=None if on_gpu else isa,
+            cuda_library=where.cuda_library,
+            cuda_ordinal=where.cuda_ordinal,
+            cuda_family=(isa or (cublas.FAMILY if blas else None)) if on_gpu else None,
+            nccl_library=None if nccl is None else nccl.library.path,
+            nccl_gpu=None if nccl is None else nccl.gpu,
+            cublas_library=None if blas is None else blas.path,
+            cublas_version=None if blas is None else ".".join(map(str, blas.version)),
+        )
 
     @classmethod
     def from_hf(
@@ -858,10 +773,4 @@ def _default_length(spec: ModelSpec) -> int:
     return 4096
 
 
-def _profile(wanted: bool, on_gpu: bool) -> bool:
-    if boolean("profile", wanted) and on_gpu:
-        raise ConfigError(
-            "profile: expected False on a GPU, whose ops end later than they return, got True; "
-            "Nsight Systems shows them"
-        )
-    return wanted
+Generator.__doc__ = (Generator.__doc__ or "").replace("    {options}", documentation())

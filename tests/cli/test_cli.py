@@ -268,7 +268,7 @@ command.build_cuda_beside(Path({str(tmp_path / "_core.so")!r}))
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
     monkeypatch.setattr(rm._core, "__file__", str(tmp_path / "_core.so"))
-    assert doctor._cuda_kernels() == f"not in this build, {words}"
+    assert doctor._cuda_library() == (f"not in this build, {words}", 0)
     with pytest.raises(
         rm.ConfigError,
         match=rf"^device = 'cuda': expected a build with librollmesh_cuda.so, got one {words}$",

@@ -26,22 +26,24 @@ FOLDERS = ("kernels", "csrc", "ext", "python", "tests", "benchmarks", "data")
 DEVICE = {"kernels", "csrc/base", "csrc/device"}
 COMM = DEVICE | {"csrc/comm"}
 MODEL = COMM | {"csrc/mesh", "csrc/model"}
-BELOW = MODEL | {"csrc/weights", "csrc/comm/shm", "csrc/comm/nccl"}
+BELOW = MODEL | {"csrc/gpu", "csrc/weights", "csrc/comm/shm"}
 C_LAYERS = {
     "kernels": {"kernels"},
     "csrc/base": {"kernels", "csrc/base"},
     "csrc/device": DEVICE,
     "csrc/comm/shm": COMM | {"csrc/comm/shm"},
-    "csrc/comm/nccl": COMM | {"csrc/comm/nccl"},
     "csrc/comm": COMM,
     "csrc/mesh": {"csrc/base", "csrc/mesh"},
     "csrc/model": MODEL,
-    "csrc/weights": MODEL | {"csrc/weights"},
+    "csrc/gpu": MODEL | {"csrc/scheduler", "csrc/gpu"},
+    "csrc/weights": MODEL | {"csrc/gpu", "csrc/weights"},
     "csrc/scheduler": {"kernels", "csrc/base", "csrc/scheduler"},
     "csrc/step": BELOW | {"csrc/scheduler", "csrc/step"},
     "csrc/engine": BELOW | {"csrc/scheduler", "csrc/step", "csrc/engine"},
     "ext": BELOW | {"csrc/scheduler", "csrc/engine", "ext"},
 }
+# Folders with one header for the files outside of them.
+C_INTERFACES = {"csrc/gpu": "gpu.h"}
 INCLUDE_PATH = ("kernels", "csrc", "ext")
 
 # Packages and modules of python/rollmesh, and the ones that each may import, lowest first. "" is
@@ -57,15 +59,16 @@ PYTHON_LAYERS = {
     "ops": {"errors", "runtime"},
     "comm": {"distributed"},
     "sources": {"errors", "runtime", "weights"},
-    "generator": {*_BASE},
+    "options": {*_BASE},
+    "generator": {*_BASE, "options"},
     "prometheus": {"errors", "generator"},
     "": {*_BASE, "generator", "comm", "ops", "sources"},
     "torch": {*_BASE, "", "ops"},
-    "vllm": {*_BASE, "", "generator", "ops", "torch"},
-    "titan": {*_BASE, "", "generator", "ops", "torch"},
-    "run": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm"},
-    "grpo": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "run"},
-    "cli": {*_BASE, "", "comm", "ops", "sources", "torch", "vllm", "run", "grpo"},
+    "vllm": {*_BASE, "", "options", "generator", "ops", "torch"},
+    "titan": {*_BASE, "", "options", "generator", "ops", "torch"},
+    "run": {*_BASE, "", "options", "comm", "ops", "sources", "torch", "vllm"},
+    "grpo": {*_BASE, "", "options", "comm", "ops", "sources", "torch", "vllm", "run"},
+    "cli": {*_BASE, "", "options", "comm", "ops", "sources", "torch", "vllm", "run", "grpo"},
 }
 # The generator's only run-time dependency; anything else is imported inside the function that needs
 # it.
@@ -129,8 +132,12 @@ def c_violations(root: Path) -> Iterator[str]:
             )
             if found is None:
                 yield f'{where}: "{name}" is not in the tree'
-            elif layer_of(found.relative_to(root.resolve())) not in C_LAYERS[layer]:
+                continue
+            target = layer_of(found.relative_to(root.resolve()))
+            if target not in C_LAYERS[layer]:
                 yield f'{where}: {layer} must not include "{name}"'
+            elif target != layer and C_INTERFACES.get(target, found.name) != found.name:
+                yield f'{where}: includes "{name}", expected {C_INTERFACES[target]} of {target}'
         code = code_only(text)
         yield from (f"{where}: calls {match[1]}()" for match in C_BANNED.finditer(code))
         if layer == "kernels":
@@ -260,6 +267,12 @@ def test_the_training_algorithm_stays_short() -> None:
             'csrc/base must not include "model/spec.h"',
         ),
         ("csrc/model/planted.c", '#include "engine/engine.h"\n', "csrc/model must not include"),
+        ("csrc/model/planted.c", '#include "gpu/gpu.h"\n', "csrc/model must not include"),
+        (
+            "csrc/step/planted.c",
+            '#include "gpu/staged.h"\n',
+            'includes "gpu/staged.h", expected gpu.h of csrc/gpu',
+        ),
         (
             "csrc/scheduler/planted.c",
             '#include "step/runner.h"\n',

@@ -20,8 +20,8 @@ from helpers import tiny_spec
 
 import rollmesh as rm
 from rollmesh import _core
+from rollmesh._core import usable_cores
 from rollmesh.runtime import arguments
-from rollmesh.runtime.cores import usable_cores
 
 Files = dict[str, str]
 # /proc/self/cgroup, /proc/self/mountinfo

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from rollmesh import ConfigError, _core
-from rollmesh.runtime.engine_options import EngineOptions
+from rollmesh.options import EngineOptions
 
 
 class Exchange:
@@ -38,10 +38,16 @@ def comm(exchange: Exchange) -> _core.Comm:
 
 def engine(exchange: Exchange, dtype: str = "float32") -> _core.Engine:
     options = EngineOptions(
-        dtype, None, 1, 64, 2, 64, 16, 1 << 20, 0, False, np.zeros(0, np.int32), tp=1, dp=2, ep=1,
-        ep_backend="alltoall",
-        sequence_parallel=False,
-    )  # fmt: skip
+        dtype=dtype,
+        threads=1,
+        max_model_len=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        kv_bytes=1 << 20,
+        enable_prefix_caching=False,
+        eos_token_ids=np.zeros(0, np.int32),
+        dp=2,
+    )
     return _core.Engine(
         helpers.tiny_spec().engine_values(64), options, (0, None, None, comm(exchange))
     )

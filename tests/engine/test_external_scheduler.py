@@ -18,7 +18,7 @@ import pytest
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.runtime.engine_options import EngineOptions
+from rollmesh.options import EngineOptions
 
 PAGE, PAGES, MAX_LEN = 16, 24, 128
 CONFIG = helpers.tiny_config(moe=True)

@@ -44,6 +44,7 @@ FOLDERS = {
     "kernels": "kernels",
     "csrc/comm": "mesh",
     "csrc/device": "gpu",
+    "csrc/gpu": "gpu",
     "csrc/mesh": "mesh",
     "csrc/model": "model",
     "csrc/weights": "weights",

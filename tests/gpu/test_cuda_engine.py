@@ -231,7 +231,7 @@ def test_a_mesh_of_devices_gives_one_ranks_bits(
     changes: dict[str, Any],
 ) -> None:
     """Each rank on a separate device, or all on one; activations are exchanged through the host
-    (csrc/comm/staged.h)."""
+    (csrc/gpu/staged.h)."""
     if changes.get("device") == "cuda:1" and _core.cuda_count(str(library)) < 2:
         pytest.skip("one GPU here")
     state = helpers.numpy_state_dict(config, seed=1)

@@ -1,4 +1,4 @@
-"""Decode steps that are recorded and replayed (csrc/step/graph_replay.h), on the fibres of
+"""Decode steps that are recorded and replayed (csrc/gpu/graphs.c), on the fibres of
 tests/gpu/simt, or on a GPU if there is one.
 
 Oracle: the CPU, and the same engine with enforce_eager=True. Bound: equality. The tests check

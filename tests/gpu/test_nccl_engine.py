@@ -34,7 +34,7 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 
 Make = Callable[..., rm.Generator]
 Run = Callable[..., list[dict[str, Any]]]
-PROOF = 2  # groups of NCCL, each of which is tested when it is made (csrc/comm/nccl/nccl.c)
+PROOF = 2  # groups of NCCL, each of which is tested when it is made (csrc/gpu/nccl/nccl.c)
 SOON = 20.0  # seconds within which a fault must be reported, far above the usual time
 
 

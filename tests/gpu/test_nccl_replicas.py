@@ -1,4 +1,4 @@
-"""Recorded decode steps where experts span replicas (ep = dp·tp, csrc/step/graph_replay.h): each
+"""Recorded decode steps where experts span replicas (ep = dp·tp, csrc/gpu/graphs.c): each
 replica has its own batch, or none, and all record and replay one size together. Runs on the
 stand-ins of tests/gpu/test_nccl_engine.py, or on GPUs.
 

@@ -172,7 +172,7 @@ def test_ranks_that_bring_their_shards_are_sent_nothing(
 
 
 FAULTS = [
-    ("hole", "IncompleteSyncError", None, "is in no rank's piece"),
+    ("hole", "IncompleteSyncError", None, "in a rank's piece, got none"),
     ("alike", "ShapeError", None, "expected shape"),
     (
         "huge",

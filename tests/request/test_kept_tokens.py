@@ -227,7 +227,7 @@ def test_kept_tokens_need_a_bound_and_no_bans() -> None:
     for wrong, said in (
         ({}, "expected top_k >= 1, got -1; set top_k"),
         ({"top_k": 0}, "expected top_k >= 1, got -1; set top_k"),
-        ({"top_k": 4, "min_tokens": 2}, "expected min_tokens=0, got 2; leave one of the two out"),
+        ({"top_k": 4, "min_tokens": 2}, "expected no min_tokens, got 2; leave one of the two out"),
     ):
         with pytest.raises(rm.RequestError, match=f"kept_tokens=True: {said}"):
             Params(kept_tokens=True, **wrong)

@@ -467,8 +467,8 @@ def test_numbers_of_numpy_are_taken_without_a_warning() -> None:
         ({"repetition_penalty": "1"}, "repetition_penalty: expected a finite float32 > 0, got '1'"),
         ({"logit_bias": 3}, "logit_bias: expected a dict of token ids and numbers, got 3"),
         ({"logit_bias": [3]}, r"logit_bias: expected a dict of token ids and numbers, got 3 in it"),
-        ({"logit_bias": {"3": 1.0}}, "logit_bias: expected token ids >= 0, got '3'"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias: expected token ids >= 0, got -1"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias: token id: expected an integer in .*, got '3'"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias: token id: expected an integer in .*, got -1"),
         (
             {"logit_bias": {3: float("-inf")}},
             "logit_bias: expected a finite float32 for token 3, got -inf",
@@ -498,7 +498,7 @@ def test_numbers_of_numpy_are_taken_without_a_warning() -> None:
             {"allowed_token_ids": []},
             "allowed_token_ids: expected at least one token id, or None, got none",
         ),
-        ({"allowed_token_ids": [1.5]}, "allowed_token_ids: expected token ids >= 0, got 1.5"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids: token id: expected an integer in .*, got 1.5"),
         (
             {"kept_tokens": True, "top_k": 3, "presence_penalty": 0.5},
             "kept_tokens=True: expected no presence_penalty, got 0.5; leave one",

@@ -214,7 +214,7 @@ def test_a_dataset_that_cannot_be_read_is_named(
         ),
         (
             f"{tmp_path}/dates.parquet",
-            r"dates\.parquet: row 0: expected messages of what JSON has, got TypeError: .* "
+            r"dates\.parquet: row 0: expected a chat of what JSON has, .* got TypeError: .* "
             r"datetime ",
         ),
         (f"{tmp_path}/no_tokens.parquet", r"no_tokens\.parquet: row 1: the prompt has no tokens"),

@@ -972,19 +972,23 @@ MOMENT = "exp_avg:model.norm.weight"
         ),
         (
             lambda f: edit_optimizer(f, **{MOMENT: None}),
-            r"model\.norm\.weight: expected step=.* got ",
+            rf"{MOMENT}: expected \[32\] of floats, .* got None$",
         ),
         (
             lambda f: edit_optimizer(f, **{MOMENT: torch.zeros(3)}),
-            r"expected .* got .*exp_avg=torch.Size\(\[3\]\)",
+            rf"{MOMENT}: expected \[32\] of floats, .* got \[3\] of torch\.float32$",
         ),
         (
             lambda f: edit_optimizer(f, **{MOMENT: torch.zeros(32, dtype=torch.int8)}),
-            "of floats, got ",
+            rf"{MOMENT}: expected .* of floats, .* got \[32\] of torch\.int8$",
         ),
         (
             lambda f: edit_optimizer(f, **{"step:model.norm.weight": torch.tensor(-1.0)}),
-            "of floats, got ",
+            r"step:.*: expected \[\] of floats, a step from 0, got ",
+        ),
+        (
+            lambda f: edit_optimizer(f, more=torch.zeros(3)),
+            r"more: expected no such key, got \[3\] of torch\.float32$",
         ),
     ],
 )

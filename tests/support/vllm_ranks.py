@@ -15,6 +15,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,12 @@ os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 
 import rollmesh as rm
 import rollmesh.vllm.transfer  # vLLM is imported once, before ranks are forked
-from rollmesh.vllm.weight_updates import WeightUpdates
+from rollmesh.vllm.weight_updates import WeightUpdates, replies
 from rollmesh.weights.transport.loans import Borrowed
 
 PROMPTS = [[1, 2, 3, 4, 5], [140, 7]]
 VOCAB = 150
+IN_A_STEP = ("commit_open_sync", "load", "finish_load", "shutdown")  # vLLM does not call these
 WAIT_S = 240  # a process begins by importing vLLM, on a machine that may be busy
 
 
@@ -109,7 +111,8 @@ class _Worker:
             )  # type: ignore
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.updates, name)
+        method = getattr(WeightUpdates, name)
+        return partial(method if name in IN_A_STEP else replies(method), self.updates)
 
 
 def _cut(pairs: Any, after: int) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,63 @@ with warnings.catch_warnings():  # which are errors here, and vLLM's own
     from rollmesh.vllm.worker import sampling
 
 
+class By(Enum):
+    """The C engine, external_edits.py, vLLM's front end or scheduler, nobody."""
+
+    ENGINE, EDITS, VLLM, REFUSED = range(4)
+
+
+WHO = {
+    "n": By.VLLM,  # each sample is a separate request, with seed + i
+    "presence_penalty": By.EDITS,
+    "frequency_penalty": By.EDITS,
+    "repetition_penalty": By.EDITS,
+    "temperature": By.ENGINE,
+    "watermarking": By.REFUSED,
+    "top_p": By.ENGINE,
+    "top_k": By.ENGINE,
+    "min_p": By.ENGINE,
+    "seed": By.ENGINE,
+    "stop": By.VLLM,
+    "stop_token_ids": By.VLLM,  # except for min_tokens, see _all_stop_token_ids
+    "ignore_eos": By.VLLM,
+    "max_tokens": By.VLLM,  # the engine also reserves room for it
+    "min_tokens": By.ENGINE,
+    "logprobs": By.ENGINE,
+    "prompt_logprobs": By.ENGINE,
+    "prompt_logprob_token_ids": By.REFUSED,
+    "prompt_logprob_start": By.REFUSED,
+    "logprob_token_ids": By.REFUSED,
+    "flat_logprobs": By.VLLM,
+    "detokenize": By.VLLM,
+    "skip_special_tokens": By.VLLM,
+    "spaces_between_special_tokens": By.VLLM,
+    "include_stop_str_in_output": By.VLLM,
+    "output_kind": By.VLLM,
+    "stream_interval": By.VLLM,
+    "skip_clone": By.VLLM,
+    "output_text_buffer_length": By.VLLM,
+    "_eos_token_id": By.VLLM,
+    "_all_stop_token_ids": By.ENGINE,  # not drawn before min_tokens
+    "_watermarking_skipped": By.VLLM,
+    "structured_outputs": By.EDITS,
+    "logit_bias": By.EDITS,
+    "allowed_token_ids": By.EDITS,
+    "extra_args": By.EDITS,  # for the user's own logits processors
+    "bad_words": By.EDITS,
+    "_bad_words_token_ids": By.EDITS,
+    "skip_reading_prefix_cache": By.VLLM,
+    "thinking_token_budget": By.REFUSED,
+    "repetition_detection": By.VLLM,
+    "routed_experts_prompt_start": By.ENGINE,
+    "trace_decode_token_ids": By.REFUSED,
+}
+
+
 def test_every_field_of_sampling_params_has_somebody() -> None:
     """A field that a later vLLM adds fails here until it is handled."""
-    assert set(sampling.WHO) == set(SamplingParams.__struct_fields__)
-    assert {name for name, by in sampling.WHO.items() if by is sampling.By.REFUSED} == set(
-        sampling._REFUSED
-    )
+    assert set(WHO) == set(SamplingParams.__struct_fields__)
+    assert {name for name, by in WHO.items() if by is By.REFUSED} == set(sampling._REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -196,10 +248,10 @@ def test_what_needs_logits_on_the_host(words: dict[str, Any]) -> None:
     if "structured_outputs" in words:
         words = {"structured_outputs": StructuredOutputsParams(**words["structured_outputs"])}
     params = SamplingParams(**words, min_tokens=4)
-    assert sampling.needs_host_logits(params)
+    assert sampling.needs_external_edits(params)
     request = sampling.engine_request(params, 0, 16, 100)
     assert request.external_draws
     assert request.min_tokens == 0  # the host's, so that a grammar may end before it
     plain = SamplingParams(min_tokens=4)
-    assert not sampling.needs_host_logits(plain)
-    assert sampling.needs_host_logits(plain, custom_processors=True)
+    assert not sampling.needs_external_edits(plain)
+    assert sampling.needs_external_edits(plain, custom_processors=True)

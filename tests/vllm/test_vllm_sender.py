@@ -7,7 +7,6 @@ differing bits."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import threading
 import time
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 import vllm_ranks as ranks  # noqa: E402
 from vllm_served import SHM, SPOILED, Served, alone, left_behind, served, state, two  # noqa: E402, F401
 
-from rollmesh.vllm.trainer import AsyncWeightSender, Call, WeightSender  # noqa: E402
+from rollmesh.vllm.trainer import AsyncWeightSender, WeightSender  # noqa: E402
 from rollmesh.weights.transport import segment  # noqa: E402
 
 
@@ -127,25 +126,55 @@ def test_a_folder(served: Served, tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------- two trainers
+class Call(NamedTuple):
+    method: str
+    args: tuple[Any, ...]
+
+    def __await__(self) -> Iterator[Any]:
+        yield self
+
+
+class Stepped:
+    """A client whose calls wait until ByHand has made them."""
+
+    spans = False
+
+    def __getattr__(self, method: str) -> Any:
+        if method in ("serving", "hold"):
+            raise AttributeError(method)
+        return lambda *args: Call(method, args)
+
+
 class ByHand:
     """A send whose calls are made one by one."""
 
     def __init__(self, served: Served, seed: int):
         self.sender = WeightSender(served.client, block_bytes=30_000)
-        self.calls = self.sender._send(state(seed), served.version + 1, None)
+        self._client, self.sender._client = served.client, Stepped()
+        self.begin(state(seed), served.version + 1)
+
+    def begin(self, source: Any, version: int) -> None:
+        self._sending = self.sender._send(source, version, None)
+
+    def next(self) -> Call | None:
+        """Returns the next call, or None at the end."""
+        try:
+            return self._sending.send(None)
+        except StopIteration:
+            return None
 
     def make(self, count: int = 1 << 30) -> list[Call]:
-        made = []
-        for call in itertools.islice(self.calls, count):
+        made: list[Call] = []
+        while len(made) < count and (call := self.next()) is not None:
             self.make_one(call)
             made.append(call)
         return made
 
     def make_one(self, call: Call) -> None:
-        getattr(self.sender._client, call.method)(*call.args)
+        getattr(self._client, call.method)(*call.args)
 
     def close(self) -> None:
-        self.calls.close()
+        self._sending.close()
         self.sender.close()
 
 
@@ -203,10 +232,11 @@ def test_a_trainer_is_there_between_two_blocks(served: Served) -> None:
         state(served.version + 1).items(), key=lambda entry: entry[1].nbytes
     )
     first.sender._block_bytes = 1  # a tensor a block
-    first.calls = first.sender._send([small, large, *more], served.version + 1, None)
+    first.begin([small, large, *more], served.version + 1)
     first.make(2)
     before = first.make(1)[0].args[0]["segment"]
-    call = next(first.calls)  # the second block is made but has not arrived
+    call = first.next()  # the second block is made but has not arrived
+    assert call is not None
     assert call.args[0]["segment"] != before
     with pytest.raises((rm.StateError, RuntimeError), match="another trainer's update is open"):
         other.make()

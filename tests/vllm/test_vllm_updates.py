@@ -286,7 +286,9 @@ def test_a_row_that_is_not_finite(served: Served) -> None:
     poisoned["model.embed_tokens.weight"] = poisoned["model.embed_tokens.weight"].copy()
     poisoned["model.embed_tokens.weight"][299] = np.nan
     served.version += 1
-    engine = support.worker_of(served.llm).made.engine  # vLLM has no call that accepts such weights
+    engine = support.worker_of(
+        served.llm
+    ).runner.engine  # vLLM has no call that accepts such weights
     engine.sync_begin(served.version, allow_nonfinite=True)
     for name, tensor in poisoned.items():
         push_entry(engine, name, tensor)

@@ -151,10 +151,10 @@ BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
         lambda b: b.info.update(segment=None),
         "FormatError: .* of a WeightSender, got segment None",
     ),
-    "size": (lambda b: b.info.update(size=1 << 41), "FormatError: size: expected bytes"),
+    "size": (lambda b: b.info.update(size=1 << 41), "FormatError: size: expected an integer"),
     "size below 0": (
         lambda b: b.info.update(size=-1),
-        "FormatError: size: expected bytes in .*, got -1",
+        "FormatError: size: expected an integer in .*, got -1",
     ),
     "no JSON": (
         lambda b: b.info.update(description="{"),

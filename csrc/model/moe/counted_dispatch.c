@@ -3,14 +3,14 @@
 // copied to the host and back (rm_moe_stage).
 #include "model/moe/moe.h"
 
-rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err) {
+rm_code rm_moe_stage_create(rm_moe *moe, rm_error *err) {
   rm_moe_stage *stage = &moe->stage;
-  const size_t rows = (size_t)home_rows, choices = rows * (size_t)moe->spec->top_k,
+  const size_t rows = (size_t)moe->dispatch.max_rows, choices = rows * (size_t)moe->spec->top_k,
                row = rm_moe_row_bytes(moe);
   const rm_field fields[] = {
       {&stage->x, rows, row},
       {&stage->ids, choices, sizeof *stage->ids},
-      {&stage->here, (size_t)rm_dispatch_max_arrive(moe->dispatch), row},
+      {&stage->here, (size_t)moe->dispatch.max_arrive, row},
       {&stage->group_rows, (size_t)moe->here->experts.n + 1, sizeof *stage->group_rows},
       {&stage->choices, choices, row},
       {&stage->place, choices, sizeof *stage->place},
@@ -23,88 +23,58 @@ rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err) {
   return code;
 }
 
-// Computes the experts of `rows`: T [n_arrive][hidden], inputs, then outputs.
-static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
-                    const char *weights, const int32_t *group_rows, char *rows) {
-  const int64_t n = moe->plan->n_arrive;
-  rm_gemm_args up = rm_moe_up(moe, layer, weights, group_rows, n),
-               down = rm_moe_down(moe, layer, weights, group_rows, n);
-  if (!n) return;
-  up.x = down.y = rows;
-  up.y = moe->inner;
-  down.x = moe->inner;
-  moe->kernels->gemm_swiglu(ctx, &up);
-  moe->kernels->gemm(ctx, &down);
-}
-
 // Copies inputs and expert ids to the host.
-static rm_code take_home(rm_moe *moe, const char *x, int64_t rows, rm_error *err) {
+static rm_code take_home(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   const rm_device *device = moe->device;
   rm_moe_stage *stage = &moe->stage;
-  if (rows) device->copy_to_host(device->self, stage->x, x, (size_t)rows * rm_moe_row_bytes(moe));
-  if (rows)
-    device->copy_to_host(device->self, stage->ids, moe->ids,
-                         (size_t)(rows * moe->spec->top_k) * sizeof *stage->ids);
+  const size_t rows = (size_t)at->rows, ids = rows * (size_t)moe->spec->top_k * sizeof *stage->ids;
+  if (rows) device->copy_to_host(device->self, stage->x, at->x, rows * rm_moe_row_bytes(moe));
+  if (rows) device->copy_to_host(device->self, stage->ids, moe->ids, ids);
   return rm_rank_wait(moe->rank, device, err);
 }
 
+// Copies n bytes of the dispatcher's to the stage and on to the device. Returns their address there.
+static void *to_device(rm_moe *moe, void *stage, const void *from, size_t n) {
+  memcpy(stage, from, n);
+  rm_mirrored_copy_to_device(&moe->stage.mirrored, stage, n);
+  return rm_mirrored_on_device(&moe->stage.mirrored, stage);
+}
+
 // Copies the dispatcher's `rows` to the device, computes the experts, copies outputs back.
-static rm_code compute_there(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
-                             const char *weights, char *rows, rm_error *err) {
+static rm_code compute_there(rm_moe *moe, const rm_moe_rows *at, char *rows, rm_error *err) {
+  const rm_dispatch *d = &moe->dispatch;
   rm_moe_stage *stage = &moe->stage;
-  const size_t bytes = (size_t)moe->plan->n_arrive * rm_moe_row_bytes(moe),
-               groups = (size_t)moe->here->experts.n + 1;
+  const size_t bytes = (size_t)d->n_arrive * d->row_bytes;
   if (!bytes) return RM_OK;
-  memcpy(stage->here, rows, bytes);
-  memcpy(stage->group_rows, moe->plan->group_rows, groups * sizeof *stage->group_rows);
-  rm_mirrored_copy_to_device(&stage->mirrored, stage->here, bytes);
-  rm_mirrored_copy_to_device(&stage->mirrored, stage->group_rows,
-                             groups * sizeof *stage->group_rows);
-  compute(moe, ctx, layer, weights, rm_mirrored_on_device(&stage->mirrored, stage->group_rows),
-          rm_mirrored_on_device(&stage->mirrored, stage->here));
+  char *there = to_device(moe, stage->here, rows, bytes);
+  const int32_t *groups = to_device(moe, stage->group_rows, d->group_rows,
+                                    (size_t)(d->here.n + 1) * sizeof *d->group_rows);
+  rm_code code = rm_moe_experts(moe, at, groups, d->n_arrive, there, there, err);
   rm_mirrored_copy_to_host(&stage->mirrored, stage->here, bytes);
-  const rm_code code = rm_rank_wait(moe->rank, moe->device, err);
+  if (!code) code = rm_rank_wait(moe->rank, moe->device, err);
   if (!code) memcpy(rows, stage->here, bytes);
   return code;
 }
 
-// Copies outputs to the device and combines them there.
-static void combine_there(rm_moe *moe, const rm_ctx *ctx, char *out, const char *choices,
-                          int64_t rows) {
-  rm_moe_stage *stage = &moe->stage;
-  const size_t bytes = (size_t)moe->plan->n_choices * rm_moe_row_bytes(moe),
-               places = (size_t)(rows * moe->spec->top_k) * sizeof *stage->place;
-  memcpy(stage->choices, choices, bytes);
-  memcpy(stage->place, moe->plan->place, places);
-  rm_mirrored_copy_to_device(&stage->mirrored, stage->choices, bytes);
-  rm_mirrored_copy_to_device(&stage->mirrored, stage->place, places);
-  rm_moe_combine(moe, ctx, out, rm_mirrored_on_device(&stage->mirrored, stage->choices), moe->ids,
-                 rm_mirrored_on_device(&stage->mirrored, stage->place), moe->spec->hidden_size,
-                 rows);
-}
-
-rm_code rm_moe_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
-                          const char *weights, const char *x, char *out, int64_t rows,
-                          int64_t most_rows, int16_t *routed, int64_t routed_stride,
-                          rm_error *err) {
+rm_code rm_moe_counted_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   const int staged = !moe->device->on_host;
+  rm_dispatch *d = &moe->dispatch;
+  rm_moe_stage *stage = &moe->stage;
   char *here, *choices;
+  const int32_t *place = d->place;
   rm_code code;
-  if (rm_moe_is_static(moe, most_rows))
-    return rm_moe_static_dispatched(moe, ctx, layer, weights, x, out, rows, most_rows, routed,
-                                    routed_stride, err);
-  rm_moe_route(moe, ctx, layer, weights, x, moe->ids, rows, routed, routed_stride);
-  if (staged && (code = take_home(moe, x, rows, err))) return code;
-  const int32_t *ids = staged ? moe->stage.ids : moe->ids;
-  if ((code = rm_dispatch_plan_rows(moe->dispatch, ids, rows, &moe->plan, err))) return code;
-  code = rm_dispatch_out(moe->dispatch, ctx, staged ? moe->stage.x : x, &here, err);
-  if (code) return code;
-  if (!staged) compute(moe, ctx, layer, weights, moe->plan->group_rows, here);
-  else if ((code = compute_there(moe, ctx, layer, weights, here, err))) return code;
-  if ((code = rm_dispatch_back(moe->dispatch, ctx, here, &choices, err))) return code;
-  if (staged) combine_there(moe, ctx, out, choices, rows);
-  else
-    rm_moe_combine(moe, ctx, out, choices, moe->ids, moe->plan->place, moe->spec->hidden_size,
-                   rows);
+  rm_moe_route(moe, at, moe->ids);
+  if (staged && (code = take_home(moe, at, err))) return code;
+  if ((code = rm_dispatch_plan(d, staged ? stage->ids : moe->ids, at->rows, err)) ||
+      (code = rm_dispatch_out(d, moe->ctx, staged ? stage->x : at->x, &here, err)))
+    return code;
+  code = staged ? compute_there(moe, at, here, err)
+                : rm_moe_experts(moe, at, d->group_rows, d->n_arrive, here, here, err);
+  if (code || (code = rm_dispatch_back(d, moe->ctx, here, &choices, err))) return code;
+  if (staged) {
+    choices = to_device(moe, stage->choices, choices, (size_t)d->n_choices * d->row_bytes);
+    place = to_device(moe, stage->place, place, (size_t)d->n_choices * sizeof *place);
+  }
+  rm_moe_combine(moe, at->out, choices, moe->ids, place, moe->spec->hidden_size, at->rows);
   return RM_OK;
 }

@@ -2,34 +2,10 @@
 // expert, so they are reordered once, and the outputs once more. Writing directly to the final
 // position was rejected: it needs a transport with remote addresses. The order of rows within an
 // expert changes no bit.
-#include "model/moe/dispatch.h"
-
 #include <string.h>
 
-#include "base/fields.h"
 #include "comm/block.h"
-
-struct rm_dispatch {
-  rm_comm *ep; // view
-  int n_ranks, me;
-  int64_t n_experts, top_k, max_rows, max_arrive;
-  size_t row_bytes;
-  int sees_all; // all rows go to all ranks
-  rm_range here; // experts of this rank
-  rm_dispatch_plan plan;
-  rm_range *experts; // [n_ranks]
-  rm_block *send, *recv; // [n_ranks]
-  int32_t *cursor; // [n_experts]
-  int32_t *starts; // [n_ranks][n_experts + 1] first choice of each expert among a rank's choices
-  const int32_t *ids; // view: the home rows' of the plan
-  int32_t *all_ids; // [n_ranks·max_rows][top_k]; sees_all
-  char *choices; // rows [max_rows·top_k] of the home by expert
-  char *arrived; // rows [max_arrive] by rank, then expert
-  char *work; // rows [max_arrive] by expert, then rank
-  char *all_rows; // rows [n_ranks·max_rows]; sees_all
-  void *block; // owned: all of these arrays
-  size_t block_bytes;
-};
+#include "model/moe/moe.h"
 
 // --------------------------------------------------------------------------------------- creation
 static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
@@ -37,13 +13,10 @@ static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
                row = d->row_bytes, arrive = (size_t)d->max_arrive;
   const size_t all = d->sees_all ? ranks * (size_t)d->max_rows : 0;
   const rm_field fields[] = {
-      {&d->experts, ranks, sizeof *d->experts},
-      {&d->send, ranks, sizeof *d->send},
-      {&d->recv, ranks, sizeof *d->recv},
       {&d->cursor, (size_t)d->n_experts, sizeof *d->cursor},
       {&d->starts, ranks * (size_t)(d->n_experts + 1), sizeof *d->starts},
-      {&d->plan.place, choices, sizeof *d->plan.place},
-      {&d->plan.group_rows, (size_t)d->here.n + 1, sizeof *d->plan.group_rows},
+      {&d->place, choices, sizeof *d->place},
+      {&d->group_rows, (size_t)d->here.n + 1, sizeof *d->group_rows},
       {&d->all_ids, all, (size_t)d->top_k * sizeof *d->all_ids},
       {&d->choices, choices, row},
       {&d->arrived, arrive, row},
@@ -59,46 +32,30 @@ static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
                  d->block_bytes, (long long)d->max_rows, row, d->n_ranks);
 }
 
-rm_code rm_dispatch_create(const rm_dispatch_options *options, rm_dispatch **out, rm_error *err) {
-  const int n_ranks = rm_comm_size(options->ep), me = rm_comm_rank(options->ep);
+rm_code rm_dispatch_create(const rm_moe *moe, int64_t max_rows, rm_dispatch *out, rm_error *err) {
+  rm_comm *ep = moe->rank->ep;
+  const int n_ranks = rm_comm_size(ep), me = rm_comm_rank(ep);
+  const int64_t top_k = moe->spec->top_k;
   int64_t choices, total;
-  *out = NULL;
-  if (!rm_mul_i64(options->max_rows, options->top_k, &choices) ||
-      !rm_mul_i64(choices, n_ranks, &total) || total > INT32_MAX)
+  if (!rm_mul_i64(max_rows, top_k, &choices) || !rm_mul_i64(choices, n_ranks, &total) ||
+      total > INT32_MAX)
     return rm_fail(err, RM_E_LIMIT,
                    "max_rows: expected at most %d choices in all, got max_rows=%lld on %d ranks "
                    "with top_k=%lld",
-                   INT32_MAX, (long long)options->max_rows, n_ranks, (long long)options->top_k);
-  rm_dispatch *d = rm_alloc(1, sizeof *d);
-  if (!d) return rm_fail(err, RM_E_MEMORY, "no memory for a token dispatcher");
-  *d = (rm_dispatch){.ep = options->ep,
-                     .n_ranks = n_ranks,
-                     .me = me,
-                     .n_experts = options->n_experts,
-                     .top_k = options->top_k,
-                     .max_rows = options->max_rows,
-                     .row_bytes = options->row_bytes,
-                     .here = options->experts[me],
-                     .sees_all = options->backend == RM_DISPATCH_ALLGATHER_REDUCESCATTER};
-  d->max_arrive = d->max_rows * n_ranks * rm_min64(d->top_k, d->here.n);
-  const rm_code code = create_buffers(d, err);
-  if (code) {
-    rm_dispatch_destroy(d);
-    return code;
-  }
-  memcpy(d->experts, options->experts, (size_t)n_ranks * sizeof *d->experts);
-  *out = d;
-  return RM_OK;
+                   INT32_MAX, (long long)max_rows, n_ranks, (long long)top_k);
+  *out = (rm_dispatch){.ep = ep,
+                       .n_ranks = n_ranks,
+                       .me = me,
+                       .n_experts = moe->spec->n_experts,
+                       .top_k = top_k,
+                       .max_rows = max_rows,
+                       .max_arrive = max_rows * n_ranks * rm_min64(top_k, moe->experts[me].n),
+                       .row_bytes = rm_moe_row_bytes(moe),
+                       .experts = moe->experts,
+                       .here = moe->experts[me],
+                       .sees_all = moe->rank->dispatcher == RM_DISPATCH_ALLGATHER_REDUCESCATTER};
+  return create_buffers(out, err);
 }
-
-void rm_dispatch_destroy(rm_dispatch *dispatch) {
-  if (!dispatch) return;
-  rm_unmap(dispatch->block, dispatch->block_bytes);
-  rm_free(dispatch);
-}
-
-size_t rm_dispatch_bytes(const rm_dispatch *dispatch) { return dispatch->block_bytes; }
-int64_t rm_dispatch_max_arrive(const rm_dispatch *dispatch) { return dispatch->max_arrive; }
 
 // ------------------------------------------------------------------------------------------ plans
 static int32_t *starts_of(const rm_dispatch *d, int rank) {
@@ -119,10 +76,10 @@ static int64_t home_rows(const rm_dispatch *d, int r) {
 static void sort_choices(rm_dispatch *d, const int32_t *ids) {
   int32_t *starts = starts_of(d, d->me);
   memset(starts, 0, (size_t)(d->n_experts + 1) * sizeof *starts);
-  for (int64_t i = 0; i < d->plan.n_choices; i++) starts[ids[i] + 1]++;
+  for (int64_t i = 0; i < d->n_choices; i++) starts[ids[i] + 1]++;
   for (int64_t e = 0; e < d->n_experts; e++) starts[e + 1] += starts[e];
   memcpy(d->cursor, starts, (size_t)d->n_experts * sizeof *starts);
-  for (int64_t i = 0; i < d->plan.n_choices; i++) d->plan.place[i] = d->cursor[ids[i]]++;
+  for (int64_t i = 0; i < d->n_choices; i++) d->place[i] = d->cursor[ids[i]]++;
 }
 
 // Checks the counts of other ranks before buffers are written by them. A refusal aborts the group,
@@ -144,20 +101,17 @@ static rm_code check_starts(const rm_dispatch *d, rm_error *err) {
   return RM_OK;
 }
 
-rm_code rm_dispatch_plan_rows(rm_dispatch *d, const int32_t *ids, int64_t n_rows,
-                              const rm_dispatch_plan **plan, rm_error *err) {
+rm_code rm_dispatch_plan(rm_dispatch *d, const int32_t *ids, int64_t n_rows, rm_error *err) {
   const size_t bytes = (size_t)(d->n_experts + 1) * sizeof *d->starts;
+  rm_block *recv = rm_comm_blocks(d->ep) + d->n_ranks;
   d->ids = ids;
-  d->plan.n_choices = n_rows * d->top_k;
+  d->n_choices = n_rows * d->top_k;
   sort_choices(d, ids);
-  for (int r = 0; r < d->n_ranks; r++) {
-    d->send[r] = (rm_block){starts_of(d, d->me), 1, bytes, bytes};
-    d->recv[r] = (rm_block){starts_of(d, r), 1, bytes, bytes};
-  }
-  rm_code code = rm_comm_exchange(d->ep, RM_COMM_GATHER, d->send, d->recv, err);
+  for (int r = 0; r < d->n_ranks; r++) recv[r] = (rm_block){starts_of(d, r), 1, bytes, bytes};
+  rm_code code = rm_comm_gather(d->ep, recv[d->me], recv, err);
   if (!code) code = check_starts(d, err);
   if (code) return code;
-  int32_t *group_rows = d->plan.group_rows;
+  int32_t *group_rows = d->group_rows;
   group_rows[0] = 0;
   for (int64_t e = 0; e < d->here.n; e++) {
     group_rows[e + 1] = group_rows[e];
@@ -166,8 +120,7 @@ rm_code rm_dispatch_plan_rows(rm_dispatch *d, const int32_t *ids, int64_t n_rows
       group_rows[e + 1] += starts[1] - starts[0];
     }
   }
-  d->plan.n_arrive = group_rows[d->here.n];
-  *plan = &d->plan;
+  d->n_arrive = group_rows[d->here.n];
   return RM_OK;
 }
 
@@ -190,10 +143,10 @@ static void run(const rm_ctx *ctx, rm_task_fn task, int64_t rows, copy_job *job)
 static void spread_task(void *arg, int thread, int n_threads) {
   const copy_job *job = arg;
   const size_t bytes = job->d->row_bytes;
-  const int64_t top_k = job->d->top_k, n = job->d->plan.n_choices / top_k;
+  const int64_t top_k = job->d->top_k, n = job->d->n_choices / top_k;
   for (int64_t i = n * thread / n_threads * top_k; i < n * (thread + 1) / n_threads * top_k; i++)
-    rm_copy(job->to + (size_t)job->d->plan.place[i] * bytes,
-            job->from + (size_t)(i / top_k) * bytes, bytes);
+    rm_copy(job->to + (size_t)job->d->place[i] * bytes, job->from + (size_t)(i / top_k) * bytes,
+            bytes);
 }
 
 static void reorder_task(void *arg, int thread, int n_threads) {
@@ -201,7 +154,7 @@ static void reorder_task(void *arg, int thread, int n_threads) {
   const rm_dispatch *d = job->d;
   const rm_range here = d->here;
   for (int64_t e = thread; e < here.n; e += n_threads) {
-    int64_t by_expert = d->plan.group_rows[e], rank = 0;
+    int64_t by_expert = d->group_rows[e], rank = 0;
     for (int r = 0; r < d->n_ranks; r++) {
       const int32_t *starts = starts_of(d, r) + here.first;
       const int64_t n = starts[e + 1] - starts[e], by_rank = rank + starts[e] - starts[0];
@@ -221,25 +174,25 @@ static rm_code exchange(rm_dispatch *d, rm_comm_op op, rm_error *err) {
   const int32_t *starts = starts_of(d, d->me);
   const size_t bytes = d->row_bytes;
   char *at = d->arrived;
+  rm_block *send = rm_comm_blocks(d->ep), *recv = send + d->n_ranks;
   for (int r = 0; r < d->n_ranks; r++) {
     const rm_block here = {at, rows_for(d, r, d->me), bytes, bytes};
     const rm_block home = {d->choices + (size_t)starts[d->experts[r].first] * bytes,
                            rows_for(d, d->me, r), bytes, bytes};
-    d->send[r] = op == RM_COMM_COMBINE ? here : home;
-    d->recv[r] = op == RM_COMM_COMBINE ? home : here;
+    send[r] = op == RM_COMM_COMBINE ? here : home;
+    recv[r] = op == RM_COMM_COMBINE ? home : here;
     at += rm_block_bytes(&here);
   }
-  return rm_comm_exchange(d->ep, op, d->send, d->recv, err);
+  return rm_comm_exchange(d->ep, op, send, recv, err);
 }
 
 static rm_code gather(rm_dispatch *d, const void *mine, void *all, size_t bytes, rm_error *err) {
   char *at = all;
-  for (int r = 0; r < d->n_ranks; r++) {
-    d->send[r] = (rm_block){(void *)(uintptr_t)mine, home_rows(d, d->me), bytes, bytes};
-    d->recv[r] = (rm_block){at, home_rows(d, r), bytes, bytes};
-    at += rm_block_bytes(&d->recv[r]);
-  }
-  return rm_comm_exchange(d->ep, RM_COMM_GATHER, d->send, d->recv, err);
+  rm_block *recv = rm_comm_blocks(d->ep) + d->n_ranks;
+  for (int r = 0; r < d->n_ranks; at += rm_block_bytes(&recv[r++]))
+    recv[r] = (rm_block){at, home_rows(d, r), bytes, bytes};
+  const rm_block own = {(void *)(uintptr_t)mine, home_rows(d, d->me), bytes, bytes};
+  return rm_comm_gather(d->ep, own, recv, err);
 }
 
 // Gathers all rows and picks those of this rank's experts: by rank, then row, as reorder_task
@@ -250,7 +203,7 @@ static rm_code gather_rows(rm_dispatch *d, const char *x, rm_error *err) {
   if (!code) code = gather(d, d->ids, d->all_ids, (size_t)d->top_k * sizeof *d->all_ids, err);
   if (code) return code;
   for (int r = 0; r < d->n_ranks; r++) n += home_rows(d, r);
-  memcpy(d->cursor, d->plan.group_rows, (size_t)d->here.n * sizeof *d->cursor);
+  memcpy(d->cursor, d->group_rows, (size_t)d->here.n * sizeof *d->cursor);
   for (int64_t i = 0; i < n * d->top_k; i++) {
     const int64_t e = d->all_ids[i] - d->here.first;
     if (e < 0 || e >= d->here.n) continue;
@@ -264,18 +217,17 @@ rm_code rm_dispatch_out(rm_dispatch *d, const rm_ctx *ctx, const void *x, char *
                         rm_error *err) {
   *rows = d->work;
   if (d->sees_all) return gather_rows(d, x, err);
-  run(ctx, spread_task, d->plan.n_choices, &(copy_job){.d = d, .from = x, .to = d->choices});
+  run(ctx, spread_task, d->n_choices, &(copy_job){.d = d, .from = x, .to = d->choices});
   const rm_code code = exchange(d, RM_COMM_DISPATCH, err);
   if (!code)
-    run(ctx, reorder_task, d->plan.n_arrive,
-        &(copy_job){.d = d, .from = d->arrived, .to = d->work});
+    run(ctx, reorder_task, d->n_arrive, &(copy_job){.d = d, .from = d->arrived, .to = d->work});
   return code;
 }
 
 rm_code rm_dispatch_back(rm_dispatch *d, const rm_ctx *ctx, const void *rows, char **choices,
                          rm_error *err) {
   *choices = d->choices;
-  run(ctx, reorder_task, d->plan.n_arrive,
+  run(ctx, reorder_task, d->n_arrive,
       &(copy_job){.d = d, .from = rows, .to = d->arrived, .back = 1});
   return exchange(d, RM_COMM_COMBINE, err);
 }

@@ -15,45 +15,49 @@
 //                             its experts
 //
 // All ranks of the group make the same calls in the same order, with or without rows. A call that
-// fails on one rank ends the group (comm/comm.h). All memory is allocated at creation. One call at a
-// time on a dispatch.
+// fails on one rank ends the group (comm/comm.h). All memory is allocated at creation.
 #pragma once
 
 #include "comm/comm.h"
 #include "kernels.h"
 #include "model/placement.h"
-#include "model/rank.h"
 
-typedef struct rm_dispatch rm_dispatch;
+struct rm_moe;
 
-typedef struct rm_dispatch_options {
-  rm_comm *ep; // view, of at least two ranks
-  const rm_range *experts; // [ranks] of each rank, ascending and without gaps; copied
+typedef struct rm_dispatch {
+  rm_comm *ep; // view: for host memory, of at least two ranks
+  int n_ranks, me;
   int64_t n_experts, top_k;
   int64_t max_rows; // home rows of a rank
+  int64_t max_arrive; // rows that this rank can receive in one call
   size_t row_bytes;
-  rm_dispatcher backend; // one of the two above
-} rm_dispatch_options;
-
-// RM_E_LIMIT: a number of rows that an int32 cannot count.
-rm_code rm_dispatch_create(const rm_dispatch_options *options, rm_dispatch **out, rm_error *err);
-void rm_dispatch_destroy(rm_dispatch *dispatch); // safe on NULL; does not destroy the comm
-size_t rm_dispatch_bytes(const rm_dispatch *dispatch);
-// Most rows that this rank can receive in one call.
-int64_t rm_dispatch_max_arrive(const rm_dispatch *dispatch);
-
-// Where the rows of one batch go. A view, valid until the next plan of the dispatch.
-typedef struct rm_dispatch_plan {
+  int sees_all; // all rows go to all ranks
+  const rm_range *experts; // view: [n_ranks] of each rank, ascending and without gaps
+  rm_range here; // experts of this rank
+  // The plan: where the rows of one batch go.
   int64_t n_choices; // rows that back returns: top_k for each home row
   int64_t n_arrive; // rows that out returns
   int32_t *place; // [n_choices] index of a choice in the rows that back returns
-  // [local experts + 1] first row of each expert in the rows that out returns
-  int32_t *group_rows;
-} rm_dispatch_plan;
+  int32_t *group_rows; // [local experts + 1] first row of each expert in the rows that out returns
+  // dispatch.c
+  int32_t *cursor; // [n_experts]
+  int32_t *starts; // [n_ranks][n_experts + 1] first choice of each expert among a rank's choices
+  const int32_t *ids; // view: the home rows' of the plan
+  int32_t *all_ids; // [n_ranks·max_rows][top_k]; sees_all
+  char *choices; // rows [max_rows·top_k] of the home by expert
+  char *arrived; // rows [max_arrive] by rank, then expert
+  char *work; // rows [max_arrive] by expert, then rank
+  char *all_rows; // rows [n_ranks·max_rows]; sees_all
+  void *block; // owned: all of these arrays
+  size_t block_bytes;
+} rm_dispatch;
 
+// For up to max_rows home rows of the block, whose `rank` and `experts` are set. RM_E_LIMIT: a
+// number of rows that an int32 cannot count.
+rm_code rm_dispatch_create(const struct rm_moe *moe, int64_t max_rows, rm_dispatch *out,
+                           rm_error *err);
 // ids: [n_rows][top_k], each in 0 … n_experts − 1 and distinct within a row; n_rows ≤ max_rows.
-rm_code rm_dispatch_plan_rows(rm_dispatch *dispatch, const int32_t *ids, int64_t n_rows,
-                              const rm_dispatch_plan **plan, rm_error *err);
+rm_code rm_dispatch_plan(rm_dispatch *dispatch, const int32_t *ids, int64_t n_rows, rm_error *err);
 
 // The two moves, by the latest plan. `ctx`: threads to copy with. Results are views until the next
 // call on the dispatch; they may be written to, and what out returned may be passed to back.

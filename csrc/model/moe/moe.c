@@ -12,53 +12,45 @@ static rm_code create_groups(rm_moe *moe, rm_error *err) {
 }
 
 rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device,
-                      const rm_rank *rank, int64_t max_rows, int64_t static_rows, rm_error *err) {
+                      const rm_rank *rank, rm_shard *shard, const rm_ctx *ctx, int64_t max_rows,
+                      int64_t static_rows, rm_error *err) {
   const rm_mesh *mesh = &rank->mesh;
   const rm_peers peers = rm_mesh_peers(mesh, rank->index, RM_AXIS_EP);
   *moe = (rm_moe){.spec = params->spec,
                   .here = &params->placement,
                   .device = device,
+                  .kernels = device->kernels,
                   .rank = rank,
+                  .shard = shard,
+                  .ctx = ctx,
                   .dtype = params->dtype,
                   .max_rows = max_rows};
-  moe->kernels = device->kernels;
-  moe->dispatcher = mesh->ep > 1 ? rank->dispatcher : RM_DISPATCH_DISABLED;
-  moe->dispatches = mesh->ep > 1 && moe->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE;
   if (mesh->ep == 1) return create_groups(moe, err);
+  moe->dispatches = rank->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE;
   moe->ep = rank->device_ep ? rank->device_ep : rank->ep;
   moe->experts = rm_alloc((size_t)mesh->ep, sizeof *moe->experts);
-  moe->send = rm_alloc((size_t)mesh->ep, 2 * sizeof *moe->send);
-  if (!moe->experts || !moe->send)
+  if (!moe->experts)
     return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", mesh->ep);
-  moe->recv = moe->send + mesh->ep;
   for (int32_t i = 0; i < peers.count; i++)
     moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
-  rm_code code = rm_moe_static_create(moe, mesh, static_rows, err);
+  rm_code code = rm_moe_static_create(moe, static_rows, err);
   if (code || rm_moe_is_static(moe, INT64_MAX)) return code;
   if (!moe->dispatches) return create_groups(moe, err);
-  const rm_dispatch_options options = {.ep = rank->ep,
-                                       .experts = moe->experts,
-                                       .n_experts = params->spec->n_experts,
-                                       .top_k = params->spec->top_k,
-                                       .max_rows = (max_rows + mesh->tp - 1) / mesh->tp,
-                                       .row_bytes = rm_moe_row_bytes(moe),
-                                       .backend = moe->dispatcher};
-  code = rm_dispatch_create(&options, &moe->dispatch, err);
-  return code ? code : rm_moe_stage_create(moe, options.max_rows, err);
+  code = rm_dispatch_create(moe, (max_rows + mesh->tp - 1) / mesh->tp, &moe->dispatch, err);
+  return code ? code : rm_moe_stage_create(moe, err);
 }
 
 void rm_moe_destroy(rm_moe *moe) {
   rm_mirrored_destroy(&moe->stage.mirrored);
   rm_mirrored_destroy(&moe->groups);
   rm_mirrored_destroy(&moe->fixed.none);
-  rm_dispatch_destroy(moe->dispatch);
+  rm_unmap(moe->dispatch.block, moe->dispatch.block_bytes);
   rm_free(moe->experts);
-  rm_free(moe->send);
 }
 
 size_t rm_moe_bytes(const rm_moe *moe) {
   return moe->groups.bytes + moe->stage.mirrored.bytes + moe->fixed.none.bytes +
-         (moe->dispatch ? rm_dispatch_bytes(moe->dispatch) : 0);
+         moe->dispatch.block_bytes;
 }
 
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
@@ -66,12 +58,10 @@ size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const int dispatches = moe->dispatches, cut = moe->rank->mesh.tp > 1 && !dispatches;
   const rm_static_sizes most = rm_moe_static_most(moe);
   const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype),
-               ep = (size_t)moe->fixed.mesh.ep;
+               ep = (size_t)moe->rank->mesh.ep;
   const size_t homes = ep * (size_t)most.home_rows, slots = homes * (size_t)most.each,
                in_part = ep * (size_t)(moe->fixed.rows * most.each);
-  const size_t arrive = moe->dispatch ? (size_t)rm_dispatch_max_arrive(moe->dispatch)
-                        : dispatches  ? 0
-                                      : choices;
+  const size_t arrive = dispatches ? (size_t)moe->dispatch.max_arrive : choices;
   const rm_field list[RM_MOE_FIELDS - RM_STATIC_FIELDS] = {
       {&moe->ids, choices, sizeof *moe->ids},
       {&moe->gates, choices, sizeof *moe->gates},
@@ -90,19 +80,17 @@ size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
 }
 
 // --------------------------------------------------------------------------------- the four steps
-void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights,
-                  const void *x, int32_t *ids, int64_t rows, int16_t *routed,
-                  int64_t routed_stride) {
+void rm_moe_route(rm_moe *moe, const rm_moe_rows *at, int32_t *ids) {
   const rm_spec *spec = moe->spec;
   const rm_router_args args = {
       .ids = ids,
       .gates = moe->gates,
-      .routed = routed,
-      .routed_stride = routed_stride,
-      .x = x,
-      .w = weights + layer->router,
-      .bias = layer->router_bias == SIZE_MAX ? NULL : (const float *)(weights + layer->router_bias),
-      .rows = rows,
+      .routed = at->routed,
+      .routed_stride = spec->n_moe_layers * spec->top_k,
+      .x = at->x,
+      .w = rm_weight(at->weights, at->layer, RM_P_ROUTER),
+      .bias = (const float *)rm_weight(at->weights, at->layer, RM_P_ROUTER_BIAS),
+      .rows = at->rows,
       .hidden = spec->hidden_size,
       .n_experts = spec->n_experts,
       .top_k = spec->top_k,
@@ -113,40 +101,45 @@ void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, 
       .renormalize = spec->norm_topk_prob,
       .dtype = moe->dtype,
   };
-  if (rows) moe->kernels->router(ctx, &args);
+  if (at->rows) moe->kernels->router(moe->ctx, &args);
 }
 
-static rm_gemm_args grouped(const rm_moe *moe, const char *w, int64_t stride,
-                            const int32_t *group_rows, int64_t m, int64_t n, int64_t k) {
-  return (rm_gemm_args){.w = w,
+static rm_gemm_args grouped(const rm_moe *moe, const rm_moe_rows *at, rm_param_kind kind,
+                            const int32_t *group_rows, int64_t m) {
+  const rm_range columns = rm_placement_dim(moe->spec, moe->here, rm_kinds[kind].rows);
+  const int64_t k = rm_shard_width(moe->shard, rm_kinds[kind].cols);
+  return (rm_gemm_args){.w = rm_weight(at->weights, at->layer, kind),
                         .group_rows = group_rows,
                         .n_groups = moe->here->experts.n,
-                        .group_stride = stride,
+                        .group_stride = at->layer->of[kind].elems / moe->here->experts.n,
                         .m = m,
-                        .n = n,
+                        .n = columns.n,
                         .k = k,
                         .ldx = k,
-                        .ldy = n,
+                        .activation = moe->spec->activation,
                         .dtype = moe->dtype,
                         .y_dtype = moe->dtype};
 }
 
-rm_gemm_args rm_moe_up(const rm_moe *moe, const rm_layer_params *layer, const char *weights,
-                       const int32_t *group_rows, int64_t m) {
-  rm_gemm_args args = grouped(moe, weights + layer->expert_gate_up, layer->expert_gate_up_stride,
-                              group_rows, m, moe->here->expert_inner.n, moe->spec->hidden_size);
-  args.activation = moe->spec->activation;
-  return args;
+rm_code rm_moe_experts(rm_moe *moe, const rm_moe_rows *at, const int32_t *group_rows, int64_t m,
+                       const char *x, char *out, rm_error *err) {
+  rm_code code = RM_OK;
+  rm_gemm_args up = grouped(moe, at, RM_P_EXPERT_GATE, group_rows, m),
+               down = grouped(moe, at, RM_P_EXPERT_DOWN, group_rows, m);
+  up.x = x;
+  up.y = moe->inner + (size_t)moe->here->expert_inner.first * rm_dtype_bytes(moe->dtype);
+  up.ldy = moe->spec->moe_intermediate_size;
+  down.x = moe->inner;
+  down.y = out;
+  down.ldy = down.n;
+  if (m && up.n) moe->kernels->gemm_swiglu(moe->ctx, &up);
+  if (!moe->ep) code = rm_shard_gather_columns(moe->shard, RM_DIM_EXPERT_INNER, moe->inner, m, err);
+  if (!code && m && down.n) moe->kernels->gemm(moe->ctx, &down);
+  return code;
 }
 
-rm_gemm_args rm_moe_down(const rm_moe *moe, const rm_layer_params *layer, const char *weights,
-                         const int32_t *group_rows, int64_t m) {
-  return grouped(moe, weights + layer->expert_down, layer->expert_down_stride, group_rows, m,
-                 moe->here->expert_hidden.n, moe->spec->moe_intermediate_size);
-}
-
-void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y,
-                    const int32_t *ids, const int32_t *place, int64_t hidden, int64_t rows) {
+void rm_moe_combine(const rm_moe *moe, void *out, const void *y, const int32_t *ids,
+                    const int32_t *place, int64_t hidden, int64_t rows) {
   const rm_combine_args args = {
       .out = out,
       .y = y,
@@ -159,119 +152,104 @@ void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void 
       .top_k = moe->spec->top_k,
       .dtype = moe->dtype,
   };
-  if (rows && hidden) moe->kernels->combine(ctx, &args);
+  if (rows && hidden) moe->kernels->combine(moe->ctx, &args);
 }
 
 // -------------------------------------------------------------------------------- replicated rows
-static void permute(rm_moe *moe, const rm_ctx *ctx, const void *x, int64_t rows) {
+static void permute(rm_moe *moe, const rm_moe_rows *at) {
   const rm_permute_args args = {
       .x_out = moe->sorted,
       .group_rows = rm_mirrored_on_device(&moe->groups, moe->group_rows),
       .place = moe->place,
-      .x = x,
+      .x = at->x,
       .ids = moe->ids,
-      .rows = rows,
+      .rows = at->rows,
       .hidden = moe->spec->hidden_size,
       .n_experts = moe->spec->n_experts,
       .top_k = moe->spec->top_k,
       .dtype = moe->dtype,
   };
-  if (rows) moe->kernels->permute(ctx, &args);
+  if (at->rows) moe->kernels->permute(moe->ctx, &args);
   else rm_device_zero(moe->device, args.group_rows, moe->groups.bytes);
 }
 
-// Experts sharded over tp: gathers the columns of `inner`, then computes this rank's columns of the
-// outputs.
-static rm_code cut_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
-                           const rm_layer_params *layer, const char *weights, int64_t m,
-                           rm_error *err) {
-  const int32_t *groups = rm_mirrored_on_device(&moe->groups, moe->group_rows);
-  rm_gemm_args up = rm_moe_up(moe, layer, weights, groups, m),
-               down = rm_moe_down(moe, layer, weights, groups, m);
-  up.x = moe->sorted;
-  up.y = moe->inner + (size_t)moe->here->expert_inner.first * shard->elem;
-  up.ldy = moe->spec->moe_intermediate_size;
-  if (up.n) moe->kernels->gemm_swiglu(ctx, &up);
-  const rm_code code = rm_shard_gather_columns(shard, RM_CUT_EXPERT_INNER, moe->inner, m, err);
-  down.x = moe->inner;
-  down.y = shard->comm ? moe->part : moe->sorted; // one rank: the inputs are free by now
-  if (!code && down.n) moe->kernels->gemm(ctx, &down);
-  return code;
-}
-
-// Whole experts on each rank: computes their outputs for all rows and sends each rank its columns.
-static rm_code own_experts(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
-                           const rm_layer_params *layer, const char *weights, int64_t m,
-                           rm_error *err) {
-  const rm_range *columns = shard->cuts[RM_CUT_HIDDEN];
-  const size_t row = (size_t)moe->spec->hidden_size * shard->elem,
-               mine = (size_t)columns[shard->me].n * shard->elem;
-  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first,
-                *groups = rm_mirrored_on_device(&moe->groups, here);
-  rm_gemm_args up = rm_moe_up(moe, layer, weights, groups, m),
-               down = rm_moe_down(moe, layer, weights, groups, m);
-  up.x = down.y = moe->sorted;
-  up.y = moe->inner;
-  down.x = moe->inner;
-  moe->kernels->gemm_swiglu(ctx, &up);
-  moe->kernels->gemm(ctx, &down);
+// Sends each rank its columns of the outputs of this rank's experts, which are in `sorted`.
+static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
+  const rm_shard *shard = moe->shard;
+  const size_t row = rm_moe_row_bytes(moe), mine = (size_t)moe->here->hidden.n * shard->elem;
+  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first;
   rm_mirrored_copy_to_host(&moe->groups, moe->group_rows, moe->groups.bytes);
   // The host needs the sizes of the blocks.
   const rm_code code = rm_rank_wait(moe->rank, moe->device, err);
   if (code) return code;
-  const int64_t first = here[0], n = here[moe->here->experts.n] - first;
+  rm_block *send = rm_comm_blocks(moe->ep), *recv = send + shard->size;
   for (int r = 0; r < shard->size; r++) {
-    const rm_range its = moe->experts[r];
+    const rm_range its = moe->experts[r], columns = rm_shard_columns(shard, RM_DIM_OUT, r);
     const int64_t from = starts[its.first];
-    moe->send[r] =
-        (rm_block){moe->sorted + (size_t)first * row + (size_t)columns[r].first * shard->elem, n,
-                   (size_t)columns[r].n * shard->elem, row};
-    moe->recv[r] =
+    send[r] =
+        (rm_block){moe->sorted + (size_t)here[0] * row + (size_t)columns.first * shard->elem,
+                   here[moe->here->experts.n] - here[0], (size_t)columns.n * shard->elem, row};
+    recv[r] =
         (rm_block){moe->part + (size_t)from * mine, starts[its.first + its.n] - from, mine, mine};
   }
-  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
+  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, send, recv, err);
 }
 
-// Computes all rows of a step, or of a pass of the static form.
-static rm_code replicated_pass(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
-                               const rm_layer_params *layer, const char *weights, char *x,
-                               int64_t rows, int is_static, int16_t *routed, int64_t routed_stride,
-                               rm_error *err) {
-  const int64_t m = rows * moe->spec->top_k;
-  rm_code code;
-  rm_moe_route(moe, ctx, layer, weights, x, moe->ids, rows, routed, routed_stride);
-  if (is_static) {
-    code = rm_moe_static_replicated(moe, ctx, shard, layer, weights, x, rows, err);
-  } else {
-    permute(moe, ctx, x, rows);
-    code = moe->ep ? own_experts(moe, ctx, shard, layer, weights, m, err)
-                   : cut_experts(moe, ctx, shard, layer, weights, m, err);
-  }
+// Sorts the rows by expert and computes this rank's experts, or its columns of all experts. The
+// outputs are in `part`, on one rank in `sorted`, whose inputs are free by then.
+static rm_code counted_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
+  permute(moe, at);
+  const rm_code code = rm_moe_experts(
+      moe, at, rm_mirrored_on_device(&moe->groups, moe->group_rows + moe->here->experts.first),
+      at->rows * moe->spec->top_k, moe->sorted,
+      moe->shard->comm && !moe->ep ? moe->part : moe->sorted, err);
+  return code || !moe->ep ? code : exchange_outputs(moe, err);
+}
+
+static rm_code replicated(rm_moe *moe, const rm_moe_rows *at, int is_static, rm_error *err) {
+  const rm_shard *shard = moe->shard;
+  const size_t row = rm_moe_row_bytes(moe);
+  rm_moe_route(moe, at, moe->ids);
+  const rm_code code =
+      is_static ? rm_moe_static_replicated(moe, at, err) : counted_replicated(moe, at, err);
   if (code) return code;
   if (!shard->comm) {
-    rm_moe_combine(moe, ctx, x, moe->sorted, moe->ids, moe->place, moe->spec->hidden_size, rows);
+    rm_moe_combine(moe, at->out, moe->sorted, moe->ids, moe->place, moe->spec->hidden_size,
+                   at->rows);
     return RM_OK;
   }
-  const rm_range mine = shard->cuts[RM_CUT_HIDDEN][shard->me];
-  const size_t row = (size_t)moe->spec->hidden_size * shard->elem,
-               bytes = (size_t)mine.n * shard->elem;
-  rm_moe_combine(moe, ctx, moe->sorted, moe->part, moe->ids, moe->place, mine.n, rows);
+  const rm_range mine = moe->here->hidden;
+  const size_t bytes = (size_t)mine.n * shard->elem;
+  rm_moe_combine(moe, moe->sorted, moe->part, moe->ids, moe->place, mine.n, at->rows);
   if (bytes)
-    moe->device->copy_2d(moe->device->self, x + (size_t)mine.first * shard->elem, row, moe->sorted,
-                         bytes, bytes, (size_t)rows);
+    moe->device->copy_2d(moe->device->self, at->out + (size_t)mine.first * shard->elem, row,
+                         moe->sorted, bytes, bytes, (size_t)at->rows);
   return RM_OK;
 }
 
-rm_code rm_moe_replicated(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
-                          const rm_layer_params *layer, const char *weights, char *x, int64_t rows,
-                          int16_t *routed, int64_t routed_stride, rm_error *err) {
-  const int is_static = moe->ep && rm_moe_is_static(moe, rows);
-  const int64_t each = is_static ? moe->fixed.rows : rm_max64(rows, 1);
-  const size_t row = rm_moe_row_bytes(moe);
+// --------------------------------------------------------------------------------------- a layer
+rm_code rm_moe_forward(rm_moe *moe, const rm_moe_rows *rows, rm_error *err) {
+  const int is_static = rm_moe_is_static(moe, rows->most);
+  const int64_t tp = moe->dispatches ? moe->rank->mesh.tp : 1,
+                n = rm_max64((rows->most + tp - 1) / tp, 1),
+                each = is_static ? (moe->fixed.rows + tp - 1) / tp : n;
   rm_code code = RM_OK;
-  for (int64_t first = 0; first < rm_max64(rows, 1) && !code; first += each)
-    code = replicated_pass(moe, ctx, shard, layer, weights, x + (size_t)first * row,
-                           rm_min64(rows - first, each), is_static, routed + first * routed_stride,
-                           routed_stride, err);
+  for (int64_t first = 0; first < n && !code; first += each) {
+    // A rank without more rows takes part with none.
+    const int64_t done = rm_min64(first, rows->rows);
+    const size_t skipped = (size_t)done * rm_moe_row_bytes(moe);
+    const rm_moe_rows pass = {
+        .layer = rows->layer,
+        .weights = rows->weights,
+        .x = rows->x + skipped,
+        .out = rows->out + skipped,
+        .rows = rm_min64(rows->rows - done, each),
+        .most = rm_min64(n - first, each),
+        .routed = rows->routed + done * moe->spec->n_moe_layers * moe->spec->top_k,
+    };
+    code = !moe->dispatches ? replicated(moe, &pass, is_static, err)
+           : is_static      ? rm_moe_static_dispatched(moe, &pass, err)
+                            : rm_moe_counted_dispatched(moe, &pass, err);
+  }
   return code;
 }

@@ -47,7 +47,6 @@ typedef struct rm_static_sizes {
 
 // Buffers of the static form; unused where rows = 0.
 typedef struct rm_moe_static {
-  rm_mesh mesh;
   int64_t rows; // max rows of a pass
   int64_t most_rows; // max rows of a step that uses this form
   rm_mirrored_buffer none; // owned: [home_rows][top_k] −1, the expert ids of padding rows
@@ -61,13 +60,14 @@ typedef struct rm_moe_static {
 
 // Scratch of the block, sized for max_rows rows per step on every rank; every layer uses it.
 typedef struct rm_moe {
-  const rm_spec *spec; // view
-  const rm_placement *here; // view
-  const rm_device *device; // view
-  const rm_rank *rank; // view
-  const rm_kernels *kernels; // view: the device's op table
+  const rm_spec *spec; // view, like the next six
+  const rm_placement *here;
+  const rm_device *device;
+  const rm_kernels *kernels; // the device's op table
+  const rm_rank *rank;
+  rm_shard *shard;
+  const rm_ctx *ctx;
   rm_dtype dtype;
-  rm_dispatcher dispatcher;
   int dispatches; // input and output are home rows
   int64_t max_rows; // of a step; of a pass if all steps use the static form
   int32_t *ids; // [rows][top_k], best first
@@ -77,24 +77,34 @@ typedef struct rm_moe {
   // [rows][top_k] index of each choice's output; static and dispatched: for all ranks' rows.
   int32_t *place;
   char *sorted; // T [rows·top_k][hidden] inputs by expert, then outputs by expert; sized as `place`
-  rm_block *send, *recv; // [ep]
+  rm_range *experts; // owned, [ep] experts of each rank
   rm_moe_static fixed; // owned
   // replicated
   rm_mirrored_buffer groups; // owned: holds group_rows
   int32_t *group_rows; // [n_experts + 1] host address
   char *part; // T [rows·top_k][hidden columns of this rank]; where tp > 1
-  rm_range *experts; // [ep] experts of each rank
   // dispatched, in the counted form
-  rm_dispatch *dispatch; // owned; else NULL
-  const rm_dispatch_plan *plan; // view: of the rows that are on their way
+  rm_dispatch dispatch; // owned
   rm_moe_stage stage; // owned; on a device
 } rm_moe;
 
-// static_rows: max rows of a step that uses the static form, if ep > 1 and the ep group's transport
-// is staged; 0: no step uses it. With NCCL all steps use it.
+// Rows of one layer.
+typedef struct rm_moe_rows {
+  const rm_layer_params *layer;
+  const char *weights;
+  const char *x; // T [rows][hidden]
+  char *out; // T [rows][hidden], may be x
+  int64_t rows; // may be 0: the rank still takes part
+  int64_t most; // the rows of the step, on the rank that has most; of a pass: its home rows there
+  int16_t *routed; // [rows][n_moe_layers][top_k], out: the chosen ids of this layer
+} rm_moe_rows;
+
+// shard and ctx may be set up later. static_rows: max rows of a step that uses the static form, if
+// ep > 1 and the ep group's transport is staged; 0: no step uses it. With NCCL all steps use it.
 enum { RM_STATIC_FIELDS = 5, RM_MOE_FIELDS = 6 + RM_STATIC_FIELDS };
 rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device,
-                      const rm_rank *rank, int64_t max_rows, int64_t static_rows, rm_error *err);
+                      const rm_rank *rank, rm_shard *shard, const rm_ctx *ctx, int64_t max_rows,
+                      int64_t static_rows, rm_error *err);
 void rm_moe_destroy(rm_moe *moe);
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]); // returns how many
 size_t rm_moe_bytes(const rm_moe *moe); // memory besides its fields
@@ -113,16 +123,9 @@ int64_t rm_static_run_rows(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dt
 // Max bytes that an exchange of the static form sends or receives, in passes of so many rows.
 size_t rm_static_exchanged(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype, int64_t rows);
 
-// x ← block(x), T [rows][hidden]; only this rank's columns of the output are written. routed: the
-// chosen ids, row r's at routed + r·routed_stride.
-rm_code rm_moe_replicated(rm_moe *moe, const rm_ctx *ctx, rm_shard *shard,
-                          const rm_layer_params *layer, const char *weights, char *x, int64_t rows,
-                          int16_t *routed, int64_t routed_stride, rm_error *err);
-// out ← block(x) of this rank's home rows, T [rows][hidden]; out may be x. rows may be 0: the rank
-// still takes part. most_rows: all rows of the step, on the rank that has most.
-rm_code rm_moe_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
-                          const char *weights, const char *x, char *out, int64_t rows,
-                          int64_t most_rows, int16_t *routed, int64_t routed_stride, rm_error *err);
+// out ← block(x). Replicated: rows and their x are the tp group's, and only this rank's columns of
+// out are written. Dispatched: this rank's home rows.
+rm_code rm_moe_forward(rm_moe *moe, const rm_moe_rows *rows, rm_error *err);
 
 // ------------------------------------------------------------- shared by the files of this folder
 static inline size_t rm_moe_row_bytes(const rm_moe *moe) {
@@ -130,35 +133,24 @@ static inline size_t rm_moe_row_bytes(const rm_moe *moe) {
 }
 rm_static_sizes rm_static_sizes_of(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype,
                                    int64_t rows); // rows: of the step
-static inline rm_static_sizes rm_moe_static_most(const rm_moe *moe) {
-  return moe->fixed.rows
-             ? rm_static_sizes_of(moe->spec, &moe->fixed.mesh, moe->dtype, moe->fixed.rows)
-             : (rm_static_sizes){0};
-}
+// The sizes of the largest pass; zeros where no step uses the static form.
+rm_static_sizes rm_moe_static_most(const rm_moe *moe);
 // Sets max_rows to that of a pass where all steps use the static form.
-rm_code rm_moe_static_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_rows, rm_error *err);
+rm_code rm_moe_static_create(rm_moe *moe, int64_t static_rows, rm_error *err);
 void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]);
-// Called after rm_moe_route: computes this rank's experts and exchanges outputs, into `part`.
-rm_code rm_moe_static_replicated(rm_moe *moe, const rm_ctx *ctx, const rm_shard *shard,
-                                 const rm_layer_params *layer, const char *weights, const char *x,
-                                 int64_t rows, rm_error *err);
-// rm_moe_dispatched in the static form.
-rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
-                                 const char *weights, const char *x, char *out, int64_t rows,
-                                 int64_t most_rows, int16_t *routed, int64_t routed_stride,
-                                 rm_error *err);
-rm_code rm_moe_stage_create(rm_moe *moe, int64_t home_rows, rm_error *err); // does nothing on a CPU
+rm_code rm_moe_stage_create(rm_moe *moe, rm_error *err); // does nothing on a CPU
+// One pass of each form. static_replicated is called after rm_moe_route: it computes this rank's
+// experts and exchanges outputs, into `part`.
+rm_code rm_moe_static_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err);
+rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *err);
+rm_code rm_moe_counted_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *err);
 // ids: [rows][top_k], out.
-void rm_moe_route(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer, const char *weights,
-                  const void *x, int32_t *ids, int64_t rows, int16_t *routed,
-                  int64_t routed_stride);
-// Arguments of the two grouped gemms over this rank's experts. group_rows: [local experts + 1] in
-// rows of x and y; m: rows of x and y. x and y are whole rows; with ep = 1 a rank computes only its
-// columns of y.
-rm_gemm_args rm_moe_up(const rm_moe *moe, const rm_layer_params *layer, const char *weights,
-                       const int32_t *group_rows, int64_t m);
-rm_gemm_args rm_moe_down(const rm_moe *moe, const rm_layer_params *layer, const char *weights,
-                         const int32_t *group_rows, int64_t m);
+void rm_moe_route(rm_moe *moe, const rm_moe_rows *at, int32_t *ids);
+// out ← this rank's experts of x, T [m][hidden] by expert; out may be x. group_rows: [local
+// experts + 1] in rows of x. With ep = 1 the tp group exchanges `inner`, and out has this rank's
+// columns only.
+rm_code rm_moe_experts(rm_moe *moe, const rm_moe_rows *at, const int32_t *group_rows, int64_t m,
+                       const char *x, char *out, rm_error *err);
 // out: T [rows][hidden]; y: T [rows·top_k][hidden], indexed by place [rows][top_k].
-void rm_moe_combine(const rm_moe *moe, const rm_ctx *ctx, void *out, const void *y,
-                    const int32_t *ids, const int32_t *place, int64_t hidden, int64_t rows);
+void rm_moe_combine(const rm_moe *moe, void *out, const void *y, const int32_t *ids,
+                    const int32_t *place, int64_t hidden, int64_t rows);

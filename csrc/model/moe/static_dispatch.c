@@ -56,16 +56,22 @@ int64_t rm_static_run_rows(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dt
   return rm_min64(least, rows);
 }
 
-rm_code rm_moe_static_create(rm_moe *moe, const rm_mesh *mesh, int64_t static_rows, rm_error *err) {
+rm_static_sizes rm_moe_static_most(const rm_moe *moe) {
+  return moe->fixed.rows
+             ? rm_static_sizes_of(moe->spec, &moe->rank->mesh, moe->dtype, moe->fixed.rows)
+             : (rm_static_sizes){0};
+}
+
+rm_code rm_moe_static_create(rm_moe *moe, int64_t static_rows, rm_error *err) {
   rm_moe_static *fixed = &moe->fixed;
+  const rm_mesh *mesh = &moe->rank->mesh;
   const int for_all = static_rows > 0 && rm_comm_can_be_captured(moe->ep);
-  fixed->mesh = *mesh;
   fixed->most_rows = for_all ? INT64_MAX : rm_min64(static_rows, moe->max_rows);
   fixed->rows =
       rm_static_run_rows(moe->spec, mesh, moe->dtype, rm_min64(fixed->most_rows, moe->max_rows));
   if (for_all) moe->max_rows = fixed->rows;
-  if (!fixed->rows || moe->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE) return RM_OK;
-  const rm_static_sizes most = rm_static_sizes_of(moe->spec, mesh, moe->dtype, fixed->rows);
+  if (!fixed->rows || !moe->dispatches) return RM_OK;
+  const rm_static_sizes most = rm_moe_static_most(moe);
   const size_t bytes = (size_t)(most.home_rows * moe->spec->top_k) * ID_BYTES;
   const rm_code code = rm_mirrored_create(moe->device, bytes, "ids of no rows", &fixed->none, err);
   if (code) return code;
@@ -78,7 +84,7 @@ void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]) {
   rm_moe_static *fixed = &moe->fixed;
   const rm_static_sizes most = rm_moe_static_most(moe);
   const size_t row = rm_moe_row_bytes(moe), dispatches = moe->dispatches != 0,
-               homes = dispatches ? (size_t)fixed->mesh.ep : 1;
+               homes = dispatches ? (size_t)moe->rank->mesh.ep : 1;
   const size_t rows = !fixed->rows ? 0
                       : dispatches ? (size_t)most.pitch
                                    : (size_t)fixed->rows,
@@ -94,134 +100,104 @@ void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]) {
 }
 
 // Computes the experts of x: [homes][pitch] rows, of which the first home_rows of each rank have
-// expert ids. Writes the outputs to `back`, [homes][pitch][each].
-static void compute(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
-                    const char *weights, const char *x, const rm_static_dispatch_args *slots) {
-  rm_moe_static *here = &moe->fixed;
-  const int64_t each = rm_max_choices(slots->top_k, slots->experts_each),
-                rows = slots->homes * slots->pitch;
-  const int64_t most = slots->homes * slots->home_rows * each;
+// expert ids, rows of which are ids_pitch apart. Writes the outputs to `back`, [homes][pitch][each].
+static rm_code compute(rm_moe *moe, const rm_moe_rows *at, const char *x, const int32_t *ids,
+                       int64_t homes, int64_t home_rows, int64_t pitch, int64_t ids_pitch,
+                       rm_error *err) {
+  rm_moe_static *fixed = &moe->fixed;
+  const int64_t experts = moe->here->experts.n, each = rm_max_choices(moe->spec->top_k, experts),
+                rows = homes * pitch, most = homes * home_rows * each;
+  const rm_static_dispatch_args slots = {.place = moe->place,
+                                         .own = fixed->own,
+                                         .ids = ids,
+                                         .homes = homes,
+                                         .home_rows = home_rows,
+                                         .pitch = pitch,
+                                         .ids_pitch = ids_pitch,
+                                         .top_k = moe->spec->top_k,
+                                         .experts_each = experts,
+                                         .rank = rm_comm_rank(moe->ep)};
   const rm_permute_args permute = {.x_out = moe->sorted,
-                                   .group_rows = here->group_rows,
-                                   .place = here->from,
+                                   .group_rows = fixed->group_rows,
+                                   .place = fixed->from,
                                    .x = x,
-                                   .ids = here->own,
+                                   .ids = fixed->own,
                                    .rows = rows,
                                    .hidden = moe->spec->hidden_size,
-                                   .n_experts = slots->experts_each,
+                                   .n_experts = experts,
                                    .top_k = each,
                                    .dtype = moe->dtype};
-  const rm_gather_rows_args gather = {here->back, moe->sorted, here->from, rows * each,
+  const rm_gather_rows_args gather = {fixed->back, moe->sorted, fixed->from, rows * each,
                                       rm_moe_row_bytes(moe)};
-  rm_gemm_args up = rm_moe_up(moe, layer, weights, here->group_rows, most),
-               down = rm_moe_down(moe, layer, weights, here->group_rows, most);
-  if (!most) return;
-  up.x = down.y = moe->sorted;
-  up.y = moe->inner;
-  down.x = moe->inner;
-  moe->kernels->static_dispatch(ctx, slots);
-  moe->kernels->permute(ctx, &permute);
-  moe->kernels->gemm_swiglu(ctx, &up);
-  moe->kernels->gemm(ctx, &down);
-  moe->kernels->gather_rows(ctx, &gather);
+  if (!most) return RM_OK;
+  moe->kernels->static_dispatch(moe->ctx, &slots);
+  moe->kernels->permute(moe->ctx, &permute);
+  const rm_code code =
+      rm_moe_experts(moe, at, fixed->group_rows, most, moe->sorted, moe->sorted, err);
+  moe->kernels->gather_rows(moe->ctx, &gather);
+  return code;
 }
 
-static rm_static_dispatch_args slots_of(const rm_moe *moe, const int32_t *ids, int64_t homes,
-                                        int64_t home_rows, int64_t pitch, int64_t ids_pitch) {
-  return (rm_static_dispatch_args){.place = moe->place,
-                                   .own = moe->fixed.own,
-                                   .ids = ids,
-                                   .homes = homes,
-                                   .home_rows = home_rows,
-                                   .pitch = pitch,
-                                   .ids_pitch = ids_pitch,
-                                   .top_k = moe->spec->top_k,
-                                   .experts_each = moe->here->experts.n,
-                                   .rank = rm_comm_rank(moe->ep)};
-}
-
-rm_code rm_moe_static_replicated(rm_moe *moe, const rm_ctx *ctx, const rm_shard *shard,
-                                 const rm_layer_params *layer, const char *weights, const char *x,
-                                 int64_t rows, rm_error *err) {
-  const rm_range *columns = shard->cuts[RM_CUT_HIDDEN];
-  const size_t row = rm_moe_row_bytes(moe), mine = (size_t)columns[shard->me].n * shard->elem;
-  const rm_static_dispatch_args slots =
-      slots_of(moe, moe->ids, 1, rows, rows, rows * moe->spec->top_k);
-  const int64_t n = rows * rm_max_choices(slots.top_k, slots.experts_each);
-  compute(moe, ctx, layer, weights, x, &slots);
+rm_code rm_moe_static_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
+  const rm_shard *shard = moe->shard;
+  const size_t row = rm_moe_row_bytes(moe), mine = (size_t)moe->here->hidden.n * shard->elem;
+  const int64_t top_k = moe->spec->top_k,
+                n = at->rows * rm_max_choices(top_k, moe->here->experts.n);
+  const rm_code code =
+      compute(moe, at, at->x, moe->ids, 1, at->rows, at->rows, at->rows * top_k, err);
+  if (code) return code;
+  rm_block *send = rm_comm_blocks(moe->ep), *recv = send + shard->size;
   for (int r = 0; r < shard->size; r++) {
-    moe->send[r] = (rm_block){moe->fixed.back + (size_t)columns[r].first * shard->elem, n,
-                              (size_t)columns[r].n * shard->elem, row};
-    moe->recv[r] = (rm_block){moe->part + (size_t)(r * n) * mine, n, mine, mine};
+    const rm_range columns = rm_shard_columns(shard, RM_DIM_OUT, r);
+    send[r] = (rm_block){moe->fixed.back + (size_t)columns.first * shard->elem, n,
+                         (size_t)columns.n * shard->elem, row};
+    recv[r] = (rm_block){moe->part + (size_t)(r * n) * mine, n, mine, mine};
   }
-  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
+  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, send, recv, err);
 }
 
 // All-gathers each rank's rows and ids in `all`.
 static rm_code gather_homes(rm_moe *moe, int64_t pitch, rm_error *err) {
-  const size_t row = rm_moe_row_bytes(moe), bytes = (size_t)pitch * row;
-  char *mine = moe->fixed.all + (size_t)rm_comm_rank(moe->ep) * bytes;
-  for (int r = 0; r < rm_comm_size(moe->ep); r++) {
-    moe->send[r] = (rm_block){mine, pitch, row, row};
-    moe->recv[r] = (rm_block){moe->fixed.all + (size_t)r * bytes, pitch, row, row};
-  }
-  return rm_comm_exchange(moe->ep, RM_COMM_GATHER, moe->send, moe->recv, err);
+  const size_t row = rm_moe_row_bytes(moe);
+  rm_block *recv = rm_comm_blocks(moe->ep) + rm_comm_size(moe->ep);
+  for (int r = 0; r < rm_comm_size(moe->ep); r++)
+    recv[r] = (rm_block){moe->fixed.all + (size_t)(r * pitch) * row, pitch, row, row};
+  return rm_comm_gather(moe->ep, recv[rm_comm_rank(moe->ep)], recv, err);
 }
 
 // Sends each rank the outputs of its rows, into `sorted`, whose inputs are free by now.
 static rm_code return_outputs(rm_moe *moe, rm_static_sizes sizes, rm_error *err) {
   const size_t row = rm_moe_row_bytes(moe);
   const int64_t n = sizes.home_rows * sizes.each;
+  rm_block *send = rm_comm_blocks(moe->ep), *recv = send + rm_comm_size(moe->ep);
   for (int r = 0; r < rm_comm_size(moe->ep); r++) {
-    moe->send[r] =
+    send[r] =
         (rm_block){moe->fixed.back + (size_t)(r * sizes.pitch * sizes.each) * row, n, row, row};
-    moe->recv[r] = (rm_block){moe->sorted + (size_t)(r * n) * row, n, row, row};
+    recv[r] = (rm_block){moe->sorted + (size_t)(r * n) * row, n, row, row};
   }
-  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, moe->send, moe->recv, err);
+  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, send, recv, err);
 }
 
-// Computes the home rows of a pass. most_home: the home rows of the rank that has most.
-static rm_code dispatched_pass(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
-                               const char *weights, const char *x, char *out, int64_t rows,
-                               int64_t most_home, int16_t *routed, int64_t routed_stride,
-                               rm_error *err) {
+rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
+  const rm_mesh *mesh = &moe->rank->mesh;
   const rm_static_sizes sizes =
-      rm_static_sizes_of(moe->spec, &moe->fixed.mesh, moe->dtype, most_home * moe->fixed.mesh.tp);
+      rm_static_sizes_of(moe->spec, mesh, moe->dtype, at->most * mesh->tp);
   const int64_t top_k = moe->spec->top_k, me = rm_comm_rank(moe->ep),
-                empty = sizes.home_rows - rows;
+                empty = sizes.home_rows - at->rows;
   const size_t row = rm_moe_row_bytes(moe), ids_at = (size_t)sizes.home_rows * row;
   char *mine = moe->fixed.all + (size_t)(me * sizes.pitch) * row;
   int32_t *ids = (int32_t *)(mine + ids_at);
   rm_code code;
-  rm_moe_route(moe, ctx, layer, weights, x, ids, rows, routed, routed_stride);
-  rm_device_copy(moe->device, mine, x, (size_t)rows * row);
-  rm_device_copy(moe->device, ids + rows * top_k, moe->fixed.none.on_device,
+  rm_moe_route(moe, at, ids);
+  rm_device_copy(moe->device, mine, at->x, (size_t)at->rows * row);
+  rm_device_copy(moe->device, ids + at->rows * top_k, moe->fixed.none.on_device,
                  (size_t)(empty * top_k) * ID_BYTES);
-  if ((code = gather_homes(moe, sizes.pitch, err))) return code;
-  const rm_static_dispatch_args slots =
-      slots_of(moe, (const int32_t *)(moe->fixed.all + ids_at), moe->fixed.mesh.ep, sizes.home_rows,
-               sizes.pitch, sizes.pitch * (int64_t)row / ID_BYTES);
-  compute(moe, ctx, layer, weights, moe->fixed.all, &slots);
-  if ((code = return_outputs(moe, sizes, err))) return code;
-  rm_moe_combine(moe, ctx, out, moe->sorted, ids, moe->place + me * sizes.home_rows * top_k,
-                 moe->spec->hidden_size, rows);
+  if ((code = gather_homes(moe, sizes.pitch, err)) ||
+      (code = compute(moe, at, moe->fixed.all, (const int32_t *)(moe->fixed.all + ids_at), mesh->ep,
+                      sizes.home_rows, sizes.pitch, sizes.pitch * (int64_t)row / ID_BYTES, err)) ||
+      (code = return_outputs(moe, sizes, err)))
+    return code;
+  rm_moe_combine(moe, at->out, moe->sorted, ids, moe->place + me * sizes.home_rows * top_k,
+                 moe->spec->hidden_size, at->rows);
   return RM_OK;
-}
-
-rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_ctx *ctx, const rm_layer_params *layer,
-                                 const char *weights, const char *x, char *out, int64_t rows,
-                                 int64_t most_rows, int16_t *routed, int64_t routed_stride,
-                                 rm_error *err) {
-  const int64_t tp = moe->fixed.mesh.tp, most_home = (most_rows + tp - 1) / tp,
-                each = (moe->fixed.rows + tp - 1) / tp;
-  const size_t row = rm_moe_row_bytes(moe);
-  rm_code code = RM_OK;
-  for (int64_t first = 0; first < most_home && !code; first += each) {
-    const int64_t mine = rm_min64(first, rows); // a rank without more rows takes part with none
-    code =
-        dispatched_pass(moe, ctx, layer, weights, x + (size_t)mine * row, out + (size_t)mine * row,
-                        rm_min64(rows - mine, each), rm_min64(most_home - first, each),
-                        routed + mine * routed_stride, routed_stride, err);
-  }
-  return code;
 }

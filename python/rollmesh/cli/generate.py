@@ -31,6 +31,19 @@ from rollmesh.request.text import Chat
 from rollmesh.runtime.messages import plain, shown
 
 KEYS = ("prompt", "messages", "prompt_token_ids")
+SAMPLING = {  # fields of SamplingParams → default, help
+    "n": (1, "completions of each prompt"),
+    "max_tokens": (64, None),
+    "temperature": (1.0, None),
+    "top_p": (1.0, None),
+    "top_k": (-1, None),
+    "min_p": (0.0, None),
+}
+NOTES = {
+    rm.DTypeError: "--dtype bfloat16 and --dtype float32 convert weights of other float types",
+    rm.UnexpectedKeyError: "--ignore NAME skips one, with * for any characters; --skip-unknown "
+    "skips all",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,15 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one JSON object a completion, with token ids and logprobs",
     )
     group = parser.add_argument_group("sampling")
-    group.add_argument("-n", type=int, default=1, help="completions of each prompt")
-    group.add_argument("--max-tokens", type=int, default=64)
-    group.add_argument("--temperature", type=float, default=1.0)
-    group.add_argument("--top-p", type=float, default=1.0)
-    group.add_argument("--top-k", type=int, default=-1)
-    group.add_argument("--min-p", type=float, default=0.0)
-    group.add_argument(
-        "--stop", action="append", default=[], help="stop string; may be given several times"
-    )
+    for name, (default, text) in SAMPLING.items():
+        flag = f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
+        group.add_argument(flag, type=type(default), default=default, help=text)
+    stop = "stop string; may be given several times"
+    group.add_argument("--stop", action="append", default=[], help=stop)
     group.add_argument("--ignore-eos", action="store_true")
     group.add_argument("--seed", type=int, default=0)
     add_engine(
@@ -106,20 +115,10 @@ def run(args: argparse.Namespace) -> int:
         )
     rows = _rows(args)
     prompts = [_prompt(where, row, args.chat, tokenizer) for where, row in rows]
-    params = rm.SamplingParams(
-        n=args.n,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        max_tokens=args.max_tokens,
-        stop=tuple(args.stop),
-        ignore_eos=args.ignore_eos,
-    )
-    stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
-        "torch."
-    )
-    dtype = args.dtype or stored
+    given = {name: getattr(args, name) for name in SAMPLING}
+    params = rm.SamplingParams(stop=args.stop, ignore_eos=args.ignore_eos, **given)
+    stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    dtype = args.dtype or str(stored).removeprefix("torch.")
     if dtype not in ("bfloat16", "float32"):
         raise rm.ConfigError(
             f"dtype of {plain(args.model)}: expected bfloat16 or float32, got {plain(dtype)}; "
@@ -147,15 +146,8 @@ def run(args: argparse.Namespace) -> int:
                     cast=args.dtype is not None,
                     strict=not args.skip_unknown,
                 )
-            except rm.errors.DTypeError as refused:
-                refused.add_note(
-                    "--dtype bfloat16 and --dtype float32 convert weights of other float types"
-                )
-                raise
-            except rm.UnexpectedKeyError as refused:
-                refused.add_note(
-                    "--ignore NAME skips one, with * for any characters; --skip-unknown skips all"
-                )
+            except tuple(NOTES) as refused:
+                refused.add_note(NOTES[type(refused)])
                 raise
             if report.num_skipped:
                 print(
@@ -168,13 +160,11 @@ def run(args: argparse.Namespace) -> int:
         )
     for output in outputs:
         _print(output, args.json, tokenizer)
-    failed = [
-        (where, output.error)
-        for (where, _), output in zip(rows, outputs, strict=True)
-        if output.error is not None
-    ]
-    for where, error in failed:
-        print(f"rollmesh generate: {type(error).__name__}: {where}{error}", file=sys.stderr)
+    failed = False
+    for (where, _), output in zip(rows, outputs, strict=True):
+        if (error := output.error) is not None:
+            failed = True
+            print(f"rollmesh generate: {type(error).__name__}: {where}{error}", file=sys.stderr)
     return 2 if failed else 0
 
 
@@ -217,10 +207,6 @@ def _prompt(where: str, row: Any, chat: bool, tokenizer: Any) -> str | Chat | li
     if "prompt" in row and not chat:
         return str(row["prompt"])
     messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
-    if not isinstance(messages, list) or not messages:
-        raise rm.ConfigError(
-            f"{where}messages: expected a list of {{role, content}}, got {shown(messages)}"
-        )
     return Chat(messages, {"add_generation_prompt": True})
 
 

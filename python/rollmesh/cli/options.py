@@ -11,6 +11,7 @@ from typing import Any
 
 import rollmesh as rm
 from rollmesh.model.adapters import refuse_adapter
+from rollmesh.options import ROWS, kind_of
 from rollmesh.request.text import load_tokenizer, tokenizer_of_folder
 from rollmesh.runtime.messages import MOST_SUGGESTED, plain
 
@@ -26,24 +27,34 @@ TRAIN = (
     "tensorboard",
 )
 INSTALL_TRAIN = "pip install '.[train]' in rollmesh's checkout"
-GENERATOR_KEYS = ("device", "tp", "dp", "ep", "ep_backend", "dtype", "threads")
+# Rows of rollmesh.options that are options of commands.
+PLACE = ("device", "ep_backend")
+ENGINE = ("dtype", "isa", "threads", "kv_cache_gib", "max_model_len")
+GENERATOR_KEYS = (*PLACE, "tp", "dp", "ep", "dtype", "threads")
+
+
+def add_options(group: Any, *names: str, **docs: str) -> None:
+    """Adds rows of rollmesh.options: --kv-cache-gib for kv_cache_gib. docs replace a row's own."""
+    for name in names:
+        row, kind = ROWS[name], kind_of(name)
+        words = row.metadata["check"]
+        doc = row.metadata["doc"].replace("None:", "default:" if row.default is None else "none:")
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            **({"action": "store_true"} if kind is bool else {"type": kind}),
+            **({"choices": words} if isinstance(words, tuple) else {}),
+            help=docs.get(name, doc),
+        )
 
 
 def add_mesh(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "mesh", "where the generator runs; default: of a run's TOML its own, else one rank"
+        "mesh", "where the generator runs; default: the run's, for a run's TOML, else one rank"
     )
-    group.add_argument(
-        "--device",
-        help="cpu, cuda (rank r on GPU r) or cuda:N (all ranks); default: of a run's TOML its "
-        "own, else cpu",
-    )
+    add_options(group, *PLACE)
     group.add_argument("--tp", type=int, help="tensor-parallel ranks")
     group.add_argument("--dp", type=int, help="data-parallel ranks")
     group.add_argument("--ep", type=int, help="ranks that the experts span: 1, tp or dp*tp")
-    group.add_argument(
-        "--ep-backend", help="token dispatcher: alltoall (default), allgather_reducescatter, …"
-    )
 
 
 def add_ignore(parser: argparse.ArgumentParser, *, tensors: bool = False) -> None:
@@ -72,26 +83,10 @@ def read_spec(args: argparse.Namespace, config: Path | Mapping[str, Any]) -> rm.
 
 
 def add_engine(parser: argparse.ArgumentParser, max_model_len: str) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="of weights, activations and KV; default: the run's or the model's",
+    group = parser.add_argument_group(
+        "engine", "default: the run's, for a run's TOML, else the model's dtype and Generator's"
     )
-    group.add_argument(
-        "--isa",
-        help="ref, avx2, …: exactly this one (default: the fastest); of a GPU cuda_fma (default) "
-        "or cuda_mma",
-    )
-    group.add_argument(
-        "--threads",
-        type=int,
-        help="default: of a run's TOML its own, else one per core this process may use",
-    )
-    group.add_argument(
-        "--kv-cache-gib", type=float, help="default: of a run's TOML its own, else 1"
-    )
-    group.add_argument("--max-model-len", type=int, help=max_model_len)
+    add_options(group, *ENGINE, max_model_len=max_model_len)
     add_mesh(parser)
 
 
@@ -100,24 +95,13 @@ def make_generator(
 ) -> rm.Generator:
     """Makes a generator from the engine and mesh options. Raises rm.ConfigError for a part that
     this build does not have."""
-    given = {
-        k: v
-        for k in ("device", "ep_backend", "isa", "sequence_parallel")
-        if (v := getattr(args, k, None)) is not None
-    }
-    ranks = {
-        k: v for k, v in {"tp": args.tp, "dp": args.dp, "ep": args.ep}.items() if v is not None
-    }
-    return rm.Generator(
-        spec,
-        mesh=rm.Mesh(**ranks),
-        dtype=dtype,
-        threads=args.threads,
-        kv_cache_gib=args.kv_cache_gib,
-        max_model_len=max_model_len,
-        **given,
-        **more,
-    )
+
+    def given(*names: str) -> dict[str, Any]:
+        return {name: v for name in names if (v := getattr(args, name, None)) is not None}
+
+    options = given(*PLACE, *ENGINE, "sequence_parallel")
+    options |= {"dtype": dtype, "max_model_len": max_model_len, **more}
+    return rm.Generator(spec, mesh=rm.Mesh(**given("tp", "dp", "ep")), **options)
 
 
 def take_run_settings(args: argparse.Namespace) -> None:
@@ -128,13 +112,12 @@ def take_run_settings(args: argparse.Namespace) -> None:
 
         config = run_config.load(args.model)
         table = config.generator
-        args.device = table.device if args.device is None else args.device
-        args.dtype = table.dtype if args.dtype is None else args.dtype
         args.ignore = args.ignore or list(config.model.ignore)
-        args.kv_cache_gib = table.kv_cache_gib if args.kv_cache_gib is None else args.kv_cache_gib
+        for name in (*PLACE, "dtype", "kv_cache_gib"):
+            if getattr(args, name) is None:
+                setattr(args, name, getattr(table, name))
         if (args.tp, args.dp, args.ep) == (None, None, None):
             args.tp, args.dp, args.ep = table.tp, table.dp, table.ep
-        args.ep_backend = table.ep_backend if args.ep_backend is None else args.ep_backend
         if not getattr(args, "sequence_parallel", False):
             args.sequence_parallel = table.sequence_parallel
         if getattr(args, "threads", None) is None:

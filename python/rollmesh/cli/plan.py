@@ -19,6 +19,7 @@ import rollmesh as rm
 from rollmesh.cli.options import (
     add_ignore,
     add_mesh,
+    add_options,
     checkpoint_of,
     read_model_config,
     read_spec,
@@ -28,7 +29,8 @@ from rollmesh.distributed.mesh import EP_BACKENDS
 from rollmesh.distributed.traffic import step_traffic
 from rollmesh.model.placement import Placement, placements
 from rollmesh.model.sizes import count_parameters, kv_bytes_per_token, matrices, rank_bytes
-from rollmesh.runtime.arguments import MAX_GIB, choice
+from rollmesh.options import MAX_GIB
+from rollmesh.runtime.arguments import choice
 from rollmesh.runtime.devices import device_name
 from rollmesh.runtime.messages import byte_text, plain
 
@@ -39,11 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="checkpoint folder, config.json or a run's TOML"
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        help="default: of a run's TOML its own, else bfloat16",
-    )
+    add_options(parser, "dtype", "sequence_parallel")
     parser.add_argument(
         "--kv-cache-gib",
         type=float,
@@ -55,9 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=32,
         help="sequences of each replica that decode together, for the traffic of a step",
-    )
-    parser.add_argument(
-        "--sequence-parallel", action="store_true", help="norms and residuals on token shards"
     )
     add_ignore(parser)
     add_mesh(parser)

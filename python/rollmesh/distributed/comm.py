@@ -35,7 +35,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from rollmesh import _core
-from rollmesh.distributed.mesh import Mesh, check_backend
+from rollmesh.distributed.mesh import Mesh
 from rollmesh.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -574,21 +574,6 @@ def nccl(group: Comm | None = None, library: str | os.PathLike[str] | None = Non
     different versions of NCCL. Later calls raise RankLostError, CollectiveTimeoutError and
     CollectiveMismatchError, as with any comm, and DeviceError if CUDA fails."""
     return Nccl(group, library)
-
-
-def check_surroundings(
-    mesh: Mesh | None, comm: object, ep_backend: str, sequence_parallel: bool
-) -> None:
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ConfigError(f"mesh: expected a Mesh, got a {type(mesh).__name__}")
-    if comm is not None and not isinstance(comm, Comm):
-        raise ConfigError(
-            "comm: expected None, rm.comm.shm(…), rm.comm.torch(…) or rm.comm.nccl(…), got "
-            f"{shown(comm)}"
-        )
-    check_backend(ep_backend)
-    if not isinstance(sequence_parallel, bool):
-        raise ConfigError(f"sequence_parallel: expected a bool, got {shown(sequence_parallel)}")
 
 
 __all__ = ["Comm", "Endpoints", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]

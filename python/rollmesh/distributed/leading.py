@@ -40,7 +40,7 @@ from rollmesh import _core
 from rollmesh.distributed.comm import Comm
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.peers import FOLLOW, PeerEngine
-from rollmesh.distributed.rank_engine import ALONE
+from rollmesh.distributed.rank_engine import ALONE, Lead
 from rollmesh.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

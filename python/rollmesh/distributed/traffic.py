@@ -7,7 +7,7 @@ everything else is exact for ranks in one process and is tested against the engi
 ranks are processes, each pair of ranks of a replica also compares a digest of the batch, 8 bytes.
 `static`: GPU steps with few rows, whose exchanges have sizes that do not depend on the routing
 (csrc/model/moe/static_dispatch.c). `captured`: steps that replay a CUDA graph over NCCL
-(csrc/step/graph_replay.h); `rows` is then the padded batch size.
+(csrc/gpu/graphs.c); `rows` is then the padded batch size.
 """
 
 from __future__ import annotations

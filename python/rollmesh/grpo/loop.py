@@ -50,10 +50,11 @@ from rollmesh.grpo.loss import mismatch
 from rollmesh.grpo.rewards import Rewards
 from rollmesh.grpo.rollout import generate, sample_groups, score
 from rollmesh.grpo.trainer import Trainer
+from rollmesh.request.arguments import eos_ids
 from rollmesh.run import checkpoint
 from rollmesh.run.async_rollouts import AsyncRollouts, Overlap, batches_of, staleness
 from rollmesh.run.config import Config
-from rollmesh.run.data import Dataset, Prompt, eos_ids, load_dataset
+from rollmesh.run.data import Dataset, Prompt, load_dataset
 from rollmesh.run.environment import Environment, check_template
 from rollmesh.run.folder import RunFolder
 from rollmesh.run.generator import Pushed, RolloutGenerator, group_sampling, make_generator
@@ -114,8 +115,8 @@ def prepare(
     environment = None
     if (name := config.rollout.environment) is not None:
         environment = Environment(name, Path(config.folder), rewards.event_loop)
-        ends = eos_ids(tokenizer, model_config(config, tokenizer, folder))
-        check_template(data.train, tokenizer, ends)
+        spec = rm.ModelSpec.from_hf(model_config(config, tokenizer, folder))
+        check_template(data.train, tokenizer, eos_ids(None, tokenizer, spec))
     ready = checkpoint.read_rollouts(folder, config, data, tokenizer) if folder else []
     trainer = Trainer(config, tokenizer, folder)
     if folder:
@@ -319,7 +320,7 @@ def _generate(
         ),
         run.environment,
         run.tokenizer,
-        eos_ids(run.tokenizer, run.trainer.model.config),
+        eos_ids(None, run.tokenizer, run.generator.spec),
         run.config.rollout,
     )
 

@@ -66,7 +66,7 @@ def _tail(before: Sequence[Any], after: Sequence[Any], tokenizer: Any) -> str:
     """Returns the text that the template renders after the text of an assistant's message between
     `before` and `after`. If `after` is not empty, it ends with the beginning of the next answer."""
     marker = ANSWER
-    while any(marker in m["content"] for m in (*before, *after)):
+    while any(marker in str(m.get("content")) for m in (*before, *after)):
         marker += "."
     messages = [*before, {"role": "assistant", "content": marker}, *after]
     parts = rendered_chat(tokenizer, messages, add_generation_prompt=bool(after)).split(marker)

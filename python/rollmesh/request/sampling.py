@@ -5,7 +5,6 @@ temperature, min_p, top_k, top_p.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 
 from rollmesh.distributed.wire import sendable
 from rollmesh.errors import RequestError
-from rollmesh.runtime.arguments import MAX_TOKENS, REAL, is_unicode, items_of
+from rollmesh.runtime.arguments import MAX_TOKENS, REAL, integer_of, is_unicode, items_of
 from rollmesh.runtime.messages import shown
 
 MAX_SEED = 2**64
@@ -22,6 +21,26 @@ MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 3.4028234663852886e38
 # The smallest normal float32; smaller numbers lose digits and then become 0.
 MIN_FLOAT32 = 1.1754943508222875e-38
+SHARE, POSITIVE = "a number in (0, 1]", "a finite float32 > 0"
+_INTEGERS = {  # field → least and largest value
+    "n": (1, MAX_INT32),
+    "top_k": (-1, MAX_INT32),
+    "max_tokens": (1, 2**62),
+    "min_tokens": (0, 2**62),
+    "seed": (0, MAX_SEED - 1),
+    "logprobs": (0, MAX_INT32),
+    "prompt_logprobs": (0, MAX_INT32),
+}
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")  # of these, None is allowed
+_REALS = {  # field → least and largest value, what is expected
+    "temperature": (0.0, MAX_FLOAT32, "a finite float32 >= 0"),
+    "top_p": (0.0, 1.0, SHARE),
+    "min_p": (0.0, 1.0, "a number in [0, 1]"),
+    "presence_penalty": (-2.0, 2.0, "a number in [-2, 2]"),
+    "frequency_penalty": (-2.0, 2.0, "a number in [-2, 2]"),
+    "repetition_penalty": (0.0, MAX_FLOAT32, POSITIVE),
+}
+_BOOLEANS = ("ignore_eos", "kept_tokens", "skip_special_tokens", "include_stop_str_in_output")
 
 
 @sendable
@@ -89,88 +108,47 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        self._integer("n", 1, MAX_INT32)
-        self._real("temperature", 0.0, MAX_FLOAT32, "a finite float32 >= 0")
-        self._real("top_p", 0.0, 1.0, "a number in (0, 1]", is_positive=True)
-        self._real("min_p", 0.0, 1.0, "a number in [0, 1]")
-        self._integer("top_k", -1, MAX_INT32)
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                self._set(name, integer_of(RequestError, name, value, low, high))
         if self.top_k == 0:  # vLLM takes 0 as "all" too
-            object.__setattr__(self, "top_k", -1)
-        if self.max_tokens is not None:
-            self._integer("max_tokens", 1, 2**62)
-        self._integer("min_tokens", 0, 2**62)
+            self._set("top_k", -1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens: expected at most max_tokens = {self.max_tokens}, got "
                 f"{self.min_tokens}"
             )
-        if self.seed is not None:
-            self._integer("seed", 0, MAX_SEED - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._integer(name, 0, MAX_INT32)
-        for name in (
-            "ignore_eos",
-            "kept_tokens",
-            "skip_special_tokens",
-            "include_stop_str_in_output",
-        ):
+        for name, (low, high, expected) in _REALS.items():
+            self._set(name, _real(name, getattr(self, name), low, high, expected))
+        for name in _BOOLEANS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}: expected a bool, got {shown(getattr(self, name))}")
-        self._real("presence_penalty", -2.0, 2.0, "a number in [-2, 2]")
-        self._real("frequency_penalty", -2.0, 2.0, "a number in [-2, 2]")
-        self._real("repetition_penalty", 0.0, MAX_FLOAT32, "a finite float32 > 0", is_positive=True)
-        object.__setattr__(self, "logit_bias", self._bias())
-        object.__setattr__(self, "bad_words", self._strings("bad_words"))
-        object.__setattr__(
-            self,
-            "allowed_token_ids",
-            None if self.allowed_token_ids is None else self._ids("allowed_token_ids"),
-        )
-        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+        self._set("logit_bias", self._bias())
+        for name in ("stop", "bad_words"):
+            self._set(name, self._strings(name))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            self._set(name, self._ids(name))
+        if self.allowed_token_ids == ():
             raise RequestError(
                 "allowed_token_ids: expected at least one token id, or None, got none"
             )
-        if self.kept_tokens and self.top_k < 1:
+        if not self.kept_tokens:
+            return
+        if self.top_k < 1:
             raise RequestError(
                 f"kept_tokens=True: expected top_k >= 1, got {self.top_k}; set top_k, which "
                 "bounds the tokens kept"
             )
-        if self.kept_tokens and self.min_tokens:
-            raise RequestError(
-                f"kept_tokens=True: expected min_tokens=0, got {self.min_tokens}; leave one of "
-                "the two out"
-            )
-        if self.kept_tokens and (edits := logit_edit_names(self)):
-            raise RequestError(
-                f"kept_tokens=True: expected no {edits[0]}, got {shown(getattr(self, edits[0]))}; "
-                "leave one of the two out"
-            )
-        object.__setattr__(self, "stop", self._strings("stop"))
-        object.__setattr__(self, "stop_token_ids", self._ids("stop_token_ids"))
+        for name in ("min_tokens", *logit_edit_names(self)):
+            if value := getattr(self, name):
+                raise RequestError(
+                    f"kept_tokens=True: expected no {name}, got {shown(value)}; leave one of the "
+                    "two out"
+                )
 
-    def _integer(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise RequestError(f"{name}: expected an integer, got {shown(value)}")
-        if not low <= int(value) <= high:
-            raise RequestError(
-                f"{name}: expected an integer in [{low}, {high}], got {shown(value)}"
-            )
-        object.__setattr__(self, name, int(value))
-
-    def _real(
-        self, name: str, low: float, high: float, expected: str, *, is_positive: bool = False
-    ) -> None:
-        value = getattr(self, name)
-        if not _is_within(value, low, high) or (is_positive and value == 0.0):
-            raise RequestError(f"{name}: expected {expected}, got {shown(value)}")
-        if value != 0.0 and -MIN_FLOAT32 < value < MIN_FLOAT32:
-            least = f"{'' if is_positive else '0 or '}at least {MIN_FLOAT32}"
-            raise RequestError(
-                f"{name}: expected {least}, the smallest normal float32, got {shown(value)}"
-            )
-        object.__setattr__(self, name, float(value))
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def _strings(self, name: str) -> tuple[str, ...]:
         given = getattr(self, name)
@@ -190,13 +168,13 @@ class SamplingParams:
         # Plain str instead of NumPy's, since ranks compare and send them.
         return tuple(map(str.__str__, strings))
 
-    def _ids(self, name: str) -> tuple[int, ...]:
-        ids: Any = () if getattr(self, name) is None else getattr(self, name)
-        if isinstance(ids, str) or not isinstance(ids, Sequence):
-            raise RequestError(f"{name}: expected a sequence of token ids, got {shown(ids)}")
-        return tuple(
-            _token_id(name, token) for token in items_of(RequestError, name, ids, MAX_TOKENS)
-        )
+    def _ids(self, name: str) -> tuple[int, ...] | None:
+        given = getattr(self, name)
+        if given is None:
+            return () if name == "stop_token_ids" else None
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise RequestError(f"{name}: expected a sequence of token ids, got {shown(given)}")
+        return tuple(_token_id(name, i) for i in items_of(RequestError, name, given, MAX_TOKENS))
 
     def _bias(self) -> tuple[tuple[int, float], ...] | None:
         given: Any = self.logit_bias
@@ -206,12 +184,8 @@ class SamplingParams:
             raise RequestError(
                 f"logit_bias: expected a dict of token ids and numbers, got {shown(given)}"
             )
-        pairs = items_of(
-            RequestError,
-            "logit_bias",
-            given.items() if isinstance(given, Mapping) else given,
-            MAX_TOKENS,
-        )
+        items = given.items() if isinstance(given, Mapping) else given
+        pairs = items_of(RequestError, "logit_bias", items, MAX_TOKENS)
         biases: dict[int, float] = {}
         for pair in pairs:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -253,11 +227,17 @@ def _is_within(value: Any, low: float, high: float) -> bool:
     return bool(low <= value <= high)
 
 
+def _real(name: str, value: Any, low: float, high: float, expected: str) -> float:
+    is_positive = expected in (SHARE, POSITIVE)
+    if not _is_within(value, low, high) or (is_positive and value == 0.0):
+        raise RequestError(f"{name}: expected {expected}, got {shown(value)}")
+    if value != 0.0 and -MIN_FLOAT32 < value < MIN_FLOAT32:
+        least = f"{'' if is_positive else '0 or '}at least {MIN_FLOAT32}"
+        raise RequestError(
+            f"{name}: expected {least}, the smallest normal float32, got {shown(value)}"
+        )
+    return float(value)
+
+
 def _token_id(name: str, token: Any) -> int:
-    if (
-        isinstance(token, bool)
-        or not isinstance(token, numbers.Integral)
-        or not 0 <= int(token) <= MAX_INT32
-    ):
-        raise RequestError(f"{name}: expected token ids >= 0, got {shown(token)}")
-    return int(token)
+    return integer_of(RequestError, f"{name}: token id", token, 0, MAX_INT32)

@@ -115,7 +115,7 @@ class TextCodec:
                 "chat: expected a tokenizer of transformers, with a chat template, got "
                 f"{type(self.tokenizer).__name__}"
             )
-        messages = _messages(messages)
+        messages = chat_messages(messages)
         try:
             text = self.tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
             return self.encode(text, special_tokens=False)
@@ -157,15 +157,18 @@ def _decode_of(tokenizer: Any) -> Callable[..., Any]:
 def rendered_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
     """Returns the text of a chat, rendered by the tokenizer's template. options: arguments of
     apply_chat_template."""
-    return str(tokenizer.apply_chat_template(_messages(messages), **{**options, "tokenize": False}))
+    return str(
+        tokenizer.apply_chat_template(chat_messages(messages), **{**options, "tokenize": False})
+    )
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """Returns messages in the form in which vLLM passes them to a template: content None with tool
     calls becomes "", and JSON in the arguments of a tool call becomes an object."""
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
+    is_list = isinstance(messages, Iterable) and not isinstance(messages, (str, Mapping))
+    if not (found := [_message(message) for message in messages] if is_list else []):
         raise RequestError(f"chat: expected messages of {{role, content}}, got {shown(messages)}")
-    return [_message(message) for message in messages]
+    return found
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -44,7 +44,11 @@ from rollmesh.runtime.messages import listed, plain, shown
 _log = logging.getLogger("rollmesh.grpo")
 FORMAT = 1
 STATE = "trainer/state.json"
+OPTIMIZER = "trainer/optimizer.safetensors"
 ROLLOUTS = "trainer/rollouts.safetensors"
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
+# Fields of a completion that are stored, if the run records them.
+RECORDS = ("token_ids", "logprobs", "versions", "kept_tokens", "routed_experts")
 # Keys on which the prompts depend.
 MAKE_DATA = ("data.", "tokenizer.", "model.path", "generator.max_model_len", "rollout.max_tokens")
 # Keys that a resumed run may change.
@@ -83,16 +87,27 @@ def save(
     partial = final.with_name(f".{final.name}.partial")
     try:
         with writing(final):
-            _write(partial, trainer, tokenizer, config, next_step, rollouts, data)
+            (partial / "trainer").mkdir(parents=True)
+            trainer.model.save_pretrained(str(partial))
+            tokenizer.save_pretrained(str(partial))
+            _save_optimizer(trainer, partial / OPTIMIZER)
+            if rollouts:
+                save_rollouts(rollouts, partial / ROLLOUTS)
+            state = {
+                "format": FORMAT,
+                "next_step": next_step,
+                "rollouts": len(rollouts),
+                "data": data,
+                "sha256": _digests(partial),
+                "config": config.as_dict(),
+            }
+            (partial / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
             if final.exists():
                 shutil.rmtree(final)
             os.replace(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    older = sorted(
-        (p for p in filter(_step, final.parent.glob("step_*")) if _order(p) <= _order(final)),
-        key=_order,
-    )
+    older = [path for step, path in _checkpoints(final.parent).items() if step <= next_step]
     for old in older[: -config.checkpoint.keep]:
         try:
             shutil.rmtree(old)
@@ -101,47 +116,25 @@ def save(
     return final
 
 
-def _write(
-    folder: Path,
-    trainer: TrainerState,
-    tokenizer: Any,
-    config: Config,
-    next_step: int,
-    rollouts: Sequence[Rollout],
-    data: str | None,
-) -> None:
+def _save_optimizer(trainer: TrainerState, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    (folder / "trainer").mkdir(parents=True)
-    trainer.model.save_pretrained(str(folder))
-    tokenizer.save_pretrained(str(folder))
     tensors = {
         f"{key}:{name}": torch.as_tensor(value).contiguous()
         for name, parameter in trainer.model.named_parameters()
         for key, value in trainer.optimizer.state[parameter].items()
     }
-    tensors["rng"] = torch.get_rng_state()
-    save_file(tensors, str(folder / "trainer/optimizer.safetensors"))
-    if rollouts:
-        save_rollouts(rollouts, folder / ROLLOUTS)
-    state = {
-        "format": FORMAT,
-        "next_step": next_step,
-        "rollouts": len(rollouts),
-        "data": data,
-        "sha256": _digests(folder),
-        "config": config.as_dict(),
-    }
-    (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    save_file({**tensors, "rng": torch.get_rng_state()}, str(path))
 
 
 def _digests(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.rglob("*.safetensors")):
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        found[path.relative_to(folder).as_posix()] = digest
+            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(
+                file, "sha256"
+            ).hexdigest()
     return found
 
 
@@ -156,50 +149,41 @@ def verify(folder: Path) -> None:
     found = _digests(folder)
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
+            last = _step(folder) or 0
+            older = [p for step, p in _checkpoints(folder.parent).items() if step < last]
+            advice = f". The checkpoint before: --resume {older[-1]}" if older else ""
             raise rm.FormatError(
                 f"{folder / name}: expected the file that was written, of SHA-256 "
                 f"{shown(wanted.get(name))} in {STATE}, "
-                f"got {shown(found.get(name))}; it was changed or damaged since{_before(folder)}"
+                f"got {shown(found.get(name))}; it was changed or damaged since{advice}"
             )
 
 
-def _order(folder: Path) -> tuple[int, str]:
-    """Returns a key that sorts folders by step. From step 1,000,000 on names are longer."""
-    return len(folder.name), folder.name
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Returns the checkpoints of a folder by step, in order, without copies that a user made, such
+    as step_000120.bak."""
+    found = [file.parent.parent for file in folder.glob(f"step_*/{STATE}")]
+    return dict(sorted((step, path) for path in found if (step := _step(path)) is not None))
 
 
-def _written(checkpoints: Path) -> list[Path]:
-    """Returns the checkpoints of a folder in the order of their steps."""
-    found = (file.parent.parent for file in checkpoints.glob(f"step_*/{STATE}"))
-    return sorted(filter(_step, found), key=_order)
-
-
-def _before(folder: Path) -> str:
-    """Returns the advice to resume the checkpoint before this one, if there is one."""
-    every = _written(folder.parent) if _step(folder) else []
-    older = [p for p in every if _order(p) < _order(folder)]
-    return f". The checkpoint before: --resume {older[-1]}" if older else ""
+def _step(folder: Path) -> int | None:
+    """Returns the step in a folder name made by `save`."""
+    name = re.fullmatch(r"step_(\d{6,})", folder.name)
+    return int(name[1]) if name else None
 
 
 def newest(root: Path) -> Path | None:
     """Returns the checkpoint of the last step in the run folder `root`, if there is one."""
-    found = _written(root / "checkpoints")
-    return found[-1] if found else None
-
-
-def _step(folder: Path) -> re.Match[str] | None:
-    """Matches a folder name made by `save`, but not a user's copy such as step_000120.bak."""
-    return re.fullmatch(r"step_(\d{6,})", folder.name)
+    return next(reversed(_checkpoints(root / "checkpoints").values()), None)
 
 
 def set_aside(root: Path, next_step: int, resumed: Path | None) -> None:
     """Moves checkpoints of `next_step` and of later steps, except the resumed one, from
     root/checkpoints to root/abandoned. They belong to a run that is not continued, and `newest`
     would return them."""
-    folder, aside = root / "checkpoints", root / "abandoned"
-    first = _order(folder / f"step_{next_step:06d}")
-    for old in sorted(folder.glob("step_*"), key=_order):
-        if _order(old) < first or (resumed is not None and old.samefile(resumed)):
+    aside = root / "abandoned"
+    for step, old in _checkpoints(root / "checkpoints").items():
+        if step < next_step or (resumed is not None and old.samefile(resumed)):
             continue
         names = (old.name, *(f"{old.name}-{i}" for i in range(2, 10_000)))
         new = next(path for name in names if not (path := aside / name).exists())
@@ -215,7 +199,7 @@ def find(where: Path) -> Path:
     found = where if (where / STATE).is_file() else newest(where)
     if found is None:
         parent = where if where.name == "checkpoints" else where.parent
-        others = listed((path.name,) for path in _written(parent))
+        others = listed((path.name,) for path in _checkpoints(parent).values())
         had = f"; {parent} has {others}" if others else ""
         raise rm.ConfigError(
             f"--resume {where}: no checkpoint there (looked for {STATE} and "
@@ -279,9 +263,9 @@ def _read(folder: Path) -> dict[str, Any]:
             f"{file}: expected next_step, an integer from 0, and config, a table, got "
             f"next_step={shown(step)}"
         )
-    if (name := _step(folder)) and int(name[1]) != step:
+    if (named := _step(folder)) not in (None, step):
         raise rm.FormatError(
-            f"{file}: expected next_step={int(name[1])}, as the folder is named, got {step}"
+            f"{file}: expected next_step={named}, as the folder is named, got {step}"
         )
     return state
 
@@ -291,31 +275,29 @@ def load_optimizer(folder: Path, trainer: TrainerState) -> None:
     import torch
     from safetensors.torch import load_file
 
-    file = folder / "trainer/optimizer.safetensors"
+    file = folder / OPTIMIZER
     with library_errors(f"{file}: expected the optimizer's state"):
         tensors = load_file(str(file))
         torch.set_rng_state(tensors.pop("rng"))
-    by_name: dict[str, dict[str, Any]] = {}
-    for key, tensor in tensors.items():
-        kind, _, name = key.partition(":")
-        by_name.setdefault(name, {})[kind] = tensor
     parameters = dict(trainer.model.named_parameters())
-    if differ := sorted(by_name.keys() ^ parameters.keys()):
-        raise rm.FormatError(f"{file}: {differ[:4]} missing or unknown")
-    for name, parameter in parameters.items():
-        shapes = {"step": torch.Size([]), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
-        moments = by_name[name]
-        found = {kind: x.shape for kind, x in moments.items()}
-        is_float = all(x.is_floating_point() for x in moments.values())
-        if found != shapes or not is_float or moments["step"] < 0:
-            raise rm.FormatError(
-                f"{file}: {name}: expected {listed(shapes.items())} of floats, got "
-                f"{listed(found.items())}"
-            )
-    state = {i: by_name[name] for i, name in enumerate(parameters)}
-    trainer.optimizer.load_state_dict(
-        {"state": state, "param_groups": trainer.optimizer.state_dict()["param_groups"]}
-    )
+    wanted = {
+        f"{kind}:{name}": torch.Size() if kind == "step" else parameter.shape
+        for name, parameter in parameters.items()
+        for kind in MOMENTS
+    }
+    for key in sorted(wanted.keys() | tensors.keys()):
+        x, shape = tensors.get(key), wanted.get(key, ())
+        is_negative = x is not None and key.startswith("step:") and (x < 0).any()
+        if x is None or x.shape != shape or not x.is_floating_point() or is_negative:
+            expected = f"{list(shape)} of floats, a step from 0" if key in wanted else "no such key"
+            got = None if x is None else f"{list(x.shape)} of {x.dtype}"
+            raise rm.FormatError(f"{file}: {key}: expected {expected}, got {got}")
+    state = {
+        i: {kind: tensors[f"{kind}:{name}"] for kind in MOMENTS}
+        for i, name in enumerate(parameters)
+    }
+    groups = trainer.optimizer.state_dict()["param_groups"]
+    trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _changed(
@@ -324,9 +306,7 @@ def _changed(
     """Returns the options of the checkpoint, those of the config, and the names of options that
     differ and affect the run. Keys that an older checkpoint does not have count as their
     defaults."""
-    hints: dict[str, Any] = typing.get_type_hints(Config)
-    tables: dict[str, Any] = {k: v() for k, v in hints.items() if k not in ("seed", "folder")}
-    defaults, now = (_flat(json.loads(json.dumps(c.as_dict()))) for c in (Config(**tables), config))
+    defaults, now = (_flat(json.loads(json.dumps(c.as_dict()))) for c in (Config(), config))
     then = {**defaults, "train.kernels": "torch", **_flat(state["config"])}
     changed = [
         k
@@ -341,19 +321,19 @@ def save_rollouts(rollouts: Sequence[Rollout], path: Path) -> None:
     from safetensors.numpy import save_file
 
     tensors: dict[str, NDArray[Any]] = {}
-    for i, r in enumerate(rollouts):
-        arrays = {
-            "token_ids": np.concatenate([np.array(c.token_ids, np.int64) for c in r.completions]),
-            "lengths": np.array([len(c.token_ids) for c in r.completions]),
-            "stopped": np.array([c.stopped for c in r.completions]),
-            "seconds": np.array([r.seconds]),
+    for i, rollout in enumerate(rollouts):
+        every = rollout.completions
+        arrays: dict[str, Any] = {
+            "lengths": [len(c.token_ids) for c in every],
+            "stopped": [c.stopped for c in every],
+            "seconds": [rollout.seconds],
         }
-        for name in ("logprobs", "versions", "kept_tokens", "routed_experts"):
-            records = [getattr(c, name) for c in r.completions]
+        for name in RECORDS:
+            records = [getattr(c, name) for c in every]
             if records[0] is not None:
                 arrays[name] = np.concatenate(records)
-            if records[0] is not None and name == "routed_experts":
-                arrays["positions"] = np.array([len(record) for record in records])
+            if name == "routed_experts" and name in arrays:
+                arrays["positions"] = [len(record) for record in records]
         tensors |= {f"{i}:{name}": np.ascontiguousarray(array) for name, array in arrays.items()}
     save_file(tensors, str(path))
 
@@ -363,39 +343,36 @@ def read_rollouts(folder: Path, config: Config, data: Dataset, tokenizer: Any) -
     option that affects the run was changed."""
     from safetensors.numpy import load_file
 
-    state, file = _read(folder), folder / ROLLOUTS
+    state, file, table = _read(folder), folder / ROLLOUTS, config.rollout
     # Older checkpoints do not have the number of rollouts.
     if _changed(state, config)[2] or not state.get("rollouts", file.is_file()):
         return []
-    found = []
+    rollouts = []
     with library_errors(f"{file}: expected rollouts"):
         tensors = load_file(str(file))
-        for i in range(config.rollout.async_level):
-            prompts = data.draw(config.seed, state["next_step"] + i, config.rollout.prompts)
-            repeated = [p for p in prompts for _ in range(config.rollout.samples)]
-            prefix = f"{i}:"
-            arrays = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
-            seconds = float(arrays["seconds"][0])
-            found.append(Rollout(_completions(arrays, repeated, tokenizer), seconds))
-    return found
+        for i in range(table.async_level):
+            prompts = data.draw(config.seed, state["next_step"] + i, table.prompts)
+            repeated = [p for p in prompts for _ in range(table.samples)]
+            arrays = {
+                key.partition(":")[2]: v for key, v in tensors.items() if key.startswith(f"{i}:")
+            }
+            rollouts.append(_rollout(arrays, repeated, tokenizer))
+    return rollouts
 
 
-def _completions(
-    arrays: dict[str, NDArray[Any]], prompts: Sequence[Prompt], tokenizer: Any
-) -> list[Completion]:
-    parts: dict[str, list[NDArray[Any]]] = {}
-    for name in ("token_ids", "logprobs", "versions", "kept_tokens", "routed_experts"):
-        if name in arrays or name in ("token_ids", "logprobs", "versions"):
-            lengths = arrays["positions" if name == "routed_experts" else "lengths"]
-            parts[name] = np.split(arrays[name], np.cumsum(lengths)[:-1])
+def _rollout(arrays: dict[str, NDArray[Any]], prompts: Sequence[Prompt], tokenizer: Any) -> Rollout:
+    records: dict[str, list[NDArray[Any]]] = {}
+    for name in arrays.keys() & RECORDS:
+        lengths = arrays["positions" if name == "routed_experts" else "lengths"]
+        records[name] = np.split(arrays[name], np.cumsum(lengths)[:-1])
     completions = []
     for i, (prompt, stopped) in enumerate(zip(prompts, arrays["stopped"].tolist(), strict=True)):
-        ids = parts["token_ids"][i].tolist()
-        fields: dict[str, Any] = {name: part[i] for name, part in parts.items()}
+        fields: dict[str, Any] = {name: each[i] for name, each in records.items()}
+        ids = fields["token_ids"] = fields["token_ids"].tolist()
         text = completion_text(tokenizer, prompt.ids, ids, stopped)
-        fields |= {"prompt": prompt, "token_ids": ids, "drawn": np.ones(len(ids), bool)}
-        completions.append(Completion(**fields, text=text, stopped=stopped))
-    return completions
+        drawn = np.ones(len(ids), bool)
+        completions.append(Completion(prompt, **fields, drawn=drawn, text=text, stopped=stopped))
+    return Rollout(completions, float(arrays["seconds"][0]))
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,68 +12,69 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import rollmesh as rm
+from rollmesh.options import LIMITS, ROWS
 from rollmesh.run.config_rules import check_together, uses_tensor_cores
-from rollmesh.run.tables import number, override, read_table, read_value
+from rollmesh.run.tables import NO_KEY, number, override, read_table
+from rollmesh.runtime.arguments import MAX_THREADS
 from rollmesh.runtime.messages import plain
 
 
-def size() -> Any:
-    """An optional integer from 1."""
-    return number(None, at_least=1)
+def same(name: str) -> Any:
+    """A key with the default and the bounds of Generator's argument of this name."""
+    low, high = LIMITS.get(name, (None, None))
+    return number(ROWS[name].default, at_least=low, at_most=high)
+
+
+def _keys(hint: Any, names: str, **limits: float) -> list[tuple[str, Any, Any]]:
+    """Returns optional fields of a type and a range. names: separated by blanks."""
+    return [(name, hint | None, number(None, **limits)) for name in names.split()]
+
+
+# Keys of a transformers config. Which of them a model has depends on its architecture
+# (model/families.py).
+_ModelKeys = dataclasses.make_dataclass(
+    "_ModelKeys",
+    [
+        *_keys(
+            int,
+            "vocab_size "  # default: the tokenizer's
+            "hidden_size intermediate_size num_hidden_layers head_dim num_attention_heads "
+            "num_key_value_heads max_position_embeddings sliding_window no_rope_layer_interval "
+            "num_experts num_local_experts n_routed_experts num_experts_per_tok n_group topk_group "
+            "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step",
+            at_least=1,
+        ),
+        *_keys(int, "max_window_layers n_shared_experts first_k_dense_replace", at_least=0),
+        *_keys(float, "initializer_range rms_norm_eps routed_scaling_factor", above=0),
+        *_keys(
+            bool,
+            "tie_word_embeddings attention_bias qkv_bias use_qk_norm use_sliding_window "
+            "norm_topk_prob",
+        ),
+        *_keys(str, "hidden_act"),
+        *_keys(tuple[str, ...], "layer_types"),
+        *_keys(tuple[int, ...], "mlp_only_layers"),
+        *_keys(tuple[int, ...], "no_rope_layers", at_least=0, at_most=1),
+        *_keys(dict[str, Any], "rope_parameters"),
+    ],
+    frozen=True,
+)
 
 
 @dataclass(frozen=True)
-class ModelTable:
+class ModelTable(_ModelKeys):  # type: ignore[misc,valid-type]
     """A random model of this shape, or the checkpoint folder `path`. Keys that are not given have
     transformers' default."""
 
     architecture: str | None = None  # a key of FAMILIES (model/families.py)
     path: str | None = None  # folder with config.json and safetensors; only `ignore` beside it
     ignore: tuple[str, ...] = ()  # keys and tensors of the folder to ignore (docs/models.md)
-    vocab_size: int | None = size()  # default: the tokenizer's
-    hidden_size: int | None = size()
-    intermediate_size: int | None = size()
-    num_hidden_layers: int | None = size()
-    num_attention_heads: int | None = size()
-    num_key_value_heads: int | None = size()
-    head_dim: int | None = size()
-    hidden_act: str | None = None
-    max_position_embeddings: int | None = size()
-    initializer_range: float | None = number(None, above=0)
-    rms_norm_eps: float | None = number(None, above=0)
-    tie_word_embeddings: bool | None = None
-    rope_parameters: dict[str, Any] | None = None
-    attention_bias: bool | None = None
-    use_sliding_window: bool | None = None
-    sliding_window: int | None = size()
-    max_window_layers: int | None = number(None, at_least=0)
-    layer_types: tuple[str, ...] | None = None
-    no_rope_layers: tuple[int, ...] | None = number(None, at_least=0, at_most=1)
-    no_rope_layer_interval: int | None = size()
-    qkv_bias: bool | None = None
-    use_qk_norm: bool | None = None
-    # with experts
-    moe_intermediate_size: int | None = size()
-    num_experts: int | None = size()
-    num_local_experts: int | None = size()
-    n_routed_experts: int | None = size()
-    num_experts_per_tok: int | None = size()
-    norm_topk_prob: bool | None = None
-    decoder_sparse_step: int | None = size()
-    mlp_only_layers: tuple[int, ...] | None = None
-    first_k_dense_replace: int | None = number(None, at_least=0)
-    n_group: int | None = size()
-    topk_group: int | None = size()
-    routed_scaling_factor: float | None = number(None, above=0)
-    n_shared_experts: int | None = number(None, at_least=0)
-    shared_expert_intermediate_size: int | None = size()
 
     def hf_fields(self) -> dict[str, Any]:
         """Returns the given keys of the transformers config."""
@@ -133,26 +134,25 @@ class RolloutTable:
 
 @dataclass(frozen=True)
 class GeneratorTable:
-    """Arguments of rm.Generator and rm.Mesh, and the engine that runs them. Both engines give the
-    same numbers."""
+    """Arguments of rm.Generator (rollmesh/options.py) and rm.Mesh, and the engine that runs them.
+    Both engines give the same numbers."""
 
     # vllm: vLLM's AsyncLLM schedules, rollmesh computes (docs/vllm.md).
     engine: Literal["rollmesh", "vllm"] = "rollmesh"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: str = "cpu"
-    threads: int = number(0, at_least=0, at_most=256)  # 0: one per core this process may use
+    dtype: Literal["bfloat16", "float32"] = same("dtype")
+    device: str = same("device")
+    threads: int = number(0, at_least=0, at_most=MAX_THREADS)  # 0: one per usable core
     max_model_len: int = number(4096, at_least=2)
-    max_num_seqs: int = number(256, at_least=1)
+    max_num_seqs: int = same("max_num_seqs")
     kv_cache_gib: float = number(1.0, above=0)
     tp: int = number(1, at_least=1)
     dp: int = number(1, at_least=1)
     ep: int = number(1, at_least=1)
-    ep_backend: str = "alltoall"
-    sequence_parallel: bool = False
+    ep_backend: str = same("ep_backend")
+    sequence_parallel: bool = same("sequence_parallel")
     exchange: Literal["host", "nccl"] = "host"  # between GPUs: through host memory, or NCCL
-    enforce_eager: bool = False  # on a GPU: no CUDA graphs
-    # CPU: ref, avx2, …; GPU: cuda_fma, cuda_mma. Default: the first that is available.
-    isa: str | None = None
+    enforce_eager: bool = same("enforce_eager")
+    isa: str | None = same("isa")
     comm: Literal["auto", "threads", "shm", "torch"] = "auto"  # auto: shm under torchrun
     comm_timeout: float = number(1800.0, above=0)  # seconds that a rank waits for the others
 
@@ -236,20 +236,20 @@ class CheckpointTable:
 
 @dataclass(frozen=True)
 class Config:
-    model: ModelTable
-    tokenizer: TokenizerTable
-    data: DataTable
-    rollout: RolloutTable
-    generator: GeneratorTable
-    sync: SyncTable
-    reward: RewardTable
-    loss: LossTable
-    correction: CorrectionTable
-    train: TrainTable
-    eval: EvalTable
-    checkpoint: CheckpointTable
+    model: ModelTable = ModelTable()
+    tokenizer: TokenizerTable = TokenizerTable()
+    data: DataTable = DataTable()
+    rollout: RolloutTable = RolloutTable()
+    generator: GeneratorTable = GeneratorTable()
+    sync: SyncTable = SyncTable()
+    reward: RewardTable = RewardTable()
+    loss: LossTable = LossTable()
+    correction: CorrectionTable = CorrectionTable()
+    train: TrainTable = TrainTable()
+    eval: EvalTable = EvalTable()
+    checkpoint: CheckpointTable = CheckpointTable()
     seed: int = number(0, at_least=0, at_most=2**63 - 1)
-    folder: str = "."  # of the TOML file; not a key
+    folder: str = dataclasses.field(default=".", metadata={NO_KEY: True})  # of the TOML file
 
     def path(self, name: str) -> Path:
         """Returns `name` relative to the TOML file."""
@@ -277,19 +277,7 @@ def load(file: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def from_dict(table: Mapping[str, Any], folder: str = ".") -> Config:
-    sections = {f.name: f for f in dataclasses.fields(Config) if f.name != "folder"}
-    if unknown := sorted(set(table) - set(sections)):
-        what = "table" if isinstance(table[unknown[0]], dict) else "key"
-        raise rm.ConfigError(
-            f"{plain(unknown[0])}: no such {what}; there are {', '.join(sections)}"
-        )
-    values: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(Config).items():
-        if dataclasses.is_dataclass(hint):
-            values[name] = read_table(hint, table.get(name, {}), name)
-        elif name in table:
-            values[name] = read_value(sections[name], hint, table[name], name)
-    config = Config(**values, folder=folder)
+    config: Config = dataclasses.replace(read_table(Config, table), folder=folder)
     check_together(config)
     return config
 

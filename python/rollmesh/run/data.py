@@ -20,18 +20,19 @@ import hashlib
 import importlib.util
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
-from rollmesh.request.text import Detokenizer, TextCodec, rendered_chat
+from rollmesh.request.text import Detokenizer, TextCodec
 from rollmesh.run.config import Config
 from rollmesh.run.files import library_errors
 from rollmesh.run.seeds import rng_of
 from rollmesh.runtime.messages import listed, plain, shown
 
+SOURCES = {"prompt", "messages"}
 REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}
 HUB = "hf://datasets/"
 _log = logging.getLogger("rollmesh.grpo")
@@ -39,7 +40,7 @@ _log = logging.getLogger("rollmesh.grpo")
 
 @dataclass(frozen=True)
 class Prompt:
-    source: str | list[dict[str, str]]  # the text or the chat, for the reward function
+    source: str | list[dict[str, Any]]  # the text or the chat, for the reward function
     ids: tuple[int, ...]  # the token ids, for the model
     columns: dict[str, Any]
     stage: int = 0
@@ -161,19 +162,13 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
 
 def _fitted(prompts: list[Prompt], room: int, overlong: str) -> list[Prompt]:
     """Returns prompts of at most `room` tokens: drops longer ones, or keeps their last tokens."""
-    count = sum(len(p.ids) > room for p in prompts)
-    if count:
+    is_long = [len(p.ids) > room for p in prompts]
+    if any(is_long):
         done = "dropped" if overlong == "drop" else "truncated to their last tokens"
-        _log.warning(
-            "%d of %d prompts have more than %d tokens and were %s ([data] overlong)",
-            count,
-            len(prompts),
-            room,
-            done,
-        )
-    if overlong == "drop":
-        return [p for p in prompts if len(p.ids) <= room]
-    return [p if len(p.ids) <= room else dataclasses.replace(p, ids=p.ids[-room:]) for p in prompts]
+        text = "%d of %d prompts have more than %d tokens and were %s ([data] overlong)"
+        _log.warning(text, sum(is_long), len(prompts), room, done)
+    kept = (p for p, long in zip(prompts, is_long, strict=True) if not long or overlong != "drop")
+    return [dataclasses.replace(p, ids=p.ids[-room:]) for p in kept]
 
 
 def _in_share(p: Prompt, share: float) -> bool:
@@ -273,72 +268,49 @@ def _load_hf_dataset(name: str, path: Path, config: str | None, split: str) -> A
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     """Removes None from `prompt`, `messages` and messages."""
-    row = {k: v for k, v in row.items() if v is not None or k not in ("prompt", "messages")}
-    for key in row.keys() & {"prompt", "messages"}:
-        if isinstance(row[key], list):
-            row[key] = [
-                {k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m
-                for m in row[key]
-            ]
+
+    def present(table: Any) -> Any:
+        is_table = isinstance(table, dict)
+        return {k: v for k, v in table.items() if v is not None} if is_table else table
+
+    for key in SOURCES & row.keys():
+        if (value := row.pop(key)) is not None:
+            row[key] = list(map(present, value)) if isinstance(value, list) else value
     return row
 
 
 def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) -> Prompt:
     """Returns the prompt of a row. Raises ConfigError, with the place `where`, for a malformed
     row."""
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+    if not isinstance(row, dict) or len(SOURCES & row.keys()) != 1:
         keys = f"the keys {listed((key,) for key in row)}" if isinstance(row, dict) else shown(row)
         raise rm.ConfigError(
             f"{where}: expected an object with either prompt or messages, got {keys}"
         )
-    columns = {k: v for k, v in row.items() if k not in ("prompt", "messages")}
+    columns = {k: v for k, v in row.items() if k not in SOURCES}
     if taken := sorted(columns.keys() & REWARD_ARGUMENTS):
         raise rm.ConfigError(
             f"{where}: expected no column {taken[0]}: a reward gets an argument of this name; "
             "rename the column"
         )
-    source: Any = row.get("prompt", row.get("messages"))
-    if isinstance(source, str):
-        if "messages" in row:
-            raise rm.ConfigError(
-                f"{where}: expected messages to be a list of {{role, content}}, got text; its key "
-                "is prompt"
-            )
-        if chat:
-            source = [{"role": "user", "content": source}]
-    if isinstance(source, str):
-        with library_errors(f"{where}: expected a prompt that the tokenizer takes"):
-            ids = tokenizer.encode(source)  # raises for a lone surrogate
-    elif is_chat(source):
-        if tokenizer.chat_template is None:
-            raise rm.ConfigError(f"{where}: a chat, but the tokenizer has no chat template")
-        with library_errors(f"{where}: expected messages of what JSON has"):
-            json.dumps(source)  # for completions.jsonl; datasets may have dates and bytes
-        with library_errors(f"{where}: expected a chat that the tokenizer's chat template takes"):
-            text = rendered_chat(tokenizer, source, add_generation_prompt=True)
-            ids = tokenizer.encode(text, add_special_tokens=False)
-    else:
+    if isinstance(row.get("messages"), str):
         raise rm.ConfigError(
-            f"{where}: expected prompt to be text, or messages a list of {{role, content}}, both "
-            f"text, got {source!r:.80}"
+            f"{where}: expected messages to be a list of {{role, content}}, got text; its key is "
+            "prompt"
         )
+    source: Any = row.get("prompt", row.get("messages"))
+    if chat and isinstance(source, str):
+        source = [{"role": "user", "content": source}]
+    what, codec = "prompt" if isinstance(source, str) else "chat", TextCodec(tokenizer)
+    with library_errors(f"{where}: expected a {what} of what JSON has, that the tokenizer takes"):
+        json.dumps(source)  # for completions.jsonl; datasets may have dates and bytes
+        if isinstance(source, str):
+            ids = codec.encode(source)
+        else:
+            ids = codec.encode_chat(source, {"add_generation_prompt": True})
     if not ids:
         raise rm.ConfigError(f"{where}: the prompt has no tokens")
     return Prompt(source, tuple(ids), columns, stage)
-
-
-def is_chat(source: Any) -> bool:
-    """Returns whether the value is a list of one or more messages with text as content."""
-    return (
-        isinstance(source, list)
-        and bool(source)
-        and all(
-            isinstance(m, dict)
-            and isinstance(m.get("role"), str)
-            and isinstance(m.get("content"), str)
-            for m in source
-        )
-    )
 
 
 def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
@@ -355,10 +327,3 @@ def completion_text(
     for token in token_ids[: len(token_ids) - ended]:
         detokenizer.push(token)
     return detokenizer.text
-
-
-def eos_ids(tokenizer: Any, model_config: Any) -> list[int]:
-    """Returns the ids that end a completion: the eos of the tokenizer and of the model's config."""
-    found: Iterable[Any] = (tokenizer.eos_token_id, getattr(model_config, "eos_token_id", None))
-    every = {i for item in found for i in (item if isinstance(item, list) else [item])}
-    return sorted(i for i in every if i is not None)

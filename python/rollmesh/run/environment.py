@@ -10,7 +10,8 @@ from typing import Any
 
 import rollmesh as rm
 from rollmesh.request.reply_tokens import reply_tokens
-from rollmesh.run.data import Prompt, is_chat
+from rollmesh.request.text import chat_messages
+from rollmesh.run.data import Prompt
 from rollmesh.run.files import library_errors
 from rollmesh.run.user_code import Call, EventLoop, imported
 from rollmesh.runtime.messages import shown
@@ -33,7 +34,7 @@ class Environment:
             given = {**prompt.columns, "prompt": prompt.source, "completion": completion}
             return Call(self.what, self._function, lambda: copy.deepcopy(given))
 
-        results = self._loop.run(self.what, [call(*pair) for pair in conversations])
+        results = self._loop.run([call(*pair) for pair in conversations])
         pairs = zip(results, conversations, strict=True)
         return [self._checked(reply, prompt) for (reply, _), (prompt, _) in pairs]
 
@@ -41,12 +42,12 @@ class Environment:
         messages = [reply] if isinstance(reply, dict) else reply
         if reply is None or (isinstance(reply, str) and reply and not prompt.is_chat):
             return reply
-        if prompt.is_chat and is_chat(messages):
-            with library_errors(f"{self.what}: expected a reply of what JSON has"):
-                json.dumps(messages)  # for completions.jsonl
-            return copy.deepcopy(messages)
-        wanted = "a message {role, content}, a list of them" if prompt.is_chat else "a text"
-        raise rm.ConfigError(f"{self.what}: expected {wanted}, or None, got {shown(reply)}")
+        if not prompt.is_chat:
+            raise rm.ConfigError(f"{self.what}: expected a text, or None, got {shown(reply)}")
+        wanted = "a message {role, content} of what JSON has, a list of them, or None"
+        with library_errors(f"{self.what}: expected {wanted}"):
+            json.dumps(messages)  # for completions.jsonl
+            return copy.deepcopy(chat_messages(messages))
 
 
 def check_template(prompts: Sequence[Prompt], tokenizer: Any, ends: Collection[int]) -> None:

@@ -58,7 +58,7 @@ class RunFolder:
         OSError."""
         table, last = self._config.rollout, self._config.train.steps
         every = self._config.checkpoint.every
-        self._completions.write(completions[: table.log_completions])
+        self._completions.write(*completions[: table.log_completions], ensure_ascii=False)
         self._metrics.write(line)
         self._next_step, self._num_updates = min(step + 1, last), self._trainer.num_updates
         self._interrupts.release()

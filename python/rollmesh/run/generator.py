@@ -8,19 +8,17 @@ bit for bit, so a run can be resumed with the other.
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from typing import Any, Protocol
 
 import rollmesh as rm
-from rollmesh.request.arguments import check_vocabulary
-from rollmesh.run.config import Config
-from rollmesh.run.data import eos_ids
+from rollmesh.options import ROWS
+from rollmesh.request.arguments import check_vocabulary, eos_ids
+from rollmesh.run.config import Config, GeneratorTable
 from rollmesh.weights.self_test import Generates
 
-# Keys of [generator] that are arguments of rm.Generator.
-SAME = (
-    *("sequence_parallel", "device", "dtype", "ep_backend", "max_model_len", "max_num_seqs"),
-    *("kv_cache_gib", "enforce_eager", "isa"),
-)
+# Keys of [generator] that are passed to rm.Generator as they are.
+SAME = (ROWS.keys() & {key.name for key in fields(GeneratorTable)}) - {"comm", "threads"}
 _log = logging.getLogger("rollmesh.grpo")
 
 
@@ -50,16 +48,17 @@ def make_generator(
 ) -> RolloutGenerator:
     """Makes the generator of a run. hf_config: config of the model whose weights will be pushed.
     comm: the comm of this rank, if this process is a rank of the generator's mesh."""
-    check_vocabulary(tokenizer, hf_config)
-    g, eos, top_k = config.generator, eos_ids(tokenizer, hf_config), config.rollout.top_k
+    spec = rm.ModelSpec.from_hf(hf_config)
+    check_vocabulary(tokenizer, spec)
+    g, eos, top_k = config.generator, eos_ids(None, tokenizer, spec), config.rollout.top_k
     if not eos:
         _log.warning(
             "no token ends a completion: neither tokenizer, config.json nor "
             "generation_config.json has an eos_token_id"
         )
-    if top_k >= hf_config.vocab_size:
+    if top_k >= spec.vocab_size:
         raise rm.ConfigError(
-            f"[rollout] top_k: expected below the {hf_config.vocab_size} tokens of the model's "
+            f"[rollout] top_k: expected below the {spec.vocab_size} tokens of the model's "
             f"vocabulary, got {top_k}"
         )
     if g.engine == "vllm":
@@ -67,7 +66,7 @@ def make_generator(
 
         return VllmGenerator(g, hf_config, eos, routing=config.correction.routing_replay)
     return rm.Generator(
-        rm.ModelSpec.from_hf(hf_config),
+        spec,
         mesh=rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep),
         comm=rm.comm.nccl(comm) if g.exchange == "nccl" else comm,
         eos_token_ids=eos,

@@ -29,17 +29,23 @@ class JsonLines:
     """A JSONL file to which lines are appended. If another program removed or changed the file,
     `restore` makes a new one, with a warning that ends with `then`."""
 
-    def __init__(self, path: Path, restore: Callable[[], None], then: str) -> None:
+    def __init__(self, path: Path, restore: Callable[[], object], then: str) -> None:
         self.path, self._restore, self._then = path, restore, then
         self._open()
 
     def _open(self) -> None:
-        self._restore()
         with writing(self.path):
+            self._restore()
             self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, *rows: dict[str, Any], ensure_ascii: bool = True) -> None:
-        if not self._is_whole():
+        own = os.fstat(self._file.fileno())
+        try:
+            found = self.path.stat()
+            is_whole = os.path.samestat(own, found) and found.st_size == self._file.tell()
+        except OSError:
+            is_whole = False
+        if not is_whole:
             _log.warning("%s was removed or changed by another program; %s", self.path, self._then)
             self._file.close()
             self._open()
@@ -51,15 +57,6 @@ class JsonLines:
         with writing(self.path):
             self._file.close()
 
-    def _is_whole(self) -> bool:
-        """Returns whether the path still names the open file, with the written size."""
-        own = os.fstat(self._file.fileno())
-        try:
-            found = self.path.stat()
-        except OSError:
-            return False
-        return os.path.samestat(own, found) and found.st_size == self._file.tell()
-
 
 class MetricsLog:
     """DIR/metrics.jsonl, and TensorBoard events in DIR/events."""
@@ -69,44 +66,38 @@ class MetricsLog:
 
         path = folder / "metrics.jsonl"
         self.lines = [m for m in read(path) if m["step"] < first_step] if path.exists() else []
-        self._file = JsonLines(
-            path, lambda: replace_file(path, self._rewrite), "it is written again"
-        )
+
+        def rewrite(partial: Path) -> None:
+            partial.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
+
+        self._file = JsonLines(path, lambda: replace_file(path, rewrite), "it is written again")
         self._folder = folder / "events"
         with writing(self._folder):
             self._events: Any = SummaryWriter(str(self._folder), purge_step=first_step)
 
-    def _rewrite(self, path: Path) -> None:
-        path.write_text("".join(json.dumps(m) + "\n" for m in self.lines), encoding="utf-8")
-
     def write(self, metrics: Metrics) -> None:
         self._file.write(metrics)
         self.lines.append(metrics)
-        numbers = {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and k != "step"}
-        self._add_events(
-            lambda events: [events.add_scalar(k, v, metrics["step"]) for k, v in numbers.items()]
-        )
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._add_events("add_scalar", name, value, metrics["step"])
 
-    def _add_events(self, call: Callable[[Any], object]) -> None:
-        """Writes TensorBoard events. Errors of TensorBoard do not stop the run."""
+    def _add_events(self, method: str, *args: Any) -> None:
+        """Calls TensorBoard's writer. Its errors do not stop the run."""
         try:
             if self._events is not None:
-                call(self._events)
+                getattr(self._events, method)(*args)
         except Exception as error:  # noqa: BLE001
-            self._events = None
-            _log.warning(
-                "%s: TensorBoard gets no more events: %s: %s",
-                self._folder,
-                type(error).__name__,
-                plain(error),
-            )
+            self._events, kind = None, type(error).__name__
+            text = "%s: TensorBoard gets no more events: %s: %s"
+            _log.warning(text, self._folder, kind, plain(error))
 
     def close(self) -> None:
         self._file.close()
-        self._add_events(lambda events: events.close())
+        self._add_events("close")
 
 
-class CompletionsLog:
+class CompletionsLog(JsonLines):
     """DIR/completions.jsonl: the first completions of each step, with step, prompt, reward, and
     whether they ended with an end token."""
 
@@ -119,15 +110,9 @@ class CompletionsLog:
 
         if path.exists():
             replace_file(path, cut)
-        self._file = JsonLines(
-            path, lambda: path.parent.mkdir(parents=True, exist_ok=True), "later rows are appended"
+        super().__init__(
+            path, lambda: folder.mkdir(parents=True, exist_ok=True), "later rows are appended"
         )
-
-    def write(self, rows: Completions) -> None:
-        self._file.write(*rows, ensure_ascii=False)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _step_of(line: bytes) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import rollmesh as rm
+from rollmesh._core import usable_cores
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import without
@@ -22,7 +23,6 @@ from rollmesh.run.config import Config
 from rollmesh.run.data import load_tokenizer
 from rollmesh.run.files import expect_file, library_errors
 from rollmesh.run.seeds import seed_of
-from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.messages import MOST_SUGGESTED, listed, plain, shown
 from rollmesh.weights.safetensors_folder import INDEX, SafetensorsFolder, is_ignored
 from rollmesh.weights.sync import EMBEDDING, HEAD

@@ -106,12 +106,12 @@ def rounded(reward: float | None) -> str:
     return "-" if reward is None else f"{reward:.3f}"
 
 
-def _printable(source: str | list[dict[str, str]]) -> str:
+def _printable(source: str | list[dict[str, Any]]) -> str:
     """Returns a text, or a chat with its roles. Characters that move a terminal's cursor are
     escaped."""
     text = source
     if not isinstance(text, str):
-        text = "\n".join(f"{m['role']}: {m['content']}" for m in text)
+        text = "\n".join(f"{m['role']}: {m.get('content')}" for m in text)
     if len(text) > MOST_PRINTED:
         text = f"{text[: MOST_PRINTED // 2]} … {text[-MOST_PRINTED // 2 :]}"
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

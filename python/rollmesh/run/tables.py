@@ -19,48 +19,49 @@ import rollmesh as rm
 from rollmesh.runtime.messages import plain, shown
 
 INT64 = 2**63  # the range of integers in TOML; Python reads larger integers
+KINDS = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    dict: "a table",
+}
+LIMITS = {
+    "at_least": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "at_most": (operator.le, "at most"),
+}
+NO_KEY = "no key"  # in the metadata of a field that no table has
 
 
-def number(
-    default: Any,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-) -> Any:
-    """Declares a field with a range, which `check_range` checks."""
-    return dataclasses.field(
-        default=default, metadata={"at_least": at_least, "above": above, "at_most": at_most}
-    )
+def number(default: Any, **limits: float) -> Any:
+    """Declares a field of numbers with a range. limits: keys of LIMITS."""
+    return dataclasses.field(default=default, metadata=limits)
 
 
-def read_table(cls: Any, table: Any, name: str) -> Any:
+def read_table(cls: Any, table: Any, name: str = "") -> Any:
+    """Returns the dataclass `cls` with the values of a table. Fields that are dataclasses are
+    tables too."""
     if not isinstance(table, dict):
         raise rm.ConfigError(f"{name}: expected a table, got {show(table)}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for key in table:
+    fields = {f.name: f for f in dataclasses.fields(cls) if NO_KEY not in f.metadata}
+    hints, values = typing.get_type_hints(cls), {}
+    for key, value in table.items():
+        where = f"[{name}] {plain(key)}" if name else plain(key)
         if key not in fields:
-            raise rm.ConfigError(
-                f"[{name}] {plain(key)}: no such key; there are {', '.join(fields)}"
-            )
-    hints = typing.get_type_hints(cls)
-    return cls(**{k: read_value(fields[k], hints[k], v, f"[{name}] {k}") for k, v in table.items()})
+            what = "table" if isinstance(value, dict) and not name else "key"
+            raise rm.ConfigError(f"{where}: no such {what}; there are {', '.join(fields)}")
+        values[key] = convert(hints[key], fields[key].metadata, value, where)
+    return cls(**values)
 
 
-def read_value(f: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
-    value = convert(hint, value, where)
-    for item in value if isinstance(value, tuple) else (value,):
-        check_range(f.metadata, item, where)
-    return value
-
-
-def convert(hint: Any, value: Any, where: str) -> Any:
+def convert(hint: Any, limits: Mapping[str, float], value: Any, where: str) -> Any:
     """Converts `value` to the type of the hint, or raises ConfigError."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return convert(next(a for a in args if a is not type(None)), value, where)
+    if dataclasses.is_dataclass(hint):
+        return read_table(hint, value, where)
+    if origin in (types.UnionType, typing.Union):  # X | None
+        return None if value is None else convert(args[0], limits, value, where)
     if origin is Literal:
         if value not in args:
             raise rm.ConfigError(
@@ -70,37 +71,21 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise rm.ConfigError(f"{where}: expected a list, got {show(value)}")
-        return tuple(convert(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        return tuple(convert(args[0], limits, v, f"{where}[{i}]") for i, v in enumerate(value))
     kind = origin or hint
     if isinstance(value, int) and not -INT64 <= value < INT64:
         raise rm.ConfigError(f"{where}: expected a number of 64 bits, got {show(value)}")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        names = {
-            int: "an integer",
-            float: "a number",
-            str: "a string",
-            bool: "true or false",
-            dict: "a table",
-        }
-        raise rm.ConfigError(f"{where}: expected {names[kind]}, got {show(value)}")
-    return value
-
-
-def check_range(limits: Mapping[str, Any], value: Any, where: str) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return
-    if not math.isfinite(value):
+        raise rm.ConfigError(f"{where}: expected {KINDS[kind]}, got {show(value)}")
+    if kind is float and not math.isfinite(value):
         raise rm.ConfigError(f"{where}: expected a finite number, got {value}")
-    for key, ok, text in (
-        ("at_least", operator.ge, "at least"),
-        ("above", operator.gt, "above"),
-        ("at_most", operator.le, "at most"),
-    ):
-        limit = limits.get(key)
-        if limit is not None and not ok(value, limit):
+    for key, limit in limits.items():
+        is_within, text = LIMITS[key]
+        if not is_within(value, limit):
             raise rm.ConfigError(f"{where}: expected {text} {limit}, got {value}")
+    return value
 
 
 def override(table: dict[str, Any], text: str) -> None:

@@ -79,7 +79,6 @@ class Call:
     function: Callable[..., Any]
     arguments: Callable[[], dict[str, Any]]
     read: Callable[[Any], Any] = lambda returned: returned  # may run code of the user
-    check: Callable[[Any], Any] = lambda value: value  # checks the result of `read`
 
     @property
     def is_async(self) -> bool:
@@ -88,18 +87,18 @@ class Call:
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
     def result(self) -> tuple[Any, float]:
-        """Returns the checked value, and the seconds that the call took."""
+        """Returns what `read` returns, and the seconds that the call took."""
         began = time.perf_counter()
         with naming(self.what):
             value = self.read(self.function(**self.arguments()))
-        return self.check(value), time.perf_counter() - began
+        return value, time.perf_counter() - began
 
     async def awaited(self) -> tuple[Any, float]:
         """Like result, for an async function."""
         began = time.perf_counter()
         with naming(self.what, but=asyncio.CancelledError):
             value = self.read(await _finished(self.function(**self.arguments())))
-        return self.check(value), time.perf_counter() - began
+        return value, time.perf_counter() - began
 
 
 class EventLoop:
@@ -109,13 +108,14 @@ class EventLoop:
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
 
-    def run(self, what: str, calls: Sequence[Call]) -> list[tuple[Any, float]]:
+    def run(self, calls: Sequence[Call]) -> list[tuple[Any, float]]:
         """Returns the result of each call. Calls the functions in order, then awaits the async ones
-        together; the first that fails cancels the others. `what` names them in error messages."""
+        together; the first that fails cancels the others."""
         results = {i: call.result() for i, call in enumerate(calls) if not call.is_async}
         if waiting := [i for i in range(len(calls)) if i not in results]:
-            with naming(what, but=rm.ConfigError):
-                found = self._runner.run(_together([calls[i].awaited() for i in waiting]))
+            names = dict.fromkeys(calls[i].what for i in waiting)
+            with naming(", ".join(names), but=rm.ConfigError):
+                found = self._runner.run(together([calls[i].awaited() for i in waiting]))
             results |= zip(waiting, found, strict=True)
         return [results[i] for i in range(len(calls))]
 
@@ -123,7 +123,9 @@ class EventLoop:
         self._runner.close()
 
 
-async def _together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results of coroutines that run at the same time. The first error cancels the
+    others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
@@ -180,39 +182,27 @@ def call_rewards(
 ) -> dict[str, tuple[list[float | None], float]]:
     """Returns the values of each reward function for `count` completions, and its seconds. Raises
     ConfigError if a function raised, or did not return one finite number or None for each."""
-    calls = [
-        Call(
-            f"reward {name}",
-            function,
-            arguments,
-            read=lambda returned: (returned, _listed(returned, count)),
-            check=partial(_counted, name, count),
-        )
-        for name, function in functions.items()
-    ]
-    awaited = (name for name, call in zip(functions, calls, strict=True) if call.is_async)
-    results = event_loop.run(f"reward {', '.join(awaited)}", calls)
-    return {
-        name: ([_number(value, name, i) for i, value in enumerate(values)], seconds)
-        for name, (values, seconds) in zip(functions, results, strict=True)
-    }
+    read = partial(_listed, count=count)
+    calls = [Call(f"reward {name}", f, arguments, read) for name, f in functions.items()]
+    found: dict[str, tuple[list[float | None], float]] = {}
+    for name, (values, seconds) in zip(functions, event_loop.run(calls), strict=True):
+        if isinstance(values, str):
+            raise rm.ConfigError(
+                f"reward {name}: expected {count} values, one a completion, got {values}"
+            )
+        found[name] = [_number(value, name, i) for i, value in enumerate(values)], seconds
+    return found
 
 
-def _listed(returned: Any, count: int) -> list[Any] | None:
-    """Returns at most count + 1 values, since a generator may be endless."""
+def _listed(returned: Any, count: int) -> list[Any] | str:
+    """Returns `count` values, or a description of what a reward returned instead. Reads at most one
+    value more, since a generator may be endless."""
     if isinstance(returned, UNORDERED_OR_TEXT) or not isinstance(returned, Iterable):
-        return None
-    return list(islice(returned, count + 1))
-
-
-def _counted(name: str, count: int, read: tuple[Any, list[Any] | None]) -> list[Any]:
-    returned, values = read
-    if values is not None and len(values) == count:
+        return f"a {type(returned).__name__}"
+    values = list(islice(returned, count + 1))
+    if len(values) == count:
         return values
-    got: Any = f"a {type(returned).__name__}"
-    if values is not None:
-        got = len(returned) if isinstance(returned, Sized) else len(values)
-    raise rm.ConfigError(f"reward {name}: expected {count} values, one a completion, got {got}")
+    return str(len(returned) if isinstance(returned, Sized) else len(values))
 
 
 def _number(value: Any, name: str, i: int) -> float | None:

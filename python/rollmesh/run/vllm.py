@@ -31,8 +31,10 @@ from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.model.families import FAMILIES
+from rollmesh.request.arguments import param_list
 from rollmesh.request.sampling import logit_edit_names
 from rollmesh.run.config import GeneratorTable
+from rollmesh.run.user_code import together
 from rollmesh.runtime.threads import starting
 from rollmesh.vllm import NAME, asked_for
 from rollmesh.vllm.trainer import AsyncWeightSender
@@ -120,31 +122,23 @@ class VllmGenerator:
     ) -> list[rm.RequestOutput]:
         """Implements rm.Generator.generate for token ids, with use_tqdm=False. Raises the first
         request's error and aborts the others."""
-        chosen = [params] * len(prompts) if isinstance(params, rm.SamplingParams) else list(params)
         if use_tqdm:
             raise rm.RequestError("use_tqdm: expected False with vLLM, got True")
-        return self._loop.run(self._generate(prompts, chosen))
+        pairs = zip(prompts, param_list(params, len(prompts)), strict=True)
+        return self._loop.run(self._generate([self._complete(list(ids), p) for ids, p in pairs]))
 
     def abort(self) -> None:
         """Ends calls of generate in other threads, which raise CancelledError."""
         self._loop.call(lambda: [task.cancel() for task in self._running])
 
     async def _generate(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[rm.SamplingParams]
+        self, works: Sequence[Coroutine[Any, Any, rm.RequestOutput]]
     ) -> list[rm.RequestOutput]:
         me = asyncio.current_task()
         assert me is not None
         self._running.add(me)
         me.add_done_callback(self._running.discard)
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._complete(list(ids), p))
-                    for ids, p in zip(prompts, params, strict=True)
-                ]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return await together(works)
 
     async def _complete(self, prompt: list[int], params: rm.SamplingParams) -> rm.RequestOutput:
         number, last = next(self._numbers), None

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from rollmesh import _core
+from rollmesh._core import usable_cores
 from rollmesh.errors import ConfigError, Error
-from rollmesh.runtime.cores import usable_cores
 from rollmesh.runtime.messages import reason, shown
 
 MAX_ITEMS = 2**24  # prompts of a call, tokens of a prompt, request ids
 MAX_TOKENS = 2**20  # different ones: vocabularies are smaller
 MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
 BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no list of ids
-ENGINE_LIMITS = _core.engine_limits()  # name → (least, most)
+MAX_THREADS = _core.engine_limits()["threads"][1]
 PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
 OFFLOAD = 4
 ACTIVATIONS = (
@@ -30,7 +30,6 @@ ACTIVATIONS = (
     "relu2",
 )  # rm_activation of kernels/kernels.h, in its order
 REAL = (int, float, np.integer, np.floating)
-MAX_GIB = 2**20
 MIN_FLOAT64 = (
     2.2250738585072014e-308  # the smallest normal one; the engine takes smaller ones for 0
 )
@@ -65,17 +64,10 @@ def integer_of(error: type[Error], name: str, value: Any, low: int, high: int) -
     return int(value)
 
 
-def engine_integer(name: str, value: Any, prefix: str = "") -> int:
-    """Checks an option of the engine against the engine's own bounds."""
-    return integer(prefix + name, value, *ENGINE_LIMITS[name])
-
-
-def thread_count(value: Any, prefix: str = "") -> int:
-    """Checks the option `threads`; None means all cores that this process may use."""
-    most = ENGINE_LIMITS["threads"][1]
-    if value is None:
-        return min(usable_cores(), most)
-    return integer(f"{prefix}threads", value, 1, most)
+def thread_count(value: Any, name: str = "threads") -> int:
+    """Checks a number of threads; None means all cores that this process may use."""
+    most = MAX_THREADS
+    return min(usable_cores(), most) if value is None else integer(name, value, 1, most)
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -87,34 +79,6 @@ def boolean(name: str, value: Any) -> bool:
 def is_masked(array: Any) -> bool:
     """An array of numpy.ma, or of another class with a mask, which np.asarray would drop."""
     return isinstance(array, np.ndarray) and hasattr(type(array), "mask")
-
-
-def page_positions(name: str, value: Any) -> int:
-    if engine_integer(name, value) % 16:
-        raise ConfigError(f"{name}: expected a multiple of 16, got {shown(value)}")
-    return int(value)
-
-
-def gib_bytes(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, REAL) or not 0.0 < value < MAX_GIB:
-        raise ConfigError(
-            f"{name}: expected a number of GiB above 0 and below {MAX_GIB}, got {shown(value)}"
-        )
-    return int(float(value) * 2**30)
-
-
-def share_of_memory(fraction: Any, kv_cache_gib: float | None) -> float:
-    """memory_fraction; 0 if kv_cache_gib is given."""
-    if isinstance(fraction, bool) or not isinstance(fraction, REAL) or not 0.0 < fraction <= 1.0:
-        raise ConfigError(
-            f"memory_fraction: expected a number above 0 and at most 1, got {shown(fraction)}"
-        )
-    if float(fraction) < MIN_FLOAT64:
-        raise ConfigError(
-            f"memory_fraction: expected at least {MIN_FLOAT64}, the smallest normal float64, got "
-            f"{shown(fraction)}"
-        )
-    return 0.0 if kv_cache_gib is not None else float(fraction)
 
 
 def deadline_of(timeout: float | None) -> float | None:

@@ -8,8 +8,7 @@ import ctypes
 import os
 
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.arguments import choice
-from rollmesh.runtime.devices import CUDA_FAMILIES, Device
+from rollmesh.runtime.devices import Device
 from rollmesh.runtime.libraries import Library, candidates
 from rollmesh.runtime.messages import plain, shown
 
@@ -65,13 +64,4 @@ def for_generator(where: Device, dtype: str) -> Library:
         raise ConfigError(f"fast = True: {error}") from None
 
 
-def family(isa: str | None, where: Device, fast: bool) -> str | None:
-    """The kernel family on a GPU; None on the CPU, or to let the CUDA library choose."""
-    if not where.cuda_library:
-        return None
-    if isa is None:
-        return FAMILY if fast else None
-    return choice("isa", isa, CUDA_FAMILIES)
-
-
-__all__ = ["INSTALL", "LEAST", "LIBRARY_SWITCH", "Library", "family", "find", "for_generator"]
+__all__ = ["INSTALL", "LEAST", "LIBRARY_SWITCH", "Library", "find", "for_generator"]

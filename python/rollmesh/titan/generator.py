@@ -31,10 +31,10 @@ from torchtitan.protocols.model_spec import ModelSpec as TitanSpec
 import rollmesh as rm
 from rollmesh.errors import ConfigError
 from rollmesh.model.placement import placements
+from rollmesh.options import DTYPES, check_option
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.text import tokenizer_of_folder
-from rollmesh.runtime.arguments import choice, engine_integer, gib_bytes, integer, thread_count
-from rollmesh.runtime.devices import device_name
+from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.messages import shown
 from rollmesh.runtime.threads import to_thread
 from rollmesh.titan.pull import names, pull, pull_shards
@@ -126,14 +126,10 @@ class RollmeshGenerator(Actor, Configurable):
             spec = rm.ModelSpec.from_torchtitan(model)
             if self.max_model_len is not None:
                 integer("generator.max_model_len", self.max_model_len, 1, model.model.max_seq_len)
-            device_name(self.device)
-            choice("generator.model_dtype", self.model_dtype, ("bfloat16", "float32"))
-            if self.threads is not None:
-                thread_count(self.threads, "generator.")
-            if self.kv_cache_gib is not None:
-                gib_bytes("generator.kv_cache_gib", self.kv_cache_gib)
-            if self.max_num_batched_tokens is not None:
-                engine_integer("max_num_batched_tokens", self.max_num_batched_tokens, "generator.")
+            for name in ("device", "threads", "kv_cache_gib", "max_num_batched_tokens"):
+                if (value := getattr(self, name)) is not None:
+                    check_option(name, value, "generator.")
+            choice("generator.model_dtype", self.model_dtype, DTYPES)
             if self.debug.seed is not None:
                 integer("generator.debug.seed", self.debug.seed, 0, 2**63 - 1)
             _params_of(self.sampling)

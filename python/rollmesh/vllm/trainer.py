@@ -21,11 +21,12 @@ there (rollmesh.sources.DeltaWriter), and in one call of update_weights the work
 from __future__ import annotations
 
 import asyncio
+import inspect
 import secrets
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from numpy.typing import NDArray
 
@@ -59,19 +60,11 @@ Bucket = list[tuple[str, NDArray[Any] | OwnedTensor]]
 T = TypeVar("T")
 
 
-class Call(NamedTuple):
-    """One of vLLM's calls."""
-
-    method: str
-    args: tuple[Any, ...] = ()
-
-
-# A generator that yields calls and receives their results.
-Calls = Generator[Call, Any, None]
-
-
 class _Sending:
-    """The steps of a send, for both kinds of client."""
+    """The steps of a send, for both kinds of client. The client's calls return a result or an
+    awaitable."""
+
+    _awaits: ClassVar[bool]  # whether the client's calls are awaited
 
     def __init__(
         self,
@@ -137,18 +130,42 @@ class _Sending:
         self._closed = self._sends = self._has_begun = False
 
     def _checked(self, client: Any) -> Any:
-        raise NotImplementedError
+        known = client_of(client, self._timeout)
+        if is_awaited(known) != self._awaits:
+            calls, use = ("", "") if self._awaits else ("not ", "Async")
+            raise ConfigError(
+                f"client: expected calls that are {calls}awaited, got a {type(client).__name__}; "
+                f"use {use}WeightSender"
+            )
+        return known
 
-    def _pauses(self) -> bool:
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            result = getattr(self._client, method)(*args)
+            return await result if inspect.isawaitable(result) else result
+        except Exception as error:  # noqa: BLE001
+            # Not kept in a variable: the cycle with the traceback would keep tensors alive.
+            raise typed(error)  # noqa: B904 (typed sets the cause)
+
+    async def _send_paused(self, source: Any, version: int, label: str | None) -> None:
         pauses = self._client.spans if self._pause is None else self._pause
         if pauses and not hasattr(self._client, "hold"):
             raise ConfigError(
                 "pause: expected None for a client that has only the four calls, got True; pause "
                 "it yourself"
             )
-        return bool(pauses)
+        held = pauses and await self._hold()
+        try:
+            await self._send(source, version, label)
+        finally:
+            if held:
+                await self._call("release")
 
-    def _send(self, source: Any, version: int, label: str | None) -> Calls:
+    async def _hold(self) -> bool:
+        """Pauses generation and returns whether it was running."""
+        return bool(await self._call("hold"))
+
+    async def _send(self, source: Any, version: int, label: str | None) -> None:
         version = integer("version", version, 0, 2**63 - 1)
         label = str(version) if label is None else _checked_label(label)
         source = _source(source)
@@ -164,18 +181,20 @@ class _Sending:
             # With shm this ends an update that another trainer left open. With a folder one call is
             # enough, since the workers' readers keep their version between sends.
             if self._writer is None or not self._has_begun:
-                yield Call("init_weight_transfer_engine", (asdict(self._info()),))
+                await self._call("init_weight_transfer_engine", asdict(self._info()))
             self._has_begun = False  # True again after this send has succeeded
-            yield Call("start_weight_update")
+            await self._call("start_weight_update")
             if self._writer is None:
-                yield from self._buckets(source, version)
+                await self._buckets(source, version)
             else:
-                yield from self._publish(self._writer, source, version)
-            yield Call("finish_weight_update", (label,))
+                writer = self._writer
+                await self._or_abort(lambda: writer.publish(source, version))
+                await self._update(UpdateInfo(sender=self._name, version=version))
+            await self._call("finish_weight_update", label)
             self._has_begun = True
             if hasattr(self._client, "serving"):
                 try:
-                    served = yield Call("serving")
+                    served = await self._call("serving")
                 except Exception as error:
                     raise SyncAbortedError(
                         f"weights committed; asking for the served version failed: {error}"
@@ -194,24 +213,16 @@ class _Sending:
             folder=self._folder,
         )
 
-    def _or_abort(self, make: Callable[[], T]) -> Generator[Call, Any, T]:
+    async def _or_abort(self, make: Callable[[], T]) -> T:
         """Returns the result of make(). If it raises, makes the workers drop the update."""
         try:
             return make()
         except BaseException as error:
-            yield Call(
-                "update_weights", (asdict(UpdateInfo(sender=self._name, abort=reason(error))),)
-            )
+            await self._update(UpdateInfo(sender=self._name, abort=reason(error)))
             raise
 
-    def _publish(
-        self, writer: DeltaWriter, source: Mapping[str, Any] | Iterable[Any], version: int
-    ) -> Calls:
-        yield from self._or_abort(lambda: writer.publish(source, version))
-        yield Call("update_weights", (asdict(UpdateInfo(sender=self._name, version=version)),))
-
-    def _buckets(self, source: Mapping[str, Any] | Iterable[Any], version: int) -> Calls:
-        """Yields one call for each bucket."""
+    async def _buckets(self, source: Mapping[str, Any] | Iterable[Any], version: int) -> None:
+        """Makes one call for each bucket."""
         copy = not holds_tensors(source)
 
         def taken(name: str, tensor: Any) -> NDArray[Any] | OwnedTensor:
@@ -222,21 +233,24 @@ class _Sending:
         pairs = ((name, taken(name, tensor)) for name, tensor in entries_of(source))
         buckets = grouped(pairs, self._block_bytes)
 
-        def next_call() -> Call | None:
+        def next_info() -> UpdateInfo | None:
             bucket = next(buckets, None)
-            return None if bucket is None else self._call(bucket, version)
+            return None if bucket is None else self._filled(bucket, version)
 
-        while (call := (yield from self._or_abort(next_call))) is not None:
-            yield from self._until_read(call)
+        while (info := await self._or_abort(next_info)) is not None:
+            await self._until_read(info)
             self._close_previous()
             if self._shared is not None:
                 self._shared.unlink()  # all workers have opened it
 
-    def _until_read(self, call: Call) -> Calls:
-        """Makes a call, then ends the loan and waits until all workers have closed the tensors,
+    async def _update(self, info: UpdateInfo) -> None:
+        await self._call("update_weights", asdict(info))
+
+    async def _until_read(self, info: UpdateInfo) -> None:
+        """Sends a bucket, then ends the loan and waits until all workers have closed the tensors,
         even if the call failed."""
         try:
-            yield call
+            await self._update(info)
         except BaseException as error:
             if self._shared is not None and not self._shared.take_back(LENT_S):
                 error.add_note(
@@ -250,7 +264,8 @@ class _Sending:
                 "seconds after its return"
             )
 
-    def _call(self, bucket: Bucket, version: int) -> Call:
+    def _filled(self, bucket: Bucket, version: int) -> UpdateInfo:
+        """Copies a bucket to the segment and opens a loan for its lent tensors."""
         held = [tensor for _, tensor in bucket if isinstance(tensor, OwnedTensor)]
         arrays = [(name, tensor) for name, tensor in bucket if not isinstance(tensor, OwnedTensor)]
         entries, size = lay_out(arrays)
@@ -270,7 +285,7 @@ class _Sending:
         )
         if held:
             shared.lend()
-        return Call("update_weights", (asdict(info),))
+        return info
 
     def _segment_of(self, needed: int) -> Segment:
         """Returns a segment with room for `needed` bytes. The first segment has the size of its
@@ -312,16 +327,10 @@ class WeightSender(_Sending):
     another rank of a sharded trainer has the client, and this rank takes part in gathering
     DTensors."""
 
+    _awaits = False
+
     def _checked(self, client: Any) -> Any:
-        if client is None:
-            return None
-        known = client_of(client, self._timeout)
-        if is_awaited(known):
-            raise ConfigError(
-                f"client: expected calls that are not awaited, got a {type(client).__name__}; use "
-                "AsyncWeightSender"
-            )
-        return known
+        return None if client is None else super()._checked(client)
 
     def send(self, source: Any, version: int, label: str | None = None) -> None:
         """Sends a set of weights: a module, a state dict, or an iterable of (name, tensor), with
@@ -339,79 +348,39 @@ class WeightSender(_Sending):
         """
         if self._client is None:
             _gather(source)
-            return
-        held = self._pauses() and self._client.hold()
-        try:
-            self._drive(self._send(source, version, label))
-        finally:
-            if held:
-                self._client.release()
-
-    def _drive(self, calls: Calls) -> None:
-        returned = None
-        try:
-            while (call := _next(calls, returned)) is not None:
-                try:
-                    returned = getattr(self._client, call.method)(*call.args)
-                except BaseException as error:
-                    calls.throw(typed(error))
-                    raise
-        finally:
-            calls.close()  # still open if a Ctrl-C arrived between two calls
+        else:
+            _run(self._send_paused(source, version, label))
 
 
 class AsyncWeightSender(_Sending):
     """Like WeightSender, for vllm.AsyncLLM or an object whose four calls are awaited."""
 
-    def _checked(self, client: Any) -> Any:
-        known = client_of(client, self._timeout)
-        if not is_awaited(known):
-            raise ConfigError(
-                f"client: expected calls that are awaited, got a {type(client).__name__}; use "
-                "WeightSender"
-            )
-        return known
+    _awaits = True
 
     async def send(self, source: Any, version: int, label: str | None = None) -> None:
         """Sends a set of weights, like WeightSender.send. Reads and copies the source in the thread
         of the event loop."""
-        held = self._pauses() and await self._held()
-        try:
-            await self._drive(self._send(source, version, label))
-        finally:
-            if held:
-                await self._client.release()
+        await self._send_paused(source, version, label)
 
-    async def _held(self) -> bool:
-        """Pauses generation and returns whether it was running. If the caller is cancelled
-        meanwhile, waits for the pause and ends it."""
-        holding = asyncio.ensure_future(self._client.hold())
+    async def _hold(self) -> bool:
+        """If the caller is cancelled meanwhile, waits for the pause and ends it."""
+        holding = asyncio.ensure_future(super()._hold())
         try:
-            return bool(await asyncio.shield(holding))
+            return await asyncio.shield(holding)
         except asyncio.CancelledError:
             if await holding:
-                await self._client.release()
+                await self._call("release")
             raise
 
-    async def _drive(self, calls: Calls) -> None:
-        returned = None
-        try:
-            while (call := _next(calls, returned)) is not None:
-                try:
-                    returned = await getattr(self._client, call.method)(*call.args)
-                except BaseException as error:
-                    calls.throw(typed(error))
-                    raise
-        finally:
-            calls.close()  # as in WeightSender
 
-
-def _next(calls: Calls, returned: Any) -> Call | None:
-    """Returns the next call, or None at the end. returned: the result of the previous call."""
+def _run(sending: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine that does not wait, since none of the client's calls is awaited."""
     try:
-        return calls.send(returned)
+        sending.send(None)
     except StopIteration:
-        return None
+        return
+    sending.close()
+    raise StateError("client: expected calls that are not awaited, got one that is")
 
 
 def _require(version: int, served: list[Any]) -> None:

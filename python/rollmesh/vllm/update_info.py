@@ -12,17 +12,14 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from rollmesh.errors import ConfigError, Error, FormatError, VersionError
+from rollmesh.runtime.arguments import boolean, integer_of
 from rollmesh.runtime.messages import listed, shown
 
 TRANSPORTS = ("shm", "folder")
 MAX_BUCKET = 1 << 40  # bytes
 MAX_TIMEOUT_S = 10**6
 
-T = TypeVar("T", "InitInfo", "UpdateInfo")
-
-
-def _integer(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+T = TypeVar("T")
 
 
 def check_transport(transport: Any) -> None:
@@ -72,9 +69,8 @@ class InitInfo:
         check_transport(self.transport)
         if self.sender is not None and not isinstance(self.sender, str):
             raise ConfigError(f"sender: expected a str or None, got {shown(self.sender)}")
-        for name in ("cast", "allow_bias_removal"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected a bool, got {shown(getattr(self, name))}")
+        boolean("cast", self.cast)
+        boolean("allow_bias_removal", self.allow_bias_removal)
         if (self.transport == "folder") != isinstance(self.folder, str):
             raise ConfigError(
                 f"folder: expected {'a path' if self.transport == 'folder' else 'none'}, got "
@@ -109,21 +105,20 @@ class UpdateInfo:
     def __post_init__(self) -> None:
         if not isinstance(self.description, str):
             raise FormatError(f"description: expected JSON, got {shown(self.description)}")
-        if not _integer(self.size, 0, MAX_BUCKET):
-            raise FormatError(f"size: expected bytes in [0, {MAX_BUCKET}], got {shown(self.size)}")
-        if self.version is not None and not _integer(self.version, 0, 2**63 - 1):
-            raise VersionError(
-                f"version: expected an integer in [0, 2^63), got {shown(self.version)}"
-            )
+        integer_of(FormatError, "size", self.size, 0, MAX_BUCKET)
+        if self.version is not None:
+            integer_of(VersionError, "version", self.version, 0, 2**63 - 1)
         if self.abort is not None and not isinstance(self.abort, str):
             raise FormatError(f"abort: expected a reason, got {shown(self.abort)}")
 
 
-def info_of(kind: type[T], values: Any, error: type[Error]) -> T:
-    """Makes an InitInfo or UpdateInfo from a received dict."""
+def info_of(kind: type[T], values: Any, error: type[Error], name: str = "") -> T:
+    """Makes a dataclass from a received dict. name: of the dict, for messages; that of the class if
+    empty."""
+    name = name or kind.__name__
     if not isinstance(values, dict):
-        raise error(f"{kind.__name__}: expected a dict, got {shown(values)}")
-    known = [field.name for field in fields(kind)]
-    if unknown := [(key, value) for key, value in values.items() if key not in known]:
-        raise error(f"{kind.__name__}: expected some of {', '.join(known)}, got {listed(unknown)}")
+        raise error(f"{name}: expected a dict, got {shown(values)}")
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    if unknown := [entry for entry in values.items() if entry[0] not in known]:
+        raise error(f"{name}: expected some of {', '.join(known)}, got {listed(unknown)}")
     return kind(**values)

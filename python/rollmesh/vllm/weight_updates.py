@@ -46,7 +46,7 @@ KEPT, DROPPED = 1, 2
 VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 
 def register_engine() -> None:
@@ -68,16 +68,16 @@ def answers(parallel: Any, rank: int) -> bool:
     )
 
 
-def _replies(method: Callable[..., None]) -> Callable[..., None]:
-    """Puts the class of an exception at the beginning of its text, since vLLM passes on only the
-    text. Only one worker raises the exception."""
+def replies(method: Callable[..., R]) -> Callable[..., R]:
+    """Decorates a method that vLLM or a trainer calls on every worker. Only one worker raises the
+    exception. Its text begins with its class, since vLLM passes on only the text."""
 
     @wraps(method)
-    def reply(self: WeightUpdates, *args: Any, **options: Any) -> None:
+    def reply(self: Any, *args: Any, **options: Any) -> Any:
         try:
-            method(self, *args, **options)
+            return method(self, *args, **options)
         except Exception as error:
-            if self._answers:
+            if self.answers:
                 raise (type(error) if isinstance(error, Error) else Error)(reason(error)) from error
 
     return reply
@@ -104,8 +104,9 @@ class WeightUpdates:
         self.rank = rank
         # Number of this worker among the workers of all data parallel ranks.
         self.number = parallel.data_parallel_index * parallel.world_size + rank
-        self._answers = answers(parallel, rank)
+        self.answers = answers(parallel, rank)
         self.weights = Weights(engine, _Hosted())  # type: ignore[arg-type]
+        self.on_all_ranks = self.weights.on_all_ranks
         self.model = ServedModel(self)
         self._set: Sync | None = None  # sync of the open update, from its first bucket on
         # Sync of load_weights, whose calls do not mark the end of a set: the next step, a repeated
@@ -132,7 +133,6 @@ class WeightUpdates:
         )
 
     # ----------------------------------------------------------------------------- what vLLM calls
-    @_replies
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Begins the updates of a trainer. Drops an update that another trainer left open; raises
         StateError if that trainer is alive and has sent a part."""
@@ -143,7 +143,6 @@ class WeightUpdates:
         self.drop("a trainer began anew")
         transfer.init_transfer_engine(info)
 
-    @_replies
     def start_weight_update(self) -> None:
         transfer = self._configured()
         self.on_all_ranks("an update's beginning", self._require_free, transfer, None)
@@ -162,11 +161,9 @@ class WeightUpdates:
         # May be True already, since an update does not belong to a trainer before its first bucket.
         self._updating = True
 
-    @_replies
     def start_draft_weight_update(self) -> None:
         self._refuse("there is no draft model to update: no speculative decoding")
 
-    @_replies
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Stages one bucket. A list has one bucket for each worker, in the order of data parallel
         ranks and workers."""
@@ -184,7 +181,6 @@ class WeightUpdates:
         with self._dropping():
             transfer.update_weights(info)
 
-    @_replies
     def finish_weight_update(self) -> None:
         """Commits the open update on all ranks or on none."""
         transfer = self._configured()
@@ -198,7 +194,6 @@ class WeightUpdates:
         finally:
             self._close()
 
-    @_replies
     def shutdown_weight_transfer_engine(self) -> None:
         if self._updating:
             self._refuse(
@@ -219,11 +214,9 @@ class WeightUpdates:
         number = self.vllm_config.parallel_config.data_parallel_index
         return {f"dp{number}": f"{digest:016x}"} if self.rank == 0 and version is not None else {}
 
-    @_replies
     def reset_weights(self) -> None:
         self._refuse("reset_weights is not supported; push other weights, or call sleep(2)")
 
-    @_replies
     def sleep(self, level: int = 1) -> None:
         """Frees memory. Level 1 frees the KV cache and moves weights from a GPU to host memory,
         from which wake_up restores them; on the CPU the weights stay awake, and an open update
@@ -238,13 +231,11 @@ class WeightUpdates:
         else:
             self._rest(PARTS["kv"] | PARTS["weights"], level == KEPT)
 
-    @_replies
     def wake_up(self, tags: list[str] | None = None) -> None:
         parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
         if parts:  # 0 if everything is already awake
             self.on_all_ranks("wake_up", self.weights.wake, parts)
 
-    @_replies
     def discard(self, tags: Iterable[str]) -> None:
         """Frees the memory of these tags."""
         self._rest(_mask(tags), False)
@@ -255,7 +246,7 @@ class WeightUpdates:
         self._held = None  # the trainer has not finished that set
         self._commit_loaded()
 
-    @_replies
+    @replies
     def finish_load(self) -> None:
         """Commits the set that load_weights has pushed, or raises the error that load_weights has
         kept. A trainer calls this after it has loaded all tensors."""
@@ -264,7 +255,7 @@ class WeightUpdates:
             raise held
         self._commit_loaded()
 
-    @_replies
+    @replies
     def forbid(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces the model's compute_logits. Raises ConfigError if the new function does more
         than forbid tokens; the old one then stays."""
@@ -277,10 +268,6 @@ class WeightUpdates:
             self._transfer.shutdown()
 
     # --------------------------------------------------------------------- for the transfer engine
-    def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
-        """Calls Weights.on_all_ranks."""
-        return self.weights.on_all_ranks(where, action, *args)
-
     def require_equal(self, what: str, value: Any) -> None:
         """Calls Weights.require_equal, for any value."""
         self.weights.require_equal(what, repr(value))
@@ -394,7 +381,7 @@ class WeightUpdates:
                 error.__traceback__ = None
         return taken
 
-    @_replies
+    @replies
     def _load(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
         self._push_all(pairs, taken)
 

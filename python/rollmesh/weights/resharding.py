@@ -2,10 +2,10 @@
 without gathering whole tensors.
 
 For each entry of the source, every rank sends a description of the piece that it holds (pieces.py).
-The shard that a rank needs follows from the name. csrc/weights/resharding.c plans the copies, the
-same on all ranks, and one all_to_all moves the parts that a rank needs and does not hold. The rank
-then pushes an array of the whole shape in which only its shard was written; pages that were never
-written take no memory.
+The shard that a rank needs follows from the name. reshard_plan.py plans the copies, the same on all
+ranks, and one all_to_all moves the parts that a rank needs and does not hold. The rank then pushes
+an array of the whole shape in which only its shard was written; pages that were never written take
+no memory.
 
 If names or shapes differ, or no rank holds an element, all ranks raise the same error. If one
 rank's source fails, the rank sends the reason instead of an entry and raises its own error; the
@@ -14,26 +14,25 @@ other ranks raise SyncAbortedError.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh import _core
 from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError
 from rollmesh.runtime.messages import reason
 from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
 from rollmesh.weights.plan import Plan
+from rollmesh.weights.reshard_plan import Box, Copy, plan_copies
 from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, pair_of
 
 Array = NDArray[Any]
 Described = list[Any]  # name, dtype, shape, offsets, sizes; or the reason why the source failed
 AHEAD = 16  # entries per exchange if the source holds all its tensors; otherwise 1
-MAX_PLANS = 256
-BOX_DIMS = 4
+BOX_DIMS = 4  # dims of a row of SyncEntry.wanted: rank, first indices, sizes
 ALIKE = "all ranks with a source give the same names in the same order"
 
 
@@ -85,21 +84,13 @@ def _described(part: Part | Exception) -> Described:
     return [part.name, part.dtype, list(part.shape), list(part.offsets), list(part.sizes)]
 
 
-def _row(rank: int, offsets: list[int], sizes: list[int]) -> list[int]:
-    """Returns a part as a row of the table in csrc/weights/resharding.h."""
-    missing = BOX_DIMS - len(sizes)
-    return [rank, *offsets, *[0] * missing, *sizes, *[1] * missing]
+def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
+    return tuple((first, first + n) for first, n in zip(offsets, sizes, strict=True))
 
 
-def _slices(
-    box: NDArray[np.int64], n_dims: int, origin: Dims = (0,) * BOX_DIMS
-) -> tuple[slice, ...]:
-    """Returns a box as slices of an array whose first element is at `origin`. box: int64
-    [2, BOX_DIMS], first indices and sizes."""
-    return tuple(
-        slice(f - o, f - o + n)
-        for f, n, o in zip(box[:n_dims].tolist(), box[BOX_DIMS:].tolist(), origin, strict=False)
-    )
+def _slices(box: Box, origin: Dims) -> tuple[slice, ...]:
+    """Returns a box as slices of an array whose first element is at `origin`."""
+    return tuple(slice(first - o, end - o) for (first, end), o in zip(box, origin, strict=True))
 
 
 def _packed(views: list[Array]) -> NDArray[np.uint8]:
@@ -114,8 +105,8 @@ def _packed(views: list[Array]) -> NDArray[np.uint8]:
     )
 
 
-def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the entries that this rank pushes. If all ranks have a source of whole tensors, each
+def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterable[tuple[str, Any]]:
+    """Returns the entries that this rank pushes. If all ranks have a source of whole tensors, each
     rank reads its own source and receives nothing. Otherwise each rank receives its shards from all
     ranks with pieces or, if the sources are not sharded, from the first rank with a source. An
     exception of a source ends the sync on all ranks."""
@@ -127,7 +118,7 @@ def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterator
         raise SyncAbortedError("expected a source on one rank at least, got none on any")
     if not any(told[rank][1] for rank in givers):
         if own is not None and len(givers) == len(told):
-            return iter(own)
+            return own
         givers = givers[:1]
     ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
     return Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
@@ -138,8 +129,8 @@ class Resharding:
 
     def __init__(self, plan: Plan, ranks: RankEngine):
         self._plan, self._ranks = plan, ranks
-        # Planned copies; all layers share them.
-        self._copies: dict[tuple[Any, ...], NDArray[np.int64]] = {}
+        # Held and wanted boxes → planned copies; all layers share them.
+        self._copies: dict[Any, list[Copy]] = {}
         # Arrays that collect the parts of a tensor; the next layer uses them again.
         self._places: dict[tuple[Dims, str], Array] = {}
 
@@ -153,11 +144,8 @@ class Resharding:
                 "a sync of pieces", None if mine is None else [_described(part) for part in mine]
             )
             lists = {rank: told for rank, told in enumerate(everyone) if told is not None}
-            for i in range(max(map(len, lists.values()))):
-                told = {rank: its[i] if i < len(its) else None for rank, its in lists.items()}
-                yield self._entry(
-                    told, mine[i] if mine is not None and i < len(mine) else None, len(everyone)
-                )
+            for part, told in zip_longest(mine or (), zip_longest(*lists.values())):
+                yield self._entry(dict(zip(lists, told, strict=True)), part, len(everyone))
             if all(len(its) < ahead for its in lists.values()):
                 return
 
@@ -166,7 +154,7 @@ class Resharding:
     ) -> tuple[str, Any]:
         reasons = [
             its[0] if its is not None and len(its) == 1 else None
-            for its in (told.get(rank) for rank in range(world))
+            for its in map(told.get, range(world))
         ]
         if any(reasons):
             self._ranks.raise_failure(mine if isinstance(mine, Exception) else None, reasons)
@@ -178,53 +166,43 @@ class Resharding:
             wanted = None
         if wanted is None:  # the name or shape is wrong: the push raises the error on every rank
             return name, np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
-        held = np.array(
-            [
-                _row(rank, *its[3:])
-                for rank, its in told.items()
-                if its is not None and 0 not in its[4]
-            ],
-            np.int64,
-        )
-        copies = self._planned(name, shape, held.reshape(-1, 1 + 2 * BOX_DIMS), wanted, world)
+        held = tuple((rank, _box(*its[3:])) for rank, its in told.items() if its is not None)
+        if (key := (held, wanted.tobytes())) not in self._copies:
+            self._copies[key] = plan_copies(
+                name,
+                held,
+                [
+                    (rank, _box(numbers[: len(shape)], numbers[BOX_DIMS:][: len(shape)]))
+                    for rank, *numbers in wanted.tolist()
+                ],
+            )
         return name, self._moved(
-            copies, dtype, shape, mine if isinstance(mine, Part) else None, world
+            self._copies[key], dtype, shape, mine if isinstance(mine, Part) else None, world
         )
-
-    def _planned(
-        self, name: str, shape: Dims, held: NDArray[np.int64], wanted: NDArray[np.int64], world: int
-    ) -> NDArray[np.int64]:
-        key = (shape, held.tobytes(), wanted.tobytes())
-        if key not in self._copies:
-            if len(self._copies) == MAX_PLANS:
-                self._copies.clear()
-            self._copies[key] = _core.plan_copies(name, shape, held, wanted, world)
-        return self._copies[key]
 
     def _moved(
-        self, copies: NDArray[np.int64], dtype: str, shape: Dims, mine: Part | None, world: int
+        self, copies: list[Copy], dtype: str, shape: Dims, mine: Part | None, world: int
     ) -> Array:
         """Returns an array of the whole shape with the parts that this rank holds or receives. The
         other elements are not valid."""
-        me, n_dims = self._ranks.rank, len(shape)
-        array = None if mine is None or 0 in mine.sizes else mine.array()
-        has_all = array is not None and mine is not None and mine.sizes == shape
-        place = array if has_all and array is not None else self._place(shape, dtype)
-        others = copies[copies[:, 0] != copies[:, 1]]
-        if array is not None and mine is not None and not has_all:
-            for copy in copies[(copies[:, 0] == me) & (copies[:, 1] == me)]:
-                place[_slices(copy[2:], n_dims)] = array[_slices(copy[2:], n_dims, mine.offsets)]
-        if len(others) == 0:
-            return place
+        me, origin, array = self._ranks.rank, (), None
+        if mine is not None and 0 not in mine.sizes:
+            origin, array = mine.offsets, mine.array()
+        has_all = array is not None and array.shape == shape
+        place = array if has_all else self._place(shape, dtype)
         give: list[list[Array]] = [[] for _ in range(world)]
         take: list[list[Array]] = [[] for _ in range(world)]
-        for copy in others[others[:, 0] == me]:
-            assert array is not None
-            assert mine is not None
-            give[copy[1]].append(array[_slices(copy[2:], n_dims, mine.offsets)])
-        for copy in others[others[:, 1] == me]:
-            take[copy[0]].append(place[_slices(copy[2:], n_dims)])
-        self._exchange(give, take)
+        for giver, taker, box in copies:
+            if giver == me:
+                given = array[_slices(box, origin)]
+                if taker != me:
+                    give[taker].append(given)
+                elif not has_all:
+                    place[_slices(box, (0,) * len(shape))] = given
+            elif taker == me:
+                take[giver].append(place[_slices(box, (0,) * len(shape))])
+        if any(copy.giver != copy.taker for copy in copies):
+            self._exchange(give, take)
         return place
 
     def _place(self, shape: Dims, dtype: str) -> Array:

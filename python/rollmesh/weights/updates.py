@@ -76,8 +76,7 @@ class Weights:
                     plan.push_entries(source, deadline)
                 engine.all_gather("a sync after its entries", error=fault or _error_of(checks[0]))
                 self._finish_before_commit(options, deadline)
-                report = self._commit(options)
-            return report
+                return self._commit(options)
         except BaseException as error:  # includes errors of closing the loan
             self._abort()
             fault = None

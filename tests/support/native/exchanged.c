@@ -1,5 +1,5 @@
 // exchanged.c: the memory that a rank of a configuration reserves, computed from the configuration
-// alone, without a device or other ranks: the answers of csrc/model/exchange_sizes.h, and the
+// alone, without a device or other ranks: the answers of csrc/gpu/exchange_sizes.h, and the
 // scratch of a layer's experts (csrc/model/moe/) over a group that a recording may hold.
 //
 //   exchanged HIDDEN HEADS HEAD_DIM INTERMEDIATE MOE_INTERMEDIATE EXPERTS TOP_K LAYERS VOCAB TP DP
@@ -7,7 +7,7 @@
 //
 // All layers have experts; bfloat16. Prints rows of a run, bytes over the tp group (all, apart) and
 // the experts' (all, apart), of one layer's scratch on the device, and of what it holds besides.
-#include "model/exchange_sizes.h"
+#include "gpu/exchange_sizes.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -91,9 +91,9 @@ int main(int argc, char **argv) {
   const rm_device device = rm_device_cpu(rm_kernels_best());
   rm_moe moe;
   rm_field fields[RM_MOE_FIELDS];
-  tiny_must(
-      rm_moe_create(&moe, &params, &device, &rank, options.max_rows, options.static_rows, &err),
-      &err);
+  tiny_must(rm_moe_create(&moe, &params, &device, &rank, NULL, NULL, options.max_rows,
+                          options.static_rows, &err),
+            &err);
   const rm_exchanged tp = rm_exchanged_tp(spec, &options), ep = rm_exchanged_ep(spec, &options);
   printf("%lld %zu %zu %zu %zu %zu %zu\n", (long long)moe.fixed.rows, tp.all, tp.apart, ep.all,
          ep.apart, rm_fields_bytes(fields, rm_moe_fields(&moe, fields)), rm_moe_bytes(&moe));

@@ -512,7 +512,7 @@ static void no_memory(void) {
 static void lone(uint64_t seed) {
   rm_error err = RM_ERROR_INIT;
   rm_comm *comm;
-  tiny_must(rm_comm_create_alone(&comm, &err), &err);
+  tiny_must(talk_alone(&comm, &err), &err);
   talk t = talk_begin(comm, seed, 3000);
   for (uint64_t n = 0; n < 200; n++) tiny_must(talk_call(&t, n, &err), &err);
   rm_block in = {"x", 1, 1, 1}, out = {NULL, 1, 1, 1};
@@ -520,7 +520,7 @@ static void lone(uint64_t seed) {
   refused(rm_comm_barrier(comm, &err), RM_E_LAYOUT, "NULL", &err);
   rm_comm_destroy(comm);
   talk_end(&t);
-  tiny_must(rm_comm_create_alone(&comm, &err), &err);
+  tiny_must(talk_alone(&comm, &err), &err);
   rm_comm_abort(comm, RM_E_NUMERICS);
   refused(rm_comm_barrier(comm, &err), RM_E_RANK_LOST, "NumericsError", &err);
   rm_comm_destroy(comm);

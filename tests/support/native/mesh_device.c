@@ -18,11 +18,11 @@
 #include <sys/wait.h>
 
 #include "base/memory.h"
-#include "comm/nccl/nccl.h"
 #include "comm/shm/region.h"
-#include "comm/staged.h"
 #include "common/device_talk.h"
 #include "common/fuzz.h"
+#include "gpu/nccl/nccl.h"
+#include "gpu/staged.h"
 
 enum { RANKS = 8, HOST = 0, PLAIN = 1, CAPACITY = 1 << 17, ROOM = 16 << 20, ROWS = 2 };
 
@@ -108,7 +108,7 @@ static size_t chain_bytes(const world *w) {
 
 static rm_code chain_calls(const world *w, const chain *c, rm_comm *comm, int me, rm_error *err) {
   rm_block send[RANKS], recv[RANKS];
-  rm_code code = rm_comm_gather_columns(comm, c->x, ROWS * w->size, c->ld, c->first, c->bytes, err);
+  rm_code code = talk_gather_columns(comm, c->x, ROWS * w->size, c->ld, c->first, c->bytes, err);
   for (int r = 0; r < w->size; r++) {
     send[r] =
         (rm_block){c->x + (size_t)(ROWS * r) * c->ld + c->first[me], ROWS, c->bytes[me], c->ld};
@@ -249,7 +249,7 @@ static rm_code make_alone(fake_device *device, int is_nccl, rm_comm **host, rm_c
   const rm_nccl_options options = {
       .library = getenv("STANDIN_LIBRARY"), .capacity = 1000, .timeout = 60};
   *comm = NULL;
-  const rm_code code = rm_comm_create_alone(host, err);
+  const rm_code code = talk_alone(host, err);
   if (code) return code;
   return is_nccl ? rm_comm_create_nccl(*host, &device->device, &options, comm, err)
                  : rm_comm_create_staged(*host, &device->device, 1000, comm, err);

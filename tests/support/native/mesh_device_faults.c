@@ -14,11 +14,11 @@
 #include <sys/wait.h>
 
 #include "base/memory.h"
-#include "comm/nccl/nccl.h"
 #include "comm/shm/region.h"
-#include "comm/staged.h"
 #include "common/fake_device.h"
 #include "common/fuzz.h"
+#include "gpu/nccl/nccl.h"
+#include "gpu/staged.h"
 
 enum { RANKS = 6, CALLS = 6, CULPRIT = 1, ROOM = 4 << 20, CAPACITY = 2000, BYTES = 3000 };
 static const double PATIENCE = 0.5, SOON = 20; // a machine that runs tests may stand still,

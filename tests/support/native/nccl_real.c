@@ -7,10 +7,10 @@
 #include <stdio.h>
 
 #include "base/memory.h"
-#include "comm/nccl/library.h"
-#include "comm/nccl/nccl.h"
 #include "comm/shm/region.h"
 #include "common/fake_device.h"
+#include "gpu/nccl/library.h"
+#include "gpu/nccl/nccl.h"
 
 enum { RANKS = 2 };
 

@@ -8,7 +8,7 @@
 // Replicas are equal; an expert is whole on one rank of its axis; parts differ by one unit at most.
 //
 //   placement [--cases 20000] [--seed 1] [--plant 1: the last row of each part is denied]
-#include "model/placement.h"
+#include "model/params.h"
 #include <string.h>
 
 #include "common/fuzz.h"
@@ -161,7 +161,7 @@ static void check_copy(world *w, const rm_param *param, rm_peers group) {
   for (int32_t i = 0; i < group.count; i++) {
     const int32_t rank = group.first + i * group.step;
     const rm_placement p = rm_placement_of(w->spec, &w->mesh, rank);
-    rm_range r = rm_placement_rows(w->spec, &p, param->kind, param->expert, total);
+    rm_range r = rm_param_rows_of(w->params, &p, param);
     if (w->f.plant && r.n) r.n--;
     check_range(w, param, r);
     for (int64_t row = r.first; row < r.first + r.n; row++) held[row]++;
@@ -190,8 +190,9 @@ static void check_counted(world *w, const rm_param *param) {
   memset(counted, 0, (size_t)total);
   for (int32_t rank = 0; rank < rm_mesh_world(&w->mesh); rank++) {
     const rm_placement p = rm_placement_of(w->spec, &w->mesh, rank);
-    const rm_range held = rm_placement_rows(w->spec, &p, param->kind, param->expert, total);
-    const rm_range r = rm_placement_counted(w->spec, &p, param->kind, param->expert, total);
+    const rm_range held = rm_param_rows_of(w->params, &p, param);
+    const rm_range r =
+        held.n ? rm_placement_counted(w->spec, &p, rm_kind_rows(w->spec, param->kind)) : held;
     MUST(w, r.n == 0 || (r.first >= held.first && r.first + r.n == held.first + held.n),
          "rank %d answers for rows it lacks", rank);
     for (int64_t row = r.first; row < r.first + r.n; row++) counted[row]++;

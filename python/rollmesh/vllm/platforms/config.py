@@ -13,29 +13,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from rollmesh import _core
-from rollmesh.distributed.mesh import Mesh, check_backend
+from rollmesh._core import usable_cores
+from rollmesh.distributed.mesh import Mesh
 from rollmesh.errors import ConfigError
 from rollmesh.model.spec import ModelSpec
-from rollmesh.runtime.arguments import (
-    choice,
-    engine_integer,
-    integer,
-    page_positions,
-    thread_count,
-)
-from rollmesh.runtime.cores import usable_cores
+from rollmesh.options import DTYPES, check_option
+from rollmesh.runtime.arguments import choice, integer
 from rollmesh.runtime.devices import CUDA_FAMILIES
 from rollmesh.runtime.messages import listed, shown
+from rollmesh.vllm.update_info import info_of
 
 WORKER = "rollmesh.vllm.worker.worker.Worker"
 SCHEDULER = "rollmesh.vllm.scheduler.Scheduler"
 ASYNC_SCHEDULER = "rollmesh.vllm.scheduler.AsyncScheduler"
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
-DTYPES = ("bfloat16", "float32")
 EXCHANGES = ("host", "nccl")
 BACKEND = "rollmesh"  # name of the weight transfer backend
 OMP_SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
@@ -61,65 +56,47 @@ class Options:
     exchange: str = "host"
 
 
-class _Rule(NamedTuple):
-    """An option for which only some values are accepted."""
-
-    path: str  # attributes, starting at the VllmConfig
-    accepted: tuple[Any, ...]
-    why: str
-
-
-# Features of vLLM that are not supported. If an attribute on the path is None, the feature is off.
-_RULES = (
-    _Rule("model_config.runner_type", ("generate",), "pooling models are not supported"),
-    _Rule("model_config.is_multimodal_model", (False,), "only text is supported"),
-    _Rule("model_config.is_encoder_decoder", (False,), "only decoders are supported"),
-    _Rule("model_config.enable_prompt_embeds", (False,), "only token ids are supported"),
-    _Rule("model_config.quantization", (None,), "weights are bfloat16 or float32"),
-    _Rule("model_config.logprobs_mode", LOGPROBS_MODES, "logits are not returned"),
-    _Rule("model_config.return_sampling_mask", (False,), "masks are not recorded"),
-    _Rule(
-        "model_config.use_fp64_gumbel",
-        (False,),
-        "draws are the engine's own, exact in float32 logits",
-    ),
-    _Rule("model_config.enable_trace_replay", (False,), "tokens are drawn, not replayed"),
-    _Rule("cache_config.kv_sharing_fast_prefill", (False,), "layers do not share KV"),
-    _Rule("cache_config.kv_offloading_size", (None, 0), "KV is not offloaded"),
-    _Rule("parallel_config.pipeline_parallel_size", (1,), "there are no pipeline stages"),
-    _Rule("parallel_config.prefill_context_parallel_size", (1,), "there is no context parallelism"),
-    _Rule("parallel_config.decode_context_parallel_size", (1,), "there is no context parallelism"),
-    _Rule("parallel_config.enable_eplb", (False,), "experts do not move between ranks"),
-    _Rule(
-        "parallel_config.expert_placement_strategy",
-        ("linear",),
-        "experts are placed in their order",
-    ),
-    _Rule(
-        "parallel_config.all2all_backend",
+# Attributes of the VllmConfig that must be None, False, 0 or missing, and why.
+_OFF = {
+    "model_config.is_multimodal_model": "only text is supported",
+    "model_config.is_encoder_decoder": "only decoders are supported",
+    "model_config.enable_prompt_embeds": "only token ids are supported",
+    "model_config.quantization": "weights are bfloat16 or float32",
+    "model_config.return_sampling_mask": "masks are not recorded",
+    "model_config.use_fp64_gumbel": "draws are the engine's own, exact in float32 logits",
+    "model_config.enable_trace_replay": "tokens are drawn, not replayed",
+    "cache_config.kv_sharing_fast_prefill": "layers do not share KV",
+    "cache_config.kv_offloading_size": "KV is not offloaded",
+    "parallel_config.enable_eplb": "experts do not move between ranks",
+    "parallel_config.enable_elastic_ep": "the mesh is fixed",
+    "parallel_config.enable_dbo": "there is no dual batch overlap",
+    "parallel_config.enable_batch_sharded_sampling": "all ranks sample",
+    "parallel_config.enable_fault_tolerance": "a mesh ends with its first lost rank",
+    "attention_config.backend": "attention is rollmesh's",
+    "offload_config.uva.cpu_offload_gb": "weights are not offloaded",
+    "offload_config.prefetch.offload_group_size": "weights are not offloaded",
+    "lora_config": "LoRA adapters are not supported",
+    "speculative_config": "speculative decoding is not supported",
+    "diffusion_config": "diffusion models are not supported",
+    "watermark_config": "watermarks are not supported",
+    "kv_transfer_config": "KV connectors are not supported",
+    "ec_transfer_config": "shared encoder caches are not supported",
+    "engram_config": "engrams are not supported",
+    "quant_config": "quantized weights are not supported",
+}
+# Attributes with other accepted values. If an attribute on the path is None, the feature is off.
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "model_config.runner_type": (("generate",), "pooling models are not supported"),
+    "model_config.logprobs_mode": (LOGPROBS_MODES, "logits are not returned"),
+    "parallel_config.pipeline_parallel_size": ((1,), "there are no pipeline stages"),
+    "parallel_config.prefill_context_parallel_size": ((1,), "there is no context parallelism"),
+    "parallel_config.decode_context_parallel_size": ((1,), "there is no context parallelism"),
+    "parallel_config.expert_placement_strategy": (("linear",), "experts are placed in order"),
+    "parallel_config.all2all_backend": (
         ("allgather_reducescatter",),
         'use "ep_backend" of additional_config["rollmesh"]',
     ),
-    _Rule("parallel_config.enable_elastic_ep", (False,), "the mesh is fixed"),
-    _Rule("parallel_config.enable_dbo", (False,), "there is no dual batch overlap"),
-    _Rule("parallel_config.enable_batch_sharded_sampling", (None, False), "all ranks sample"),
-    _Rule(
-        "parallel_config.enable_fault_tolerance", (False,), "a mesh ends with its first lost rank"
-    ),
-    _Rule("attention_config.backend", (None,), "attention is rollmesh's"),
-    _Rule("weight_transfer_config.backend", (BACKEND,), "weights go through rollmesh's engine"),
-    _Rule("offload_config.uva.cpu_offload_gb", (0,), "weights are not offloaded"),
-    _Rule("offload_config.prefetch.offload_group_size", (0,), "weights are not offloaded"),
-)
-_ABSENT = {
-    "lora_config": "LoRA adapters",
-    "speculative_config": "speculative decoding",
-    "diffusion_config": "diffusion models",
-    "watermark_config": "watermarks",
-    "kv_transfer_config": "KV connectors",
-    "ec_transfer_config": "shared encoder caches",
-    "engram_config": "engrams",
-    "quant_config": "quantized weights",
+    "weight_transfer_config.backend": ((BACKEND,), "weights go through rollmesh's engine"),
 }
 
 
@@ -129,15 +106,13 @@ def check(vllm_config: Any) -> None:
     vLLM's own tests."""
     if vllm_config.model_config is None:
         return
-    for name, what in _ABSENT.items():
-        if getattr(vllm_config, name, None) is not None:
-            raise ConfigError(f"{name}: expected None, got a value; {what} are not supported")
-    for rule in _RULES:
-        value = _at(vllm_config, rule.path)
-        if value is not _MISSING and value not in rule.accepted:
+    for path, why in _OFF.items():
+        if value := _at(vllm_config, path):
+            raise ConfigError(f"{path}: expected None, False or 0, got {shown(value)}; {why}")
+    for path, (accepted, why) in _ONLY.items():
+        if (value := _at(vllm_config, path)) not in (None, *accepted):
             raise ConfigError(
-                f"{rule.path}: expected {' or '.join(map(shown, rule.accepted))}, got "
-                f"{shown(value)}; {rule.why}"
+                f"{path}: expected {' or '.join(map(shown, accepted))}, got {shown(value)}; {why}"
             )
     _check_cache(vllm_config.cache_config, dtype_name(vllm_config.model_config.dtype))
     _check_sizes(vllm_config)
@@ -153,19 +128,11 @@ def check(vllm_config: Any) -> None:
         )
 
 
-class _Missing:
-    """The feature is off."""
-
-
-_MISSING = _Missing()
-
-
 def _at(vllm_config: Any, path: str) -> Any:
+    """Returns the attribute at a path, or None if the path has a None or ends early."""
     value = vllm_config
     for name in path.split("."):
-        if value is None:
-            return _MISSING
-        value = getattr(value, name)
+        value = getattr(value, name, None)
     return value
 
 
@@ -175,7 +142,7 @@ def _check_cache(cache_config: Any, dtype: str) -> None:
             f"kv_cache_dtype: expected 'auto' or the model's dtype {dtype!r}, got "
             f"{shown(cache_config.cache_dtype)}"
         )
-    page_positions("block_size", cache_config.block_size)
+    check_option("block_size", cache_config.block_size)
     if cache_config.prefix_match_unit not in (None, cache_config.block_size):
         raise ConfigError(
             f"prefix_match_unit: expected None or block_size = {cache_config.block_size}, got "
@@ -187,9 +154,9 @@ def _check_cache(cache_config: Any, dtype: str) -> None:
 def _check_sizes(vllm_config: Any) -> None:
     """Checks the engine's own limits before a worker is started."""
     scheduler = vllm_config.scheduler_config
-    engine_integer("max_model_len", vllm_config.model_config.max_model_len)
-    engine_integer("max_num_seqs", scheduler.max_num_seqs)
-    engine_integer("max_num_batched_tokens", scheduler.max_num_batched_tokens)
+    check_option("max_model_len", vllm_config.model_config.max_model_len)
+    check_option("max_num_seqs", scheduler.max_num_seqs)
+    check_option("max_num_batched_tokens", scheduler.max_num_batched_tokens)
     integer("seed", vllm_config.model_config.seed, 0, 2**63 - 1)
     if (given := vllm_config.cache_config.kv_cache_memory_bytes) is not None and _workers_are_here(
         vllm_config
@@ -263,22 +230,9 @@ def options(vllm_config: Any) -> Options:
             f'additional_config: expected "rollmesh" alone, got {listed(list(extra.items()))}'
         )
     given = extra.get("rollmesh", {}) if isinstance(extra, dict) else {}
-    if not isinstance(given, dict):
-        raise ConfigError(f'additional_config["rollmesh"]: expected a dict, got {shown(given)}')
-    known = [field.name for field in fields(Options)]
-    if unknown := [(key, value) for key, value in given.items() if key not in known]:
-        raise ConfigError(
-            f'additional_config["rollmesh"]: expected some of {", ".join(known)}, got '
-            f"{listed(unknown)}"
-        )
-    chosen = Options(**given)
-    if chosen.threads is not None:
-        thread_count(chosen.threads)
-    check_backend(chosen.ep_backend)
-    if not isinstance(chosen.sequence_parallel, bool):
-        raise ConfigError(
-            f"sequence_parallel: expected a bool, got {shown(chosen.sequence_parallel)}"
-        )
+    chosen = info_of(Options, given, ConfigError, 'additional_config["rollmesh"]')
+    for name in ("threads", "ep_backend", "sequence_parallel"):
+        check_option(name, getattr(chosen, name))
     # The name is checked on the worker's machine, which may be another one.
     if chosen.isa is not None and not isinstance(chosen.isa, str):
         raise ConfigError(f"isa: expected a str or None, got {shown(chosen.isa)}")
@@ -308,7 +262,6 @@ def _workers_are_here(vllm_config: Any) -> bool:
 
 def num_threads(vllm_config: Any) -> int:
     """Returns the number of threads of one worker: the option, or the worker's share of the cores.
-
 
     OMP_NUM_THREADS counts only if vLLM set it to divide the cores; torchrun always sets it to 1.
     """

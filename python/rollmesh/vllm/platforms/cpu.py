@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from rollmesh.runtime.cores import usable_cores
+from rollmesh._core import usable_cores
 from rollmesh.runtime.devices import device_of
 from rollmesh.vllm.platforms import config
 

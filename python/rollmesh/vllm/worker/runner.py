@@ -37,7 +37,7 @@ from rollmesh.runtime.messages import reason
 from rollmesh.vllm.scheduler import CACHED, FAILED
 from rollmesh.vllm.weight_updates import WeightUpdates
 from rollmesh.vllm.worker import sampling
-from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
+from rollmesh.vllm.worker.external_edits import EditedRow, ExternalEdits, bitmask_rows
 
 HAS_FAILED, EXTERNAL_DRAWS = -2, -3  # instead of a token: csrc/scheduler/external_scheduler.h
 NO_STEP = (NotSyncedError, StateError)  # the step fails on all ranks before it changes anything
@@ -55,7 +55,7 @@ class _ScheduledRequest:
     logprobs: int | None  # number of most likely tokens beside the drawn one; None: no logprobs
     prompt_logprobs: int | None  # the same for the prompt
     prompt_given: bool  # whether vLLM has received its prompt logprobs
-    external_draws: bool  # whether its logits are edited on the host before the draw
+    external_draws: bool  # whether vLLM's functions edit its logits before the draw
     routed: int  # number of positions whose routing vLLM has, or did not request
 
 
@@ -86,7 +86,7 @@ class Runner:
         self,
         engine: RankEngine,
         updates: WeightUpdates,
-        host: HostLogits,
+        edits: ExternalEdits,
         spec: ModelSpec,
         max_model_len: int,
         processed: bool,
@@ -94,7 +94,7 @@ class Runner:
     ):
         """processed: return logprobs of drawn tokens under the distribution they were drawn from,
         not under the model's. routed: return routed experts."""
-        self._engine, self._updates, self._host = engine, updates, host
+        self.engine, self.updates, self._edits = engine, updates, edits
         self._spec, self._vocab_size, self._max_model_len = spec, spec.vocab_size, max_model_len
         self._processed, self._routed = processed, routed
         # TRL and verl use both attributes to push weights into the model.
@@ -124,7 +124,7 @@ class Runner:
         try:
             output = self._make_step(scheduled, grammar)
         except BaseException as error:
-            self._engine.abort_unless_shared(error)
+            self.engine.abort_unless_shared(error)
             raise
         self._remember(getattr(output, FAILED, {}))
         return output
@@ -149,7 +149,7 @@ class Runner:
         output = _output(names, tokens, failed)
         output.logprobs = self._logprobs(output.req_id_to_index, parts, drawn)
         begun = {part.name: part.request.number for part in parts if part.computed and part.replace}
-        views = {name: self._engine.request(number) for name, number in begun.items()}
+        views = {name: self.engine.request(number) for name, number in begun.items()}
         setattr(output, CACHED, {name: view["num_cached_tokens"] for name, view in views.items()})
         for part in parts:
             if (
@@ -172,7 +172,7 @@ class Runner:
         except NO_STEP:
             pass  # the other ranks cannot run the step either
         except BaseException as error:
-            self._engine.abort_unless_shared(error)
+            self.engine.abort_unless_shared(error)
             raise
 
     def _commit_open_sync(self) -> Error | None:
@@ -180,7 +180,7 @@ class Runner:
         the same on all ranks and ends only the requests of this step. Also logs the error, since a
         trainer that reads only tokens, such as TRL, would not show it."""
         try:
-            self._updates.commit_open_sync()
+            self.updates.commit_open_sync()
         except ALONE:
             raise
         except Error as error:
@@ -217,7 +217,7 @@ class Runner:
         cached = scheduled.scheduled_cached_reqs
         for name in scheduled.num_scheduled_tokens:
             if name in self._requests:
-                self._engine.external_fail(self._requests[name].number)
+                self.engine.external_fail(self._requests[name].number)
         for new in scheduled.scheduled_new_reqs:
             self._forget(new.block_ids)
         for pages in cached.new_block_ids:
@@ -225,17 +225,14 @@ class Runner:
 
     def _forget(self, pages: Any) -> None:
         if pages:
-            self._engine.external_invalidate_pages(np.array(pages[0], np.int32))
+            self.engine.external_invalidate_pages(np.array(pages[0], np.int32))
 
     def _step(self, parts: list[_Part], grammar: Any) -> _Drawn:
         most = sum(part.request.external_draws for part in parts)
-        logits, stats = (
-            (np.empty((most, self._vocab_size), np.float32), np.empty((most, 2), np.float32))
-            if most
-            else (None, None)
-        )
-        columns, _ = self._engine.external_step(
-            np.array([part.request.number for part in parts], np.uint64),
+        logits = np.empty((most, self._vocab_size), np.float32) if most else None
+        stats = np.empty((most, 2), np.float32) if most else None
+        columns, _ = self.engine.external_step(
+            _numbers(parts),
             np.array([part.computed for part in parts], np.int64),
             np.array([part.rows for part in parts], np.int64),
             np.array([part.replace for part in parts], np.uint8),
@@ -245,44 +242,34 @@ class Runner:
             stats,
         )
         drawn = _Drawn(*columns)
-        waiting = np.flatnonzero(drawn.tokens == EXTERNAL_DRAWS) if most else ()
-        if len(waiting):
-            assert logits is not None
-            assert stats is not None
+        if logits is not None and stats is not None:
+            waiting = np.flatnonzero(drawn.tokens == EXTERNAL_DRAWS)
             rows = drawn.ranks[waiting]  # the row of each request, including failed ones
-            self._draw(
-                [parts[i] for i in waiting], logits[rows], stats[rows], grammar, drawn, waiting
-            )
+            if len(waiting):
+                columns = self._draw(
+                    [parts[i] for i in waiting], logits[rows], stats[rows], grammar
+                )
+                for column, values in zip(drawn, columns, strict=True):
+                    column[waiting] = values
         return drawn
 
     def _draw(
-        self,
-        parts: list[_Part],
-        raw: NDArray[np.float32],
-        stats: Any,
-        grammar: Any,
-        drawn: _Drawn,
-        places: Any,
-    ) -> None:
-        """Edits logits on the host, then makes the engine draw from them. Rows are in the order of
-        the parts."""
+        self, parts: list[_Part], raw: NDArray[np.float32], stats: Any, grammar: Any
+    ) -> tuple[NDArray[Any], ...]:
+        """Edits logits, then makes the engine draw from them. Returns the columns of _Drawn, in the
+        order of the parts."""
         masks = bitmask_rows(grammar)
         rows = [
-            HostRow(
-                p.name,
-                p.request.params,
-                p.request.prompt,
-                self._generated(p.request),
-                masks.get(p.name),
+            EditedRow(
+                name, request.params, request.prompt, self._generated(request), masks.get(name)
             )
-            for p in parts
+            for name, request, *_ in parts
         ]
-        edited = self._host.edit(raw, rows, self.model.never_drawn)
-        columns = self._engine.external_draw(
-            np.array([part.request.number for part in parts], np.uint64), raw, stats, edited
+        edited = self._edits.edit(raw, rows, self.model.never_drawn)
+        drawn: tuple[NDArray[Any], ...] = self.engine.external_draw(
+            _numbers(parts), raw, stats, edited
         )
-        for column, values in zip(drawn, columns, strict=True):
-            column[places] = values
+        return drawn
 
     # -------------------------------------------------------------------------------- vLLM's input
     def _release_finished(self, scheduled: Any) -> None:
@@ -294,11 +281,11 @@ class Runner:
             if name in self._requests
         ]
         for number in sorted(request.number for request in ended):
-            self._engine.abort(number)
-            self._engine.release(number)
+            self.engine.abort(number)
+            self.engine.release(number)
         for name in scheduled.preempted_req_ids or ():
             if name in self._requests:
-                self._engine.external_preempt(self._requests[name].number)
+                self.engine.external_preempt(self._requests[name].number)
 
     def _parts(self, scheduled: Any, failed: dict[str, str]) -> list[_Part]:
         """Returns the parts of a step, in vLLM's order. Adds requests that the engine refuses to
@@ -349,10 +336,10 @@ class Runner:
             self._accepted,
             most,
             self._vocab_size,
-            bool(self._host.custom),
+            bool(self._edits.custom),
             never_draws=len(never) > 0,
         )
-        number = self._engine.add(
+        number = self.engine.add(
             prompt,
             never if len(never) else sampling.banned_ids(params, self._vocab_size),
             asked,
@@ -390,7 +377,7 @@ class Runner:
         """Sets the tokens of a request to those that vLLM has. Tokens that vLLM dropped are drawn
         again."""
         known = np.array(list(tokens)[len(request.prompt) :], np.int32)
-        self._engine.external_tokens(request.number, known)
+        self.engine.external_tokens(request.number, known)
         request.routed = min(request.routed, len(request.prompt) + len(known) - 1)
         if not len(known):  # vLLM has dropped the records sent with the first token
             request.routed = min(request.routed, request.params.routed_experts_prompt_start)
@@ -398,10 +385,10 @@ class Runner:
 
     # ------------------------------------------------------------------------------- vLLM's output
     def _generated(self, request: _ScheduledRequest) -> list[int]:
-        return list(map(int, self._engine.tokens(request.number, 0, 0)[1]))
+        return list(map(int, self.engine.tokens(request.number, 0, 0)[1]))
 
     def _why(self, request: _ScheduledRequest) -> str:
-        return reason(self._engine.request(request.number)["error"] or StateError("it has ended"))
+        return reason(self.engine.request(request.number)["error"] or StateError("it has ended"))
 
     def _logprobs(
         self, index: dict[str, int], parts: list[_Part], drawn: _Drawn
@@ -424,8 +411,8 @@ class Runner:
         for k in sorted({part.request.logprobs or 0 for _, part in asking} - {0}):
             same = [part for _, part in asking if part.request.logprobs == k]
             rows = [index[part.name] for part in same]
-            ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self._engine.external_top(
-                np.array([p.request.number for p in same], np.uint64), k
+            ids[rows, 1 : k + 1], values[rows, 1 : k + 1] = self.engine.external_top(
+                _numbers(same), k
             )
         return LogprobsLists(ids, values, ranks)
 
@@ -433,7 +420,7 @@ class Runner:
         """Returns the routed experts of the positions since the last token: [n, layers, k], 0 in
         layers without experts."""
         start = request.routed
-        rows = self._engine.external_routed(request.number, start)
+        rows = self.engine.external_routed(request.number, start)
         request.routed += len(rows)
         narrowest = np.uint8 if self._spec.num_experts <= 256 else np.uint16
         all_layers = np.zeros((len(rows), self._spec.num_hidden_layers, rows.shape[2]), narrowest)
@@ -443,20 +430,20 @@ class Runner:
     def _prompt_logprobs(self, request: _ScheduledRequest) -> LogprobsTensors:
         """Returns the logprobs of all prompt tokens except the first. They are sent with the first
         token after the prompt."""
-        view, k = self._engine.request(request.number), request.prompt_logprobs or 0
+        view: Any = self.engine.request(request.number)  # with the arrays that _add requested
+        k = request.prompt_logprobs or 0
         request.prompt_given = True
         ids = np.empty((len(request.prompt) - 1, k + 1), np.int32)
         values = np.empty((len(request.prompt) - 1, k + 1), np.float32)
-        ids[:, 0], values[:, 0] = request.prompt[1:], _present(view["prompt_logprobs"])
+        ids[:, 0], values[:, 0] = request.prompt[1:], view["prompt_logprobs"]
         if k:
-            ids[:, 1:] = _present(view["prompt_top_ids"])
-            values[:, 1:] = _present(view["prompt_top_logprobs"])
-        return LogprobsTensors(*map(_tensor, (ids, values, _present(view["prompt_ranks"]))))
+            ids[:, 1:] = view["prompt_top_ids"]
+            values[:, 1:] = view["prompt_top_logprobs"]
+        return LogprobsTensors(*map(_tensor, (ids, values, view["prompt_ranks"])))
 
 
-def _present(array: NDArray[Any] | None) -> NDArray[Any]:
-    assert array is not None  # requested in _add
-    return array
+def _numbers(parts: list[_Part]) -> NDArray[np.uint64]:
+    return np.array([part.request.number for part in parts], np.uint64)
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:

@@ -1,16 +1,10 @@
-"""The fields of vLLM's SamplingParams, and the part that implements each. Unsupported values are
-refused in the front end (`refuse`, raised by generate() or sent as HTTP 400), and again by the
-worker.
-
-    ENGINE   the C engine, which draws and records tokens
-    HOST     host_logits.py, which edits the logits before the draw with vLLM's own functions
-    VLLM     vLLM's front end or scheduler
-    REFUSED  not supported; only the default is accepted
+"""The fields of vLLM's SamplingParams. The C engine, external_edits.py or vLLM itself implements a
+field; tests/vllm/test_vllm_sampling.py lists all of them. Unsupported values are refused in the
+front end (`refuse`, raised by generate() or sent as HTTP 400), and again by the worker.
 """
 
 from __future__ import annotations
 
-from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
@@ -28,57 +22,7 @@ MAX_SEED = 2**64 - 1
 MOST = 2**63  # limit of integers in vLLM's messages
 
 
-class By(Enum):
-    ENGINE, HOST, VLLM, REFUSED = range(4)
-
-
-WHO = {
-    "n": By.VLLM,  # each sample is a separate request, with seed + i
-    "presence_penalty": By.HOST,
-    "frequency_penalty": By.HOST,
-    "repetition_penalty": By.HOST,
-    "temperature": By.ENGINE,
-    "watermarking": By.REFUSED,
-    "top_p": By.ENGINE,
-    "top_k": By.ENGINE,
-    "min_p": By.ENGINE,
-    "seed": By.ENGINE,
-    "stop": By.VLLM,
-    "stop_token_ids": By.VLLM,  # except for min_tokens, see _all_stop_token_ids
-    "ignore_eos": By.VLLM,
-    "max_tokens": By.VLLM,  # the engine also reserves room for it
-    "min_tokens": By.ENGINE,
-    "logprobs": By.ENGINE,
-    "prompt_logprobs": By.ENGINE,
-    "prompt_logprob_token_ids": By.REFUSED,
-    "prompt_logprob_start": By.REFUSED,
-    "logprob_token_ids": By.REFUSED,
-    "flat_logprobs": By.VLLM,
-    "detokenize": By.VLLM,
-    "skip_special_tokens": By.VLLM,
-    "spaces_between_special_tokens": By.VLLM,
-    "include_stop_str_in_output": By.VLLM,
-    "output_kind": By.VLLM,
-    "stream_interval": By.VLLM,
-    "skip_clone": By.VLLM,
-    "output_text_buffer_length": By.VLLM,
-    "_eos_token_id": By.VLLM,
-    "_all_stop_token_ids": By.ENGINE,  # not drawn before min_tokens
-    "_watermarking_skipped": By.VLLM,
-    "structured_outputs": By.HOST,
-    "logit_bias": By.HOST,
-    "allowed_token_ids": By.HOST,
-    "extra_args": By.HOST,  # for the user's own logits processors
-    "bad_words": By.HOST,
-    "_bad_words_token_ids": By.HOST,
-    "skip_reading_prefix_cache": By.VLLM,
-    "thinking_token_budget": By.REFUSED,
-    "repetition_detection": By.VLLM,
-    "routed_experts_prompt_start": By.ENGINE,
-    "trace_decode_token_ids": By.REFUSED,
-}
-
-# The accepted values of REFUSED fields, and why other values are refused.
+# The accepted values of unsupported fields, and why other values are refused.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "watermarking": ((None, False), "watermarks are not supported"),
     "prompt_logprob_token_ids": ((None,), "prompt_logprobs=k gives the k most likely tokens"),
@@ -173,14 +117,20 @@ def refuse_inputs(inputs: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------- translate
-def needs_host_logits(params: Any, custom_processors: bool = False) -> bool:
-    """Returns whether the host edits the request's logits before the draw. The user's own logits
-    processors may edit any row."""
+def has_penalties(params: Any) -> bool:
     return bool(
-        custom_processors
-        or params.presence_penalty != 0.0
+        params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
         or params.repetition_penalty != 1.0
+    )
+
+
+def needs_external_edits(params: Any, custom_processors: bool = False) -> bool:
+    """Returns whether external_edits.py edits the request's logits before the draw. The user's own
+    logits processors may edit any row."""
+    return bool(
+        custom_processors
+        or has_penalties(params)
         or params.structured_outputs is not None
         or params.logit_bias
         or params.allowed_token_ids is not None
@@ -204,7 +154,7 @@ def engine_request(
     never_draws   whether the banned tokens may never be drawn; vLLM's processor then applies
                   min_tokens
     """
-    external = needs_host_logits(params, custom_processors) or (
+    external = needs_external_edits(params, custom_processors) or (
         never_draws and params.min_tokens > 0
     )
     greedy = params.temperature < GREEDY_BELOW

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,60 +29,37 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from rollmesh import _core
 from rollmesh.distributed import comm
+from rollmesh.distributed.peers import join
 from rollmesh.distributed.rank_engine import RankEngine
-from rollmesh.distributed.spmd import join
 from rollmesh.errors import CapacityError, ConfigError, StateError
-from rollmesh.model.placement import placements
+from rollmesh.model.placement import Placement, placements
 from rollmesh.model.sizes import kv_bytes_per_token, matrices, rank_bytes
+from rollmesh.options import EngineOptions
 from rollmesh.runtime.devices import Device, device_of
-from rollmesh.runtime.engine_options import EngineOptions
 from rollmesh.vllm.platforms import config
-from rollmesh.vllm.weight_updates import WeightUpdates, answers
-from rollmesh.vllm.worker.host_logits import HostLogits
+from rollmesh.vllm.weight_updates import WeightUpdates, answers, replies
+from rollmesh.vllm.worker.external_edits import ExternalEdits
 from rollmesh.vllm.worker.runner import Runner
 
 LAYOUT = "LBNHC"  # a name that vLLM requires; the engine has its own layout of pages
 NAME_BYTES = 32
 
 
-def _one_answers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes only one worker raise, for calls that fail in the same way on all workers, including
-    wrong arguments (TypeError). weight_updates.py explains why."""
-
-    @wraps(method)
-    def call(self: Worker, *args: Any, **options: Any) -> Any:
-        try:
-            return method(self, *args, **options)
-        except Exception:
-            if answers(self.parallel_config, self.rank):
-                raise
-
-    return call
-
-
 def _of_updates(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method of Worker that calls this method of its WeightUpdates."""
 
+    @replies
     @wraps(method)
     def call(self: Worker, *args: Any, **options: Any) -> Any:
         return method(self.updates, *args, **options)
 
-    return _one_answers(call)
-
-
-class _Parts(NamedTuple):
-    """The objects that initialize_from_config makes."""
-
-    engine: RankEngine
-    updates: WeightUpdates
-    runner: Runner
+    return call
 
 
 class Worker(WorkerBase):  # type: ignore[misc]
     """The worker of one rank. vLLM may call any method by name between steps (collective_rpc)."""
 
-    model_runner: Runner | None
-    _parts: _Parts | None = None
+    model_runner: Runner | None = None
     _nccl: str | None = None  # version and path of the library in use
 
     def init_device(self) -> None:
@@ -92,7 +69,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             init_distributed_environment,
         )
 
-        if self._parts is not None:
+        if self.model_runner is not None:
             self._refuse_again()
             return
         parallel = self.parallel_config
@@ -106,11 +83,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         )
 
-    @_one_answers
+    @replies
     def _refuse_again(self) -> None:
         raise StateError("init_device was called on a worker that has an engine; call it once")
 
-    @_one_answers
+    @replies
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads no weights; the trainer sends them later."""
         if load_dummy_weights:
@@ -125,10 +102,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Returns the same spec for all layers, so that they share one block table. This includes
         sliding windows, whose pages are not freed early."""
-        heads = max(
-            len(rank.kv_heads)
-            for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)
-        )
+        heads = max(len(rank.kv_heads) for rank in self._placements())
         spec = FullAttentionSpec(
             block_size=self.cache_config.block_size,
             num_kv_heads=heads,
@@ -148,7 +122,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         memory minus two copies of its weights."""
         if self.cache_config.kv_cache_memory_bytes is not None:
             return int(self.cache_config.kv_cache_memory_bytes)
-        mine = placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)[self._index()]
+        # vLLM orders ranks by data parallel rank first, like rm.Mesh.
+        mine = self._placements()[self._group().rank_in_group]
         weights = sum(
             rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize)
             for matrix in matrices(self.spec)
@@ -168,11 +143,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if library is None:
             lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
             return int(lines["MemAvailable"].split()[0]) * 1024 / workers
-        devices = _core.cuda_count(library)
-        free = _core.cuda_available(
-            library, config.cuda_ordinal(self.parallel_config, self.local_rank, devices)
-        )
-        return free / -(-workers // devices)
+        free = _core.cuda_available(library, self._cuda_ordinal(library))
+        return free / -(-workers // _core.cuda_count(library))
+
+    def _cuda_ordinal(self, library: str) -> int:
+        return config.cuda_ordinal(self.parallel_config, self.local_rank, _core.cuda_count(library))
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -189,7 +164,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             block_size=self.cache_config.block_size,
-            kv_bytes=0,
             seed=config.engine_seed(self.vllm_config),
             enable_prefix_caching=False,
             enforce_eager=bool(self.model_config.enforce_eager),
@@ -201,34 +175,26 @@ class Worker(WorkerBase):  # type: ignore[misc]
             sequence_parallel=options.sequence_parallel,
             external_pages=kv_cache_config.num_blocks,
             cuda_library=library,
-            cuda_ordinal=-1
-            if library is None
-            else config.cuda_ordinal(
-                self.parallel_config, self.local_rank, _core.cuda_count(library)
-            ),
+            cuda_ordinal=-1 if library is None else self._cuda_ordinal(library),
             cuda_family=options.isa if library else None,
         )
-        host = HostLogits(self.vllm_config)
+        edits = ExternalEdits(self.vllm_config)
         engine = self._make_engine(engine_options)
-        updates = WeightUpdates(engine, self.vllm_config, self.rank)
         self.model_runner = Runner(
             engine,
-            updates,
-            host,
+            WeightUpdates(engine, self.vllm_config, self.rank),
+            edits,
             spec=self.spec,
             max_model_len=self.model_config.max_model_len,
             processed=self.model_config.logprobs_mode == "processed_logprobs",
             routed=self.vllm_config.aux_output_config.enabled,
         )
-        self._parts = _Parts(engine, updates, self.model_runner)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
 
-    def _index(self) -> int:
-        """Returns this rank's number in the mesh. vLLM orders ranks by data parallel rank first,
-        like rm.Mesh."""
-        return int(self._group().rank_in_group)
+    def _placements(self) -> list[Placement]:
+        return placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)
 
     def _group(self) -> Any:
         from vllm.distributed.parallel_state import get_tp_group, get_world_group
@@ -264,24 +230,24 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     # --------------------------------------------------------------------------------------- steps
     @property
-    def made(self) -> _Parts:
-        if self._parts is None:
+    def runner(self) -> Runner:
+        if self.model_runner is None:
             raise StateError(
                 "the worker has no engine: initialize_from_config was not called yet, or "
                 "shutdown was"
             )
-        return self._parts
+        return self.model_runner
 
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
-        return self.made.runner.execute_model(scheduler_output)
+        return self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        return self.made.runner.sample_tokens(grammar_output)
+        return self.runner.sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:
         """Takes part in a step of other data parallel ranks, if experts are spread over all of
         them."""
-        self.made.runner.idle_step()
+        self.runner.idle_step()
 
     def take_draft_token_ids(self) -> None:
         """Returns None, since draft tokens are not supported."""
@@ -300,20 +266,20 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def check_health(self) -> None:
         """Raises an exception if the mesh was aborted."""
-        self.made.engine.stats()
+        self.runner.engine.stats()
 
-    @_one_answers
+    @replies
     def add_lora(self, lora: Any) -> bool:
         raise ConfigError("LoRA adapters are not supported")
 
     remove_lora = pin_lora = add_lora
 
-    @_one_answers
+    @replies
     def list_loras(self) -> set[int]:
         """Returns an empty set, since LoRA is not supported."""
         return set()
 
-    @_one_answers
+    @replies
     def profile(
         self, is_start: bool = True, profile_prefix: str | None = None, **kwargs: Any
     ) -> None:
@@ -322,25 +288,30 @@ class Worker(WorkerBase):  # type: ignore[misc]
             f"{os.getpid()} for its C threads"
         )
 
-    @_one_answers
+    @replies
     def metrics(self) -> dict[str, Any]:
         """Returns the engine's counters, sizes and times, like Generator.metrics. Call it by
         collective_rpc("metrics")."""
         return {
-            **self.made.engine.stats(),
+            **self.runner.engine.stats(),
             "version": self.updates.weight_version(),
             "nccl": self._nccl,
         }
 
-    @_one_answers
+    @replies
     def why_failed(self, name: str) -> str | None:
         """Returns why a request failed, by the server's id for it; None if unknown."""
-        return self.made.runner.why_failed(name)
+        return self.runner.why_failed(name)
 
     # ------------------------------------------------------------------------------ weight updates
     @property
+    def answers(self) -> bool:
+        """Whether this worker raises exceptions (weight_updates.replies)."""
+        return answers(self.parallel_config, self.rank)
+
+    @property
     def updates(self) -> WeightUpdates:
-        return self.made.updates
+        return self.runner.updates
 
     init_weight_transfer_engine = _of_updates(WeightUpdates.init_weight_transfer_engine)
     start_weight_update = _of_updates(WeightUpdates.start_weight_update)
@@ -357,10 +328,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Frees all resources. Idempotent."""
-        made, self._parts, self.model_runner = self._parts, None, None
-        if made is not None:
-            made.updates.shutdown()
-            made.engine.close()
+        runner, self.model_runner = self.model_runner, None
+        if runner is not None:
+            runner.updates.shutdown()
+            runner.engine.close()
 
 
 def _device() -> Device:

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/comm.h"
+#include "comm/shm/region.h"
 #include "common/tiny.h"
 
 enum { TALK_RANKS = 64, TALK_SLACK = 9, TALK_GUARD = 0xA5 };
@@ -132,6 +132,29 @@ static inline rm_code talk_exchange(talk *t, uint64_t n, rm_error *err) {
   return code;
 }
 
+// A group of one rank.
+static inline rm_code talk_alone(rm_comm **out, rm_error *err) {
+  const rm_region_options options = {.world = 1, .n_groups = 1, .buffer_bytes = 64, .timeout = 60};
+  rm_region *region;
+  *out = NULL;
+  rm_code code = rm_region_create(&options, &region, err);
+  if (code) return code;
+  code = rm_region_comm(region, 0, (const int32_t[]){0}, 1, 0, out, err);
+  rm_region_release(region);
+  return code;
+}
+
+// all_gather of columns, in place: rank r has bytes [first[r], first[r] + bytes[r]) of each of
+// `rows` rows, which are ld bytes apart.
+static inline rm_code talk_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld,
+                                          const size_t first[], const size_t bytes[],
+                                          rm_error *err) {
+  rm_block *recv = rm_comm_blocks(comm) + rm_comm_size(comm);
+  for (int r = 0; r < rm_comm_size(comm); r++)
+    recv[r] = (rm_block){(char *)matrix + first[r], rows, bytes[r], ld};
+  return rm_comm_gather(comm, recv[rm_comm_rank(comm)], recv, err);
+}
+
 // All of rank r's bytes one after another, or its columns of a matrix.
 static inline rm_code talk_gather(talk *t, uint64_t n, int columns, rm_error *err) {
   const int size = rm_comm_size(t->comm), me = rm_comm_rank(t->comm);
@@ -151,7 +174,7 @@ static inline rm_code talk_gather(talk *t, uint64_t n, int columns, rm_error *er
   talk_write(in_place ? &own : &copy, talk_bits(t, n, 10, me, 0));
   if (t->lie && bytes[me]) *(char *)(in_place ? own.base : copy.base) ^= 1;
   const rm_code code =
-      columns ? rm_comm_gather_columns(t->comm, t->received, rows, ld, first, bytes, err)
+      columns ? talk_gather_columns(t->comm, t->received, rows, ld, first, bytes, err)
               : rm_comm_all_gather(t->comm, in_place ? own.base : t->sent, t->received, bytes, err);
   for (size_t at = 0; at < room && !code; at++) {
     const size_t row = ld ? at / ld : 0, column = ld ? at % ld : at;

@@ -195,7 +195,7 @@ static rm_code send(rm_engine *engine, int skip_unknown, rm_entry *entry, int pu
   rm_code code = RM_OK;
   if (rm_store_is_open(rm_engine_store(engine)))
     code = rm_entry_resolve(rm_engine_params(engine), skip_unknown, entry, err);
-  if (!code) code = rm_engine_sync_check(engine, entry, &entry->tensor, err);
+  if (!code) code = rm_sync_check(rm_engine_store(engine), entry, &entry->tensor, err);
   if (!code && pushes) code = rm_engine_sync_push(engine, &(const rm_entry *){entry}, 1, err);
   rm_target_clear(&entry->target);
   return code;

@@ -1,5 +1,5 @@
 // nccl.c: a stand-in for libnccl.so.2, for streams of standin/stream.h. It implements the functions
-// that csrc/comm/nccl/nccl.c loads, as NCCL documents them for nonblocking communicators, with
+// that csrc/gpu/nccl/nccl.c loads, as NCCL documents them for nonblocking communicators, with
 // ranks that are threads or processes. A thread enqueues each group some time after ncclGroupEnd. A
 // group runs when the queue reaches it and waits there for its peers, as a kernel would, until it
 // finishes or the communicator is aborted. A size or kind that a peer does not expect is a hang, as

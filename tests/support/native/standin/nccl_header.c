@@ -1,8 +1,8 @@
-// nccl_header.c: compares csrc/comm/nccl/library.h with NCCL's own nccl.h by compiling with both:
+// nccl_header.c: compares csrc/gpu/nccl/library.h with NCCL's own nccl.h by compiling with both:
 // values, layouts, and each function's type. It is compiled, never run.
 #include <nccl.h>
 
-#include "comm/nccl/library.h"
+#include "gpu/nccl/library.h"
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), #a " is not " #b)
 #define SAME_PLACE(ours, theirs) \

@@ -1,8 +1,8 @@
-// cuda.c: see cuda.h.
-#include "device/cuda.h"
-
+// cuda.c: opens CUDA devices and CUDA IPC loans; see gpu.h.
 #include <dlfcn.h>
 #include <string.h>
+
+#include "gpu/gpu.h"
 
 // Sets the function pointer at `slot` to a function of the library.
 static rm_code find(const char *library, const char *name, void *slot, rm_error *err) {

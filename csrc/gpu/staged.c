@@ -2,11 +2,11 @@
 // copies it to pinned memory, exchanges over the host group, copies the received bytes back in one
 // copy, and unpacks them. Rejected: one copy per block, because each copy costs some microseconds
 // and there is one block per rank.
-#include "comm/staged.h"
+#include "gpu/staged.h"
 
 #include "base/memory.h"
-#include "comm/device_block.h"
 #include "device/devices.h"
+#include "gpu/device_block.h"
 
 typedef struct run { // buffers of one direction
   char *there, *here; // owned: [capacity] bytes of device memory, [capacity] of pinned memory

@@ -5,7 +5,7 @@
 #include <pthread.h>
 
 #include "comm/comm.h"
-#include "comm/nccl/library.h"
+#include "gpu/nccl/library.h"
 
 typedef struct rm_nccl_endpoint { // the transport's self
   rm_nccl api;

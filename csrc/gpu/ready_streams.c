@@ -1,10 +1,9 @@
-// ready_streams.c: see ready_streams.h.
-#include "device/ready_streams.h"
+// ready_streams.c: the streams that DLPack producers synchronize with; see gpu.h.
 
 #include <string.h>
 
 #include "base/memory.h"
-#include "device/cuda.h"
+#include "gpu/gpu.h"
 
 rm_code rm_ready_streams_init(rm_ready_streams *streams, const char *library, rm_error *err) {
   if (!library) return RM_OK;

@@ -1,5 +1,5 @@
 // exchange_sizes.c: see exchange_sizes.h. One line for each exchange of shard.c, head.c and moe/.
-#include "model/exchange_sizes.h"
+#include "gpu/exchange_sizes.h"
 
 #include "model/moe/moe.h"
 

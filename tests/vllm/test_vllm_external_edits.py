@@ -35,7 +35,7 @@ with warnings.catch_warnings():  # which are errors here, and vLLM's own
     from vllm.v1.sample.sampler import Sampler
 
     import rollmesh as rm
-    from rollmesh.vllm.worker.host_logits import HostLogits, HostRow, bitmask_rows
+    from rollmesh.vllm.worker.external_edits import EditedRow, ExternalEdits, bitmask_rows
 
 VOCAB = 77  # not a multiple of 32
 MAX_SEQS = 16
@@ -103,13 +103,13 @@ def random_params(rng: np.random.Generator) -> SamplingParams:
     )
 
 
-def random_row(rng: np.random.Generator, name: str) -> HostRow:
+def random_row(rng: np.random.Generator, name: str) -> EditedRow:
     params = random_params(rng)
     prompt = rng.integers(0, VOCAB, rng.integers(1, 20)).astype(np.int32)
-    return HostRow(name, params, prompt, rng.integers(0, VOCAB, rng.integers(0, 4)).tolist())
+    return EditedRow(name, params, prompt, rng.integers(0, VOCAB, rng.integers(0, 4)).tolist())
 
 
-def stepped(rng: np.random.Generator, row: HostRow) -> HostRow:
+def stepped(rng: np.random.Generator, row: EditedRow) -> EditedRow:
     """Advances one token, or goes back one when vLLM drops the drawn token; with a grammar, also
     with this step's bitmask."""
     output = (
@@ -122,10 +122,10 @@ def stepped(rng: np.random.Generator, row: HostRow) -> HostRow:
         if row.params.structured_outputs
         else None
     )
-    return HostRow(row.name, row.params, row.prompt_ids, output, mask)
+    return EditedRow(row.name, row.params, row.prompt_ids, output, mask)
 
 
-def of_vllm(raw: np.ndarray, rows: list[HostRow], *processors: Any) -> np.ndarray:
+def of_vllm(raw: np.ndarray, rows: list[EditedRow], *processors: Any) -> np.ndarray:
     """Computes the oracle."""
     import xgrammar
 
@@ -182,9 +182,9 @@ def random_logits(rng: np.random.Generator, rows: int) -> np.ndarray:
 
 @pytest.mark.parametrize("round_", range(20))
 def test_as_vllms_sampler(rng: np.random.Generator, round_: int) -> None:
-    host = HostLogits(config(Counting))
+    host = ExternalEdits(config(Counting))
     assert [type(processor) for processor in host.custom] == [Counting]
-    running: dict[str, HostRow] = {}
+    running: dict[str, EditedRow] = {}
     for step in range(25):
         for name in [name for name in running if rng.random() < 0.15]:
             del running[name]
@@ -222,8 +222,8 @@ def test_a_grammar_ends_before_min_tokens(rng: np.random.Generator) -> None:
     rows = bitmask_rows(
         SimpleNamespace(structured_output_request_ids=["a"], grammar_bitmask=mask[None])
     )
-    got = HostLogits(config()).edit(
-        raw, [HostRow("a", params, np.array([5], np.int32), [], rows["a"])]
+    got = ExternalEdits(config()).edit(
+        raw, [EditedRow("a", params, np.array([5], np.int32), [], rows["a"])]
     )
     assert np.flatnonzero(np.isfinite(got[0])).tolist() == [9]
     assert got[0, 9] == raw[0, 9]
@@ -234,4 +234,4 @@ def test_a_processor_after_temperature_is_refused() -> None:
         rm.ConfigError,
         match=r"AfterTemperature: expected is_argmax_invariant\(\) = False, got True",
     ):
-        HostLogits(config(AfterTemperature))
+        ExternalEdits(config(AfterTemperature))

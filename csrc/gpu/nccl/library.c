@@ -1,5 +1,5 @@
 // library.c: see library.h.
-#include "comm/nccl/library.h"
+#include "gpu/nccl/library.h"
 
 #include <dlfcn.h>
 #include <stdio.h>

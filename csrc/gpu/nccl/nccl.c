@@ -2,7 +2,7 @@
 // host group, so that all ranks report the problem of one rank before NCCL is called. Then NCCL
 // creates the communicator, under a deadline. Then an all-to-all and an all_gather of one word test
 // it and establish its connections, which a capture does not allow.
-#include "comm/nccl/nccl.h"
+#include "gpu/nccl/nccl.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,8 +10,8 @@
 
 #include "base/hash.h"
 #include "base/memory.h"
-#include "comm/nccl/endpoint.h"
 #include "device/devices.h"
+#include "gpu/nccl/endpoint.h"
 
 enum { HELLO_TEXT = 256 };
 

@@ -1,10 +1,12 @@
-// host_offload.c: see host_offload.h. It uses the events of the staging buffer: a sync, which also
-// uses them, cannot be open.
-#include "weights/host_offload.h"
-
+// host_offload.c: weights that sleep on the host; see gpu.h.
+//
+// The host copy is pageable: pinning all of it would take longer than the copy, and pinned memory
+// cannot be swapped out while the trainer uses the GPU. Both directions use two pinned halves: the
+// device copies one while the threads copy the other. It uses the events of the staging buffer: a
+// sync, which also uses them, cannot be open.
 #include "base/checked.h"
 #include "base/memory.h"
-#include "weights/parallel_copy.h"
+#include "gpu/gpu.h"
 
 enum { MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 16 << 20 };
 

@@ -1,4 +1,4 @@
-"""csrc/model/exchange_sizes.h: the sizes of exchanges between ranks, and the memory of expert
+"""csrc/gpu/exchange_sizes.h: the sizes of exchanges between ranks, and the memory of expert
 exchanges over NCCL, without a device.
 
 Input: models of the largest sizes, on meshes of 8 and 64 ranks, through

@@ -7,7 +7,7 @@
 // A gather with equal sizes on all ranks uses ncclAllGather. All ranks have all sizes, so all make
 // the same choice.
 #define _GNU_SOURCE
-#include "comm/nccl/endpoint.h"
+#include "gpu/nccl/endpoint.h"
 
 #include <sched.h>
 #include <stdio.h>
@@ -16,7 +16,7 @@
 
 #include "base/memory.h"
 #include "clock.h"
-#include "comm/device_block.h"
+#include "gpu/device_block.h"
 
 static const double AWAKE_SECONDS = 100e-6, LOOK_SECONDS = 2e-3;
 static const double LEAVING_SECONDS = 5; // the longest wait for the other ranks before leaving

@@ -6,7 +6,7 @@
 
 typedef struct rm_exchanged { // bytes, in one direction
   size_t all;
-  size_t apart; // strided blocks only: NCCL sends contiguous blocks unpacked (comm/nccl/nccl.h)
+  size_t apart; // strided blocks only: NCCL sends contiguous blocks unpacked (gpu/nccl/nccl.h)
 } rm_exchanged;
 
 // In the tp group, which is also the ep group where ep = tp.

@@ -1,0 +1,65 @@
+// hardware.c: the CUDA devices of this machine, and NCCL.
+#include "core.h"
+
+#include "gpu/gpu.h"
+
+static PyObject *cuda_count(PyObject *module, PyObject *path) {
+  rm_error err = RM_ERROR_INIT;
+  int count = 0;
+  const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
+  if (!library) return NULL;
+  const rm_code code = RM_UNLOCKED(rm_cuda_count(library, &count, &err));
+  if (code) return rm_raise(module, &err);
+  return PyLong_FromLong(count);
+}
+
+static PyObject *cuda_bus(PyObject *module, PyObject *args) {
+  const char *library;
+  int ordinal;
+  char id[32];
+  rm_error err = RM_ERROR_INIT;
+  if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal)) return NULL;
+  const rm_code code = RM_UNLOCKED(rm_cuda_bus_id(library, ordinal, id, &err));
+  return code ? rm_raise(module, &err) : PyUnicode_FromString(id);
+}
+
+static PyObject *cuda_available(PyObject *module, PyObject *args) {
+  const char *library;
+  int ordinal;
+  rm_error err = RM_ERROR_INIT;
+  rm_device device;
+  if (!PyArg_ParseTuple(args, "si:cuda_available", &library, &ordinal)) return NULL;
+  rm_code code;
+  size_t bytes = 0;
+  Py_BEGIN_ALLOW_THREADS
+    code = rm_cuda_device(library, ordinal, NULL, &device, &err);
+    if (!code) {
+      const int saved = device.enter(device.self);
+      bytes = device.available(device.self);
+      device.leave(device.self, saved);
+      device.close(device.self);
+    }
+  Py_END_ALLOW_THREADS
+  return code ? rm_raise(module, &err) : PyLong_FromSize_t(bytes);
+}
+
+static PyObject *nccl_version(PyObject *module, PyObject *args) {
+  const char *path;
+  int version;
+  rm_error err = RM_ERROR_INIT;
+  if (!PyArg_ParseTuple(args, "s:nccl_version", &path)) return NULL;
+  if (rm_nccl_version(path, &version, &err)) return rm_raise(module, &err);
+  return PyLong_FromLong(version);
+}
+
+PyMethodDef rm_gpu_functions[] = {
+    {"cuda_count", cuda_count, METH_O, "(library): number of devices, -1 without a driver."},
+    {"cuda_bus", cuda_bus, METH_VARARGS,
+     "(library, ordinal): the PCI bus id of a device, the same in every process of the machine."},
+    {"cuda_available", cuda_available, METH_VARARGS,
+     "(library, ordinal): free bytes of a device's memory."},
+    {"nccl_version", nccl_version, METH_VARARGS,
+     "(path): loads that libnccl.so.2, which stays loaded, and returns its version; 23203 is "
+     "2.32.3."},
+    {0},
+};
