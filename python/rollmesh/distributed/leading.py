@@ -105,7 +105,7 @@ class LedEngine(PeerEngine):
 
     # -------------------------------------------------------------------------------------- rank 0
     def lead(self, kind: Lead, name: str, args: tuple[Any, ...], run: Callable[[], T]) -> T:
-        if self._is_inside or (self.rank > 0 and kind != Lead.EVERY_RANK):
+        if self._is_inside:
             return run()
         if kind == Lead.EVERY_RANK:
             self.check_not_following()
@@ -115,22 +115,21 @@ class LedEngine(PeerEngine):
                     "rank 0; call sync_weights there"
                 )
         sent = [sorted(value) if isinstance(value, (set, frozenset)) else value for value in args]
+
+        def send_and_run() -> T:
+            if self.rank == 0 and kind == Lead.COLLECTIVE:
+                self._send([name, sent, None])
+            return run()
+
         with self._lock:
             self._is_inside = True
             try:
-                if kind != Lead.COLLECTIVE:
-                    result = super().lead(kind, name, args, run)
-                else:
-                    result = super().lead(kind, name, args, lambda: self._sent(name, sent, run))
-                if kind == Lead.QUEUED:
+                result = super().lead(kind, name, args, send_and_run)
+                if self.rank == 0 and kind == Lead.QUEUED:
                     self._queue.append([name, sent, result])
                 return result
             finally:
                 self._is_inside = False
-
-    def _sent(self, name: str, args: list[Any], run: Callable[[], T]) -> T:
-        self._send([name, args, None])
-        return run()
 
     def lead_call(self, call: str, function: Callable[[], T], run: Run) -> T:
         """Makes a public call that every rank makes. run: runs a function with exclusive use of the
