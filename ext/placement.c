@@ -1,39 +1,121 @@
-// placement.c: the shard of each tensor that a rank holds, as numbers for rollmesh.model.placement.
+// placement.c: a model's parameters and the shard of each that a rank holds, for rollmesh.model.
 #include "arrays.h"
 
 #include <string.h>
 
-#include "model/placement.h"
+#include "model/params.h"
 #include "spec.h"
 
-static PyObject *placement(PyObject *module, PyObject *args) {
-  PyObject *values, *out = NULL;
-  long long tp, dp, ep;
-  if (!PyArg_ParseTuple(args, "OLLL:placement", &values, &tp, &dp, &ep)) return NULL;
-  rm_mesh mesh;
+// Reads a spec, and the mesh that its model is divided over. Returns the spec, which the caller
+// destroys; NULL with the exception set.
+static rm_spec *divided(PyObject *module, PyObject *values, const long long degrees[3],
+                        rm_mesh *mesh) {
   rm_error err = RM_ERROR_INIT;
-  if (rm_mesh_create(tp, dp, ep, 1, 1, &mesh, &err)) return rm_raise(module, &err);
-  rm_spec *spec = rm_spec_from_python(module, values);
+  rm_spec *spec = NULL;
+  rm_code code = rm_mesh_create(degrees[0], degrees[1], degrees[2], 1, 1, mesh, &err);
+  if (!code && !(spec = rm_spec_from_python(module, values))) return NULL;
+  if (!code) code = rm_placement_check(spec, mesh, &err);
+  if (!code) return spec;
+  rm_spec_destroy(spec);
+  rm_raise(module, &err);
+  return NULL;
+}
+
+static PyObject *placement(PyObject *module, PyObject *args) {
+  PyObject *values;
+  long long degrees[3];
+  rm_mesh mesh;
+  if (!PyArg_ParseTuple(args, "OLLL:placement", &values, &degrees[0], &degrees[1], &degrees[2]))
+    return NULL;
+  rm_spec *spec = divided(module, values, degrees, &mesh);
   if (!spec) return NULL;
-  if (rm_placement_check(spec, &mesh, &err)) {
-    rm_raise(module, &err);
-    goto out;
-  }
   enum { RANGES = offsetof(rm_placement, counts_replicated) / sizeof(rm_range) }; // they come first
   const int64_t shape[3] = {rm_mesh_world(&mesh), RANGES, 2};
-  if (!(out = rm_array_new(NPY_INT64, 3, shape, NULL))) goto out;
-  rm_range *ranges = PyArray_DATA((PyArrayObject *)out);
-  for (int32_t rank = 0; rank < rm_mesh_world(&mesh); rank++, ranges += RANGES) {
+  PyObject *out = rm_array_new(NPY_INT64, 3, shape, NULL);
+  rm_range *ranges = out ? PyArray_DATA((PyArrayObject *)out) : NULL;
+  for (int32_t rank = 0; out && rank < rm_mesh_world(&mesh); rank++, ranges += RANGES) {
     const rm_placement p = rm_placement_of(spec, &mesh, rank);
     memcpy(ranges, &p, RANGES * sizeof *ranges);
   }
-out:
   rm_spec_destroy(spec);
   return out;
+}
+
+// Whether a parameter is counted: the model's own memory, without routers' biases.
+static int is_counted(const rm_param *p) {
+  return p->kind != RM_P_ROUTER_BIAS && (p->kind != RM_P_LM_HEAD || p->required);
+}
+
+// Returns the layout of a rank's parameters, which the caller destroys before *spec; NULL with the
+// exception set, and then *spec is NULL.
+static rm_params *laid_out(PyObject *module, PyObject *values, const long long degrees[3], int rank,
+                           rm_dtype dtype, rm_spec **spec) {
+  rm_mesh mesh;
+  rm_error err = RM_ERROR_INIT;
+  rm_params *params = NULL;
+  if (!(*spec = divided(module, values, degrees, &mesh))) return NULL;
+  const rm_placement here = rm_placement_of(*spec, &mesh, rank);
+  if (!rm_params_create(*spec, &here, dtype, 0, &params, &err)) return params;
+  rm_spec_destroy(*spec);
+  *spec = NULL;
+  rm_raise(module, &err);
+  return NULL;
+}
+
+static PyObject *parameters(PyObject *module, PyObject *values) {
+  char name[128 + RM_MAX_PARAM_NAME];
+  rm_spec *spec;
+  rm_params *params = laid_out(module, values, (const long long[]){1, 1, 1}, 0, RM_BF16, &spec);
+  PyObject *list = params ? PyList_New(0) : NULL;
+  for (int64_t i = 0; list && i < params->n; i++) {
+    const rm_param *p = &params->list[i];
+    const int64_t shape[2] = {p->rows, p->cols};
+    if (!is_counted(p)) continue;
+    rm_param_name(params, p, name, sizeof name);
+    PyObject *entry = Py_BuildValue("ssN", rm_kinds[p->kind].kind, name,
+                                    rm_tuple_of(shape + 2 - p->n_dims, p->n_dims));
+    if (!entry || PyList_Append(list, entry)) Py_CLEAR(list);
+    Py_XDECREF(entry);
+  }
+  rm_params_destroy(params);
+  rm_spec_destroy(spec);
+  return list;
+}
+
+static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
+  PyObject *values;
+  long long degrees[3];
+  int rank, is_bf16;
+  int64_t elems[RM_N_PARAM_KIND] = {0};
+  rm_spec *spec;
+  if (!PyArg_ParseTuple(args, "OLLLip:parameter_bytes", &values, &degrees[0], &degrees[1],
+                        &degrees[2], &rank, &is_bf16))
+    return NULL;
+  const rm_dtype dtype = is_bf16 ? RM_BF16 : RM_F32;
+  rm_params *params = laid_out(module, values, degrees, rank, dtype, &spec);
+  if (!params) return NULL;
+  for (const rm_param *p = params->list; p < params->list + params->n; p++)
+    if (is_counted(p))
+      elems[p->kind] += p->n_dims == 1          ? p->held
+                        : p->layout == RM_PLAIN ? p->held * p->cols
+                                                : rm_packed_elems(p->held, p->cols);
+  rm_params_destroy(params);
+  rm_spec_destroy(spec);
+  PyObject *dict = PyDict_New();
+  for (int kind = 0; dict && kind < RM_N_PARAM_KIND; kind++) {
+    PyObject *bytes = PyLong_FromLongLong(elems[kind] * (int64_t)rm_dtype_bytes(dtype));
+    if (!bytes || PyDict_SetItemString(dict, rm_kinds[kind].kind, bytes)) Py_CLEAR(dict);
+    Py_XDECREF(bytes);
+  }
+  return dict;
 }
 
 PyMethodDef rm_placement_functions[] = {
     {"placement", placement, METH_VARARGS,
      "(spec, tp, dp, ep): int64 [world][8 ranges][first, n], in the order of placement.h."},
+    {"parameters", parameters, METH_O,
+     "(spec): [(kind, name, shape)] of the tensors of a checkpoint, without routers' biases."},
+    {"parameter_bytes", parameter_bytes, METH_VARARGS,
+     "(spec, tp, dp, ep, rank, bfloat16): {kind: bytes} that this rank stores, in one version."},
     {0},
 };

@@ -5,7 +5,6 @@
 
 #include "model/spec.h"
 
-// Converts an object with the attributes of rollmesh.model.spec.EngineValues: scalars by name;
-// inv_freq, layer_is_moe, layer_rotates and layer_windows as arrays. Owned: rm_spec_destroy. NULL
-// with the exception set.
+// Converts an object with the attributes of rollmesh.model.spec.EngineValues, and those of its
+// ModelSpec. Owned: rm_spec_destroy. NULL with the exception set.
 rm_spec *rm_spec_from_python(PyObject *module, PyObject *object);

@@ -375,13 +375,11 @@ def test_plan_counts_what_the_engine_stores() -> None:
     of vectors (1 %)."""
     from rollmesh.cli import options
     from rollmesh.model import sizes
-    from rollmesh.model.placement import placements
 
     for name in ("qwen3_debug", "qwen3_moe_debug"):
         spec = rm.ModelSpec.from_hf(options.read_model_config(ROOT / f"configs/{name}.toml"))
-        (whole,) = placements(spec)
-        for dtype, size in (("bfloat16", 2), ("float32", 4)):
-            planned = sum(sizes.rank_bytes(spec, m, whole, size) for m in sizes.matrices(spec))
+        for dtype in ("bfloat16", "float32"):
+            planned = sum(sizes.rank_bytes(spec, dtype)[0].values())
             with rm.Generator(spec, dtype=dtype, kv_cache_gib=0.001, max_model_len=16) as generator:
                 elements = sum(
                     math.prod(info.shape) for info in generator.manifest().values() if info.required

@@ -24,7 +24,6 @@ from test_mesh_processes import Server, results, servers  # noqa: F401 (a fixtur
 
 import rollmesh as rm
 from rollmesh import _core
-from rollmesh.model.placement import placements
 from rollmesh.model.sizes import matrices, rank_bytes
 from rollmesh.runtime.devices import LIBRARY_SWITCH
 
@@ -71,11 +70,9 @@ def taken(config: helpers.Config, mesh: rm.Mesh, rounding: int = 0) -> list[int]
     """Returns the weight bytes of each rank in bfloat16, plus `rounding` bytes for each
     parameter."""
     spec = rm.ModelSpec.from_hf(config)
-    wholes = list(matrices(spec))
-    return [
-        with_staging(sum(rank_bytes(spec, m, rank, 2) + rounding * m.count for m in wholes))
-        for rank in placements(spec, mesh.tp, mesh.dp, mesh.ep)
-    ]
+    more = rounding * sum(m.count for m in matrices(spec))
+    ranks = rank_bytes(spec, "bfloat16", mesh.tp, mesh.dp, mesh.ep)
+    return [with_staging(sum(rank.values()) + more) for rank in ranks]
 
 
 def pages_that_fit(

@@ -118,19 +118,12 @@ def test_ranks_hold_the_model_once(moe: bool, tied: bool) -> None:
     )
 
     def total(**degrees: int) -> int:
-        return sum(
-            sizes.rank_bytes(spec, m, rank, 2)
-            for m in sizes.matrices(spec)
-            for rank in placements(spec, **degrees)
-        )
+        return sum(sum(rank.values()) for rank in sizes.rank_bytes(spec, "bfloat16", **degrees))
 
     one = total()
-    kv = sum(m.elements * 2 for m in sizes.matrices(spec) if m.shard == "kv_heads")
-    whole = sum(
-        sizes.rank_bytes(spec, m, placements(spec)[0], 2)
-        for m in sizes.matrices(spec)
-        if m.shard == "whole"
-    )
+    kv = sum(m.elements * 2 for m in sizes.matrices(spec) if m.kind in ("k", "v"))
+    (held,) = sizes.rank_bytes(spec, "bfloat16")
+    whole = sum(n for kind, n in held.items() if kind.endswith("_norm") or kind == "router")
     assert total(tp=4) == one + kv + 3 * whole  # 2 KV heads on 4 ranks
     assert total(tp=2, dp=3) == 3 * (one + whole)
     if moe:

@@ -18,7 +18,6 @@ import rollmesh as rm
 from rollmesh.distributed.traffic import step_traffic
 from rollmesh.model import sizes
 from rollmesh.model.families import FAMILIES
-from rollmesh.model.placement import placements
 
 pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
@@ -107,11 +106,7 @@ def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> N
         bias = sum(spec.is_moe_layer) * (4 * spec.num_experts + LINE)
         tiles = 2 * layers * sizes.TILE_ROWS * (spec.hidden_size + sizes.TILE_COLS) * each
         for tp in (1, 2, 3) if model is models[3] else (1,):
-            held = sum(
-                sizes.rank_bytes(spec, m, rank, each)
-                for rank in placements(spec, tp)
-                for m in kinds
-            )
+            held = sum(sum(rank.values()) for rank in sizes.rank_bytes(spec, dtype, tp))
             with test_families.generator(model, dtype=dtype, mesh=rm.Mesh(tp=tp)) as gen:
                 required = {
                     name: math.prod(info.shape)

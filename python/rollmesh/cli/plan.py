@@ -76,16 +76,13 @@ def run(args: argparse.Namespace) -> int:
         f"{parameters.active:,} used by a token"
     )
     print(f"\n{'parameter':<34}{'count':>8}{'shape':>18}{'parameters':>18}{'a rank':>12}")
-    kinds = set(ranks)  # the ranks of all replicas are equal
+    held = rank_bytes(spec, dtype, tp, dp, ep)
     for m in matrices(spec):
-        shape = str(m.cols) if m.is_vector else f"{m.rows} x {m.cols}"
-        most = max(rank_bytes(spec, m, rank, bytes_each) for rank in kinds)
+        shape, most = " x ".join(map(str, m.shape)), max(rank[m.kind] for rank in held)
         print(f"{m.name:<34}{m.count:>8,}{shape:>18}{m.elements:>18,}{byte_text(most):>12}")
-    weights_of = {
-        rank: sum(rank_bytes(spec, m, rank, bytes_each) for m in matrices(spec)) for rank in kinds
-    }
-    weights = max(weights_of.values())
-    token = kv_bytes_per_token(spec, max(len(rank.kv_heads) for rank in kinds), bytes_each)
+    weights_of = [sum(rank.values()) for rank in held]
+    weights = max(weights_of)
+    token = kv_bytes_per_token(spec, max(len(rank.kv_heads) for rank in ranks), bytes_each)
     print(
         f"\non each of {len(ranks)} rank(s), {dtype} (tp={tp}, dp={dp}, ep={ep}), device {device}"
     )
@@ -100,9 +97,7 @@ def run(args: argparse.Namespace) -> int:
         f"{byte_text(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace"
     )
     if device.startswith("cuda:") and len(ranks) > 1:
-        together = (
-            2 * sum(weights_of[rank] for rank in ranks) + len(ranks) * args.kv_cache_gib * GIB
-        )
+        together = 2 * sum(weights_of) + len(ranks) * args.kv_cache_gib * GIB
         print(
             f"{f'of all {len(ranks)} ranks, on {device}':<34}{byte_text(together):>12}   and a "
             "workspace of each"
@@ -110,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if len(ranks) > 1:
         print_traffic(spec, rm.Mesh(tp=tp, dp=dp, ep=ep), args, dtype)
     if args.ranks:
-        print_ranks(spec, ranks, tp, [weights_of[rank] for rank in ranks])
+        print_ranks(spec, ranks, tp, weights_of)
     return 0
 
 

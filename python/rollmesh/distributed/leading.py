@@ -230,7 +230,9 @@ class LedEngine(PeerEngine):
             try:
                 result = operations[name](*args)
             except Exception as error:
-                if self.abort_unless_shared(error):
+                if expected is not None:  # rank 0 has made this operation
+                    self.give_up()
+                if expected is not None or self.abort_unless_shared(error):
                     raise
                 own = error
                 continue

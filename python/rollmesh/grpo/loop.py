@@ -181,8 +181,7 @@ def train(
 def run_step(
     run: Run, step: int, ahead: AsyncRollouts | None, overlap: Overlap
 ) -> tuple[Metrics, Completions]:
-    """Runs one step of the protocol. Returns its metrics, and the completions to write or print.
-    ahead: with async_level ≥ 1."""
+    """Runs one step (ahead: with async_level ≥ 1). Returns its metrics and its completions."""
     config, start = run.config, time.perf_counter()
     if ahead and config.sync.inflight == "wait":
         ahead.wait()

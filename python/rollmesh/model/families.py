@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollmesh.errors import ConfigError
-from rollmesh.model.reader import MAX_EXPERTS, MAX_POSITION, MAX_WIDTH, Reader
+from rollmesh.model.reader import MAX_POSITION, Reader
 from rollmesh.runtime.messages import shown
 
 PerLayer = Callable[[Reader, int], tuple[int, ...]]  # of a config and its number of layers
@@ -33,7 +33,7 @@ def _switched_window(c: Reader, default: int | None = 4096) -> int:
     """sliding_window where use_sliding_window is on; None: full attention."""
     given = c.given("sliding_window") if "sliding_window" in c.values else default is not None
     return (
-        c.integer("sliding_window", 1, MAX_POSITION, default)
+        c.integer("sliding_window", default=default)
         if c.boolean("use_sliding_window", False) and given
         else 0
     )
@@ -73,7 +73,7 @@ def windows_from_a_layer_on(c: Reader, layers: int) -> tuple[int, ...]:
     window, types = _switched_window(c), _layer_types(c, layers)
     if types is not None:
         return _by_type(types, window)
-    first = c.integer("max_window_layers", 0, MAX_POSITION, 28)
+    first = c.integer("max_window_layers", 0, default=28)
     return tuple(window if i >= first else 0 for i in range(layers))
 
 
@@ -93,7 +93,7 @@ def one_window(default: int | None) -> PerLayer:
 
     def windows(c: Reader, layers: int) -> tuple[int, ...]:
         full = not c.given("sliding_window") if "sliding_window" in c.values else default is None
-        return (0 if full else c.integer("sliding_window", 1, MAX_POSITION, default),) * layers
+        return (0 if full else c.integer("sliding_window", default=default),) * layers
 
     return windows
 
@@ -103,7 +103,7 @@ def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
     no_rope_layer_interval-th do."""
     given = c.values.get("no_rope_layers")
     if given is None:
-        interval = c.integer("no_rope_layer_interval", 1, MAX_POSITION, 4)
+        interval = c.integer("no_rope_layer_interval", default=4)
         return tuple(int((i + 1) % interval != 0) for i in range(layers))
     if (
         not isinstance(given, (list, tuple))
@@ -129,18 +129,16 @@ def num_experts(
     c: Reader, key: str = "num_experts", low: int = 0, default: int | None = None
 ) -> int:
     """num_local_experts is transformers' other name for it."""
-    both = [
-        c.integer(name, low, MAX_EXPERTS) for name in (key, "num_local_experts") if c.given(name)
-    ]
+    both = [c.integer(name, low) for name in (key, "num_local_experts") if c.given(name)]
     if len(set(both)) > 1:
         raise ConfigError(f"{key}={both[0]} and num_local_experts={both[1]} differ")
-    return both[0] if both else c.integer(key, low, MAX_EXPERTS, default)
+    return both[0] if both else c.integer(key, low, default=default)
 
 
 def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
     """Qwen's: every decoder_sparse_step-th layer, but for those in mlp_only_layers."""
     step, dense = (
-        c.integer("decoder_sparse_step", 1, MAX_POSITION, 1),
+        c.integer("decoder_sparse_step", default=1),
         c.values.get("mlp_only_layers") or [],
     )
     if not isinstance(dense, (list, tuple)) or not all(
@@ -157,7 +155,7 @@ def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
 
 def first_layers_dense(c: Reader, layers: int) -> tuple[int, ...]:
     """GLM-4-MoE: experts from layer first_k_dense_replace on."""
-    first = c.integer("first_k_dense_replace", 0, MAX_POSITION, 1)
+    first = c.integer("first_k_dense_replace", 0, default=1)
     return tuple(int(i >= first) for i in range(layers))
 
 
@@ -166,7 +164,7 @@ def early_even_windows(c: Reader, layers: int) -> tuple[int, ...]:
     window, types = _switched_window(c), _layer_types(c, layers)
     if types is not None:
         return _by_type(types, window)
-    end = c.integer("max_window_layers", 0, MAX_POSITION, 28)
+    end = c.integer("max_window_layers", 0, default=28)
     return tuple(window if i % 2 == 0 and i < end else 0 for i in range(layers))
 
 
@@ -176,7 +174,6 @@ class Experts:
     """The mixtures of experts of a family. What is left out is Qwen3-MoE's."""
 
     number: Callable[[Reader], int] = num_experts
-    number_key: str = "num_experts"  # in messages
     top_k: int | None = None  # where the config has none; None: it has to
     width: str = "moe_intermediate_size"  # the key
     renormalize: str | bool = (
@@ -196,15 +193,8 @@ def _glm_experts(c: Reader) -> int:
 
 
 def _glm_shared(c: Reader) -> int:
-    width = (n := c.integer("n_shared_experts", 0, MAX_EXPERTS, 1)) * c.integer(
-        "moe_intermediate_size", 1, MAX_WIDTH
-    )
-    if width > MAX_WIDTH:
-        raise ConfigError(
-            f"n_shared_experts={n}: expected a width of at most {MAX_WIDTH} of all together, got "
-            f"{width}"
-        )
-    return width
+    width = c.integer("n_shared_experts", 0, default=1) * c.integer("moe_intermediate_size")
+    return min(width, MAX_POSITION)
 
 
 def _olmoe(c: Reader, head_dim: int) -> None:
@@ -253,7 +243,7 @@ class Family:
     experts: Experts = Experts()
     names: tuple[
         tuple[str, str], ...
-    ] = ()  # (kind of USUAL_NAMES, what a checkpoint calls it instead)
+    ] = ()  # (kind of csrc/model/params.c, what a checkpoint calls it instead)
     rope_neighbours: bool = False  # rope turns neighbours of a head; else its halves
     # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
     wq_rows: str = "none"
@@ -272,25 +262,6 @@ WQ_ROWS = (
     "neighbours",
 )  # there are none; rope turns halves of a head, or neighbours
 QK_NORMS = ("none", "head", "whole")  # each head of q and k; all heads of q, of k, together
-# Names of a layer's parameters in a checkpoint, after "model.layers.N."; # is the expert.
-# csrc/model/params.c repeats them.
-USUAL_NAMES = {
-    "input_norm": "input_layernorm.weight",
-    "post_attn_norm": "post_self_attn_layernorm.weight",
-    "pre_mlp_norm": "post_attention_layernorm.weight",
-    "post_mlp_norm": "post_feedforward_layernorm.weight",
-    **{kind: f"self_attn.{kind}_proj.weight" for kind in "qkvo"},
-    **{f"{kind}_bias": f"self_attn.{kind}_proj.bias" for kind in "qkvo"},
-    **{f"{kind}_norm": f"self_attn.{kind}_norm.weight" for kind in "qk"},
-    **{kind: f"mlp.{kind}_proj.weight" for kind in ("gate", "up", "down")},
-    "router": "mlp.gate.weight",
-    **{
-        f"shared_{kind}": f"mlp.shared_experts.{kind}_proj.weight"
-        for kind in ("gate", "up", "down")
-    },
-    "shared_switch": "mlp.shared_expert_gate.weight",
-    **{f"expert_{kind}": f"mlp.experts.#.{kind}_proj.weight" for kind in ("gate", "up", "down")},
-}
 _QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
 _QWEN_MOE = (
     "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts "
@@ -397,7 +368,7 @@ FAMILIES = {
         moe_layers=sparse_layers,
         experts=Experts(
             top_k=4,
-            shared_width=lambda c: c.integer("shared_expert_intermediate_size", 1, MAX_WIDTH, 5632),
+            shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=5632),
             shared_switch=True,
         ),
         names=tuple(
@@ -456,7 +427,6 @@ FAMILIES = {
         moe_layers=first_layers_dense,
         experts=Experts(
             number=_glm_experts,
-            number_key="n_routed_experts",
             top_k=8,
             renormalize_default=True,
             score_func="sigmoid",

@@ -1,4 +1,4 @@
-"""Typed access to a config, and the engine's limits."""
+"""Typed access to a config."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from rollmesh.errors import ConfigError
 from rollmesh.model.rope import MAX_FLOAT, ROPE_TABLES
 from rollmesh.runtime.messages import plain, shown
 
-# The engine's limits (csrc/model/spec.c), repeated here because Python's integers are unbounded
-# and `rollmesh plan` runs without an engine.
-MAX_VOCAB, MAX_WIDTH, MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = (
-    1 << 26,
-    1 << 22,
-    1024,
-    1 << 14,
-    1024,
-    16384,
-)
-MAX_GROUPS = 64  # of experts
+# Bounds of integers here. The engine's own limits (csrc/model/spec.c) are checked when a ModelSpec
+# is made; the number of layers is checked first, since tuples of that length are made.
+MAX_LAYERS = 1024
 MAX_POSITION = 2**62
 
 
@@ -61,7 +53,9 @@ class Reader:
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
 
-    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+    def integer(
+        self, key: str, low: int = 1, high: int = MAX_POSITION, default: int | None = None
+    ) -> int:
         value = self.values.get(key, default)
         if value is None:
             raise ConfigError(

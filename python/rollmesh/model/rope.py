@@ -33,6 +33,7 @@ Pair = tuple[F32, F32]  # an unevaluated sum: a float and what rounding it lost
 
 VECTOR = 16  # elements that torch's vector loop takes at a time
 MAX_FLOAT = sys.float_info.max
+MAX_HEAD_DIM = 1024  # as in csrc/model/spec.c; checked before arrays of that size are made
 ROPE_TABLES = (
     "rope_scaling",
     "rope_parameters",
@@ -414,6 +415,8 @@ def from_config(
     name, given = _table(config)
     if unknown := unknown_keys(config):
         raise ConfigError(f"{name}: expected keys of the rope types, got {listed(unknown)}")
+    if head_dim > MAX_HEAD_DIM:
+        raise ConfigError(f"head_dim: expected at most {MAX_HEAD_DIM}, got {head_dim}")
     p = {
         key: value
         for key, value in given.items()

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from rollmesh.model.placement import Placement
+from rollmesh import _core
+from rollmesh.model.placement import Placement, placements
 from rollmesh.model.spec import ModelSpec
 
 TILE_ROWS, TILE_COLS = 16, 32
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """`count` parameters of this shape."""
+class Matrix(NamedTuple):
+    """The parameters of one kind, all of one shape."""
 
+    kind: str  # as csrc/model/params.c calls it: "q", "expert_gate"
     name: str
     count: int
-    rows: int
-    cols: int
-    shard: str  # the part that a rank keeps: "whole", or the name of a range of Placement
-    is_vector: bool = False  # rows = 1, of which a rank keeps a range of cols; else a range of rows
+    shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        return self.count * self.rows * self.cols
+        return self.count * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -48,77 +48,22 @@ class Parameters:
         return self.dense_body + self.lm_head + share * self.experts
 
 
-def _vectors(name: str, count: int, n: int, shard: str) -> Matrix:
-    return Matrix(name, count, 1, n, shard, is_vector=True)
-
-
-def matrices(spec: ModelSpec) -> Iterator[Matrix]:
-    """Every parameter of the model, equal ones together; routers' biases are left out, as in
+def matrices(spec: ModelSpec) -> list[Matrix]:
+    """Every parameter of the model, those of a kind together; routers' biases are left out, as in
     ModelSpec.parameters()."""
-    hidden, dim, layers = spec.hidden_size, spec.head_dim, spec.num_hidden_layers
-    moe = sum(spec.is_moe_layer)
-    query, kv = spec.num_attention_heads * dim, spec.num_key_value_heads * dim
-    yield Matrix("embed_tokens", 1, spec.vocab_size, hidden, "vocab")
-    if not spec.tie_word_embeddings:
-        yield Matrix("lm_head", 1, spec.vocab_size, hidden, "vocab")
-    yield _vectors(
-        "layernorms", 2 * layers * (spec.norm_before + spec.norm_after) + 1, hidden, "whole"
-    )
-    yield Matrix("self_attn.q_proj", layers, query, hidden, "heads")
-    yield Matrix("self_attn.k_proj, v_proj", 2 * layers, kv, hidden, "kv_heads")
-    yield Matrix("self_attn.o_proj", layers, hidden, query, "hidden")
-    if spec.attention_bias:
-        yield _vectors("self_attn.q_proj.bias", layers, query, "heads")
-        yield _vectors("self_attn.k_proj.bias, v_proj.bias", 2 * layers, kv, "kv_heads")
-    if spec.o_bias:
-        yield _vectors("self_attn.o_proj.bias", layers, hidden, "hidden")
-    if spec.qk_norm == "head":
-        yield _vectors("self_attn.q_norm, k_norm", 2 * layers, dim, "whole")
-    if spec.qk_norm == "whole":
-        yield _vectors("self_attn.q_norm", layers, query, "heads")
-        yield _vectors("self_attn.k_norm", layers, kv, "kv_heads")
-    if layers > moe:
-        each = "mlp.up_proj" if spec.ungated else "mlp.gate_proj, up_proj"
-        yield Matrix(
-            each, (2 - spec.ungated) * (layers - moe), spec.intermediate_size, hidden, "inner"
-        )
-        yield Matrix("mlp.down_proj", layers - moe, hidden, spec.intermediate_size, "hidden")
-    if moe:
-        yield Matrix("mlp.gate (router)", moe, spec.num_experts, hidden, "whole")
-        if spec.shared_intermediate_size:
-            yield Matrix(
-                "shared_experts.gate_proj, up_proj",
-                2 * moe,
-                spec.shared_intermediate_size,
-                hidden,
-                "shared_inner",
-            )
-            yield Matrix(
-                "shared_experts.down_proj", moe, hidden, spec.shared_intermediate_size, "hidden"
-            )
-        if spec.shared_switch:
-            yield Matrix("shared_expert_gate", moe, 1, hidden, "whole")
-        yield Matrix(
-            "mlp.experts.gate_proj, up_proj",
-            2 * moe * spec.num_experts,
-            spec.moe_intermediate_size,
-            hidden,
-            "expert_inner",
-        )
-        yield Matrix(
-            "mlp.experts.down_proj",
-            moe * spec.num_experts,
-            hidden,
-            spec.moe_intermediate_size,
-            "expert_hidden",
-        )
+    kinds: dict[str, Matrix] = {}
+    for kind, name, shape in _core.parameters(spec.engine_values(1)):
+        plain = re.sub(r"^model\.(layers\.\d+\.)?|\.\d+(?=\.)|\.weight$", "", name)
+        known = kinds.get(kind, Matrix(kind, plain, 0, shape))
+        kinds[kind] = known._replace(count=known.count + 1)
+    return list(kinds.values())
 
 
 def count_parameters(spec: ModelSpec) -> Parameters:
-    items = list(matrices(spec))
+    items = matrices(spec)
     total = sum(m.elements for m in items)
-    experts = sum(m.elements for m in items if m.shard.startswith("expert"))
-    dense = total - experts - sum(m.elements for m in items if m.shard == "vocab")
+    experts = sum(m.elements for m in items if m.kind.startswith("expert_"))
+    dense = total - experts - sum(m.elements for m in items if m.kind in ("embed", "lm_head"))
     active = experts * spec.num_experts_per_tok // spec.num_experts if spec.num_experts else 0
     return Parameters(
         total,
@@ -131,18 +76,16 @@ def count_parameters(spec: ModelSpec) -> Parameters:
     )
 
 
-def rank_bytes(spec: ModelSpec, m: Matrix, rank: Placement, bytes_each: int) -> int:
-    """Returns the bytes of one kind of parameter on one rank."""
-    count, rows, cols = m.count, m.rows, m.cols
-    if m.shard != "whole":
-        held = len(getattr(rank, m.shard))
-        held *= spec.head_dim if m.shard in ("heads", "kv_heads") else 1
-        rows, cols = (1, held) if m.is_vector else (held, m.cols)
-    if m.shard.startswith("expert"):
-        count = count // spec.num_experts * len(rank.experts)
-    if m.is_vector or (m.name == "embed_tokens" and not spec.tie_word_embeddings):
-        return count * rows * cols * bytes_each
-    return count * _up(rows, TILE_ROWS) * _up(cols, TILE_COLS) * bytes_each
+def rank_bytes(
+    spec: ModelSpec, dtype: str, tp: int = 1, dp: int = 1, ep: int = 1
+) -> list[dict[str, int]]:
+    """Returns for each rank the bytes of each kind of parameter that it stores."""
+    values, held = spec.engine_values(1), dict[Placement, dict[str, int]]()
+    ranks = placements(spec, tp, dp, ep)
+    for index, rank in enumerate(ranks):
+        if rank not in held:
+            held[rank] = _core.parameter_bytes(values, tp, dp, ep, index, dtype == "bfloat16")
+    return [held[rank] for rank in ranks]
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_heads: int, bytes_each: int) -> int:

@@ -16,31 +16,19 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh import _core
 from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
 from rollmesh.model.adapters import refuse_adapter
-from rollmesh.model.families import FAMILIES, QK_NORMS, USUAL_NAMES, WQ_ROWS, Experts, Family
-from rollmesh.model.reader import (
-    MAX_EXPERTS,
-    MAX_GROUPS,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_POSITION,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    Reader,
-    key_name,
-    without,
-)
+from rollmesh.model.families import FAMILIES, QK_NORMS, WQ_ROWS, Experts, Family
+from rollmesh.model.reader import MAX_LAYERS, MAX_POSITION, Reader, key_name, without
 from rollmesh.runtime.arguments import ACTIVATIONS, choice
 from rollmesh.runtime.messages import listed, plain, shown
 
@@ -114,43 +102,17 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineValues:
-    """The spec as ext/spec.c reads it; the fields are rm_spec's."""
+    """A spec as ext/spec.c reads it: the fields of the ModelSpec by name, and these values."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    num_experts: int
-    top_k: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool
-    shared_intermediate_size: int
-    shared_switch: bool
+    spec: ModelSpec
     sigmoid_scores: bool
-    num_groups: int
-    top_groups: int
-    route_scale: float
-    norm_before: bool
-    norm_after: bool
     qk_norm: int
-    attention_bias: bool
-    o_bias: bool
-    tie_word_embeddings: bool
-    router_bias: bool
     wq_rows: int
     rope_neighbours: bool
     activation: int
-    ungated: bool
-    rms_norm_eps: float
     rope_scale: float
-    inv_freq: NDArray[np.float32]  # [rotary_dim / 2]
-    layer_is_moe: NDArray[np.uint8]  # [num_layers]
-    layer_rotates: NDArray[np.uint8]  # [num_layers]
-    layer_windows: NDArray[np.int64]  # [num_layers], 0: full attention
+    inv_freq: NDArray[np.float32]  # half of the elements of a head that rope turns
+    layers: NDArray[np.int64]  # [num_hidden_layers][is MoE, rope turns q and k, window (0: none)]
     names: tuple[tuple[str, str], ...]  # (kind of parameter, the family's own name for it)
 
 
@@ -201,6 +163,9 @@ class ModelSpec:
     ungated: bool = False  # dense MLPs have no gate: down(activation(up(x)))
     norm_before: bool = True  # norms are of a block's input; with norm_after of both
 
+    def __post_init__(self) -> None:
+        _core.placement(self.engine_values(1), 1, 1, 1)  # ConfigError by the engine's rules
+
     @staticmethod
     def from_hf(config: Any, *, ignore: tuple[str, ...] = ()) -> ModelSpec:
         """From a transformers config object, its dict, a folder with config.json, or that file. Of
@@ -249,12 +214,7 @@ class ModelSpec:
         Generator.
         """
         values, beyond = _torchtitan.hf_config(model)
-        spec = replace(ModelSpec.from_hf(values), **beyond)
-        names = ("num_experts", "num_expert_groups", "num_limited_groups")
-        _check_groups(
-            spec.num_experts, spec.num_experts_per_tok, spec.n_group, spec.topk_group, names
-        )
-        return spec
+        return replace(ModelSpec.from_hf(values), **beyond)
 
     def rope(self, max_model_len: int) -> tuple[NDArray[np.float32], float]:
         """(inv_freq [rotary_dim / 2] with torch's bits, the factor on cos and sin) of a generator
@@ -274,105 +234,27 @@ class ModelSpec:
 
     def engine_values(self, max_model_len: int) -> EngineValues:
         inv_freq, scale = self.rope(max_model_len)
+        family = FAMILIES[self.model_type]
+        layers = zip(self.is_moe_layer, self.rope_layers, self.sliding_windows, strict=True)
         return EngineValues(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=self.num_hidden_layers,
-            num_heads=self.num_attention_heads,
-            num_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            rotary_dim=2 * len(inv_freq),
-            num_experts=self.num_experts,
-            top_k=self.num_experts_per_tok,
-            moe_intermediate_size=self.moe_intermediate_size,
-            norm_topk_prob=self.norm_topk_prob,
-            shared_intermediate_size=self.shared_intermediate_size,
-            shared_switch=self.shared_switch,
+            spec=self,
             sigmoid_scores=self.score_func == "sigmoid",
-            num_groups=self.n_group,
-            top_groups=self.topk_group,
-            route_scale=self.routed_scaling_factor,
-            norm_before=self.norm_before,
-            norm_after=self.norm_after,
             qk_norm=QK_NORMS.index(self.qk_norm),
-            attention_bias=self.attention_bias,
-            o_bias=self.o_bias,
-            tie_word_embeddings=self.tie_word_embeddings,
-            router_bias=self.router_bias,
+            wq_rows=WQ_ROWS.index(family.wq_rows),
+            rope_neighbours=family.rope_neighbours,
             activation=ACTIVATIONS.index(self.activation),
-            ungated=self.ungated,
-            wq_rows=WQ_ROWS.index(FAMILIES[self.model_type].wq_rows),
-            rope_neighbours=FAMILIES[self.model_type].rope_neighbours,
-            rms_norm_eps=self.rms_norm_eps,
             rope_scale=scale,
             inv_freq=inv_freq,
-            layer_is_moe=np.array(self.is_moe_layer, np.uint8),
-            layer_rotates=np.array(self.rope_layers, np.uint8),
-            layer_windows=np.array(self.sliding_windows, np.int64),
-            names=FAMILIES[self.model_type].names,
+            layers=np.array(list(layers), np.int64),
+            names=family.names,
         )
 
     def parameters(self) -> Iterator[Parameter]:
         """The tensors of a checkpoint, by layer; those of experts one by one, gate and up apart
         also where a checkpoint has them in one tensor (GLM-4); a tied lm_head and router biases are
         left out."""
-        hidden = self.hidden_size
-        yield Parameter("model.embed_tokens.weight", (self.vocab_size, hidden))
-        if not self.tie_word_embeddings:
-            yield Parameter("lm_head.weight", (self.vocab_size, hidden))
-        yield Parameter("model.norm.weight", (hidden,))
-        for layer, is_moe in enumerate(self.is_moe_layer):
-            yield from self._parameters_of(layer, is_moe)
-
-    def _parameters_of(self, layer: int, is_moe: bool) -> Iterator[Parameter]:
-        hidden, dim = self.hidden_size, self.head_dim
-        query, kv = self.num_attention_heads * dim, self.num_key_value_heads * dim
-        own = dict(FAMILIES[self.model_type].names)
-
-        def named(kind: str, *shape: int, expert: int = 0) -> Parameter:
-            return Parameter(
-                f"model.layers.{layer}."
-                + (own.get(kind) or USUAL_NAMES[kind]).replace("#", str(expert)),
-                shape,
-            )
-
-        for kind in ("input_norm", "pre_mlp_norm") if self.norm_before else ():
-            yield named(kind, hidden)
-        for kind in ("post_attn_norm", "post_mlp_norm") if self.norm_after else ():
-            yield named(kind, hidden)
-        yield named("q", query, hidden)
-        yield named("k", kv, hidden)
-        yield named("v", kv, hidden)
-        yield named("o", hidden, query)
-        for kind, rows in (
-            (("q_bias", query), ("k_bias", kv), ("v_bias", kv)) if self.attention_bias else ()
-        ):
-            yield named(kind, rows)
-        if self.o_bias:
-            yield named("o_bias", hidden)
-        for kind, rows in (("q_norm", query), ("k_norm", kv)) if self.qk_norm != "none" else ():
-            yield named(kind, rows if self.qk_norm == "whole" else dim)
-        if not is_moe:
-            yield from self._mlp(named, "", self.intermediate_size, self.ungated)
-            return
-        yield named("router", self.num_experts, hidden)
-        if self.shared_intermediate_size:
-            yield from self._mlp(named, "shared_", self.shared_intermediate_size)
-        if self.shared_switch:
-            yield named("shared_switch", 1, hidden)
-        for expert in range(self.num_experts):
-            yield from self._mlp(
-                partial(named, expert=expert), "expert_", self.moe_intermediate_size
-            )
-
-    def _mlp(
-        self, named: Callable[..., Parameter], prefix: str, width: int, ungated: bool = False
-    ) -> Iterator[Parameter]:
-        if not ungated:
-            yield named(f"{prefix}gate", width, self.hidden_size)
-        yield named(f"{prefix}up", width, self.hidden_size)
-        yield named(f"{prefix}down", self.hidden_size, width)
+        for _, name, shape in _core.parameters(self.engine_values(1)):
+            yield Parameter(name, shape)
 
     @property
     def num_parameters(self) -> int:
@@ -395,22 +277,6 @@ class ModelSpec:
 
 
 # ----------------------------------------------------------------------- reading a dict of a spec
-_INTEGERS = {
-    "vocab_size": (1, MAX_VOCAB),
-    "hidden_size": (1, MAX_WIDTH),
-    "intermediate_size": (0, MAX_WIDTH),
-    "num_hidden_layers": (1, MAX_LAYERS),
-    "num_attention_heads": (1, MAX_HEADS),
-    "num_key_value_heads": (1, MAX_HEADS),
-    "head_dim": (2, MAX_HEAD_DIM),
-    "num_experts": (0, MAX_EXPERTS),
-    "num_experts_per_tok": (0, MAX_EXPERTS),
-    "moe_intermediate_size": (0, MAX_WIDTH),
-    "max_position_embeddings": (1, MAX_POSITION),
-    "n_group": (1, MAX_GROUPS),
-    "topk_group": (1, MAX_GROUPS),
-    "shared_intermediate_size": (0, MAX_WIDTH),
-}
 _CHOICES = {
     "model_type": tuple(FAMILIES),
     "qk_norm": QK_NORMS,
@@ -425,7 +291,7 @@ def _from_dict(values: Any) -> ModelSpec:
         {**{f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}, **known}
     )
     read: dict[str, Any] = {
-        key: c.integer(key, low, high) for key, (low, high) in _INTEGERS.items()
+        f.name: c.integer(f.name, 0) for f in fields(ModelSpec) if f.type == "int"
     }
     read |= {key: choice(key, c.values[key], words) for key, words in _CHOICES.items()}
     read |= {f.name: c.boolean(f.name, False) for f in fields(ModelSpec) if f.type == "bool"}
@@ -453,7 +319,6 @@ def _from_dict(values: Any) -> ModelSpec:
             c.values["rope_settings"], read["head_dim"], read["max_position_embeddings"]
         ),
     )
-    _check_heads(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
     _check_layers(spec)
     return spec
 
@@ -524,35 +389,16 @@ def _rope_from_dict(values: Any, head_dim: int, max_positions: int) -> _rope.Rop
 
 
 def _check_layers(spec: ModelSpec) -> None:
-    """Checks that each size is given if and only if a kind of layer needs it."""
-    if not spec.norm_before and not spec.norm_after:
-        raise ConfigError(
-            "norm_before=False, norm_after=False: expected norms of a block's input, of its "
-            "output, or of both"
-        )
-    has_dense, has_experts = not all(spec.is_moe_layer), any(spec.is_moe_layer)
-    of_experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    """Checks that no size is given for a kind of layer that the model does not have."""
     for key, is_needed in {
-        "intermediate_size": has_dense,
-        **dict.fromkeys(of_experts, has_experts),
+        "intermediate_size": not all(spec.is_moe_layer),
+        "num_experts": any(spec.is_moe_layer),
     }.items():
-        if (getattr(spec, key) > 0) != is_needed:
-            wanted = "at least 1" if is_needed else "0"
+        if not is_needed and getattr(spec, key):
             raise ConfigError(
-                f"{key}: expected {wanted} with is_moe_layer={shown(spec.is_moe_layer)}, got "
+                f"{key}: expected 0 with is_moe_layer={shown(spec.is_moe_layer)}, got "
                 f"{getattr(spec, key)}"
             )
-    if spec.num_experts_per_tok > spec.num_experts:
-        raise ConfigError(
-            f"num_experts_per_tok={spec.num_experts_per_tok} exceeds num_experts={spec.num_experts}"
-        )
-    _check_groups(
-        spec.num_experts,
-        spec.num_experts_per_tok,
-        spec.n_group,
-        spec.topk_group,
-        ("num_experts", "n_group", "topk_group"),
-    )
 
 
 # ------------------------------------------------------------------------------- reading a config
@@ -645,41 +491,26 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         )
     if not c.boolean("is_causal", True):
         raise ConfigError("is_causal=False: attention to later tokens is not supported")
-    layers, hidden = (
-        c.integer("num_hidden_layers", 1, MAX_LAYERS),
-        c.integer("hidden_size", 1, MAX_WIDTH),
-    )
-    heads = c.integer("num_attention_heads", 1, MAX_HEADS)
+    layers = c.integer("num_hidden_layers", 1, MAX_LAYERS)
+    hidden, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     kv_heads = c.values.get("num_key_value_heads", family.num_key_value_heads)
-    kv_heads = (
-        heads
-        if kv_heads is None
-        else c.integer("num_key_value_heads", 1, MAX_HEADS, family.num_key_value_heads)
-    )
-    head_dim = (
-        c.integer("head_dim", 2, MAX_HEAD_DIM)
-        if c.given("head_dim")
-        else family.head_dim or hidden // heads
-    )
-    _check_heads(heads, kv_heads, head_dim)
+    head_dim = c.integer("head_dim") if c.given("head_dim") else family.head_dim or hidden // heads
     is_moe_layer = tuple(map(bool, family.moe_layers(c, layers)))
-    max_positions = c.integer(
-        "max_position_embeddings", 1, MAX_POSITION, family.max_position_embeddings
-    )
-    vocab = c.integer("vocab_size", 1, MAX_VOCAB)
-    spec = ModelSpec(
+    max_positions = c.integer("max_position_embeddings", default=family.max_position_embeddings)
+    vocab = c.integer("vocab_size")
+    if family.check is not None:
+        family.check(c, head_dim)
+    return ModelSpec(
         model_type=model_type,
         vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=0 if all(is_moe_layer) else c.integer("intermediate_size", 1, MAX_WIDTH),
+        intermediate_size=0 if all(is_moe_layer) else c.integer("intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=heads
+        if kv_heads is None
+        else c.integer("num_key_value_heads", default=kv_heads),
         head_dim=head_dim,
-        num_experts=0,
-        num_experts_per_tok=0,
-        moe_intermediate_size=0,
-        norm_topk_prob=False,
         qk_norm=family.qk_norm if isinstance(family.qk_norm, str) else family.qk_norm(c),
         norm_before=family.norm_before,
         norm_after=family.norm_after,
@@ -702,79 +533,37 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         ),
         activation=_HIDDEN_ACT[activation],
         ungated=family.ungated,
+        **_experts(c, family.experts) if any(is_moe_layer) else _NO_EXPERTS,
     )
-    if family.check is not None:
-        family.check(c, head_dim)
-    return _with_experts(c, spec, family.experts) if any(is_moe_layer) else spec
 
 
-def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
-    if heads * head_dim > MAX_WIDTH:
-        raise ConfigError(
-            f"num_attention_heads·head_dim: expected at most {MAX_WIDTH}, got {heads * head_dim}"
-        )
-    if heads % kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
-        )
-    if not 2 <= head_dim <= MAX_HEAD_DIM or head_dim % 2:
-        raise ConfigError(
-            f"head_dim: expected an even number in [2, {MAX_HEAD_DIM}] (rope rotates pairs), got "
-            f"{head_dim}"
-        )
+_NO_EXPERTS: dict[str, Any] = {
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "moe_intermediate_size": 0,
+    "norm_topk_prob": False,
+}
 
 
-def _with_experts(c: Reader, spec: ModelSpec, experts: Experts) -> ModelSpec:
-    n, top_k = experts.number(c), c.integer("num_experts_per_tok", 1, MAX_EXPERTS, experts.top_k)
-    if top_k > n:
-        raise ConfigError(f"num_experts_per_tok={top_k} exceeds {experts.number_key}={n}")
-    n_group, topk_group = (
-        (c.integer(key, 1, MAX_GROUPS, 1) for key in ("n_group", "topk_group"))
-        if experts.has_groups
-        else (1, 1)
-    )
-    _check_groups(n, top_k, n_group, topk_group, (experts.number_key, "n_group", "topk_group"))
-    return replace(
-        spec,
-        num_experts=n,
-        num_experts_per_tok=top_k,
-        moe_intermediate_size=c.integer(experts.width, 1, MAX_WIDTH),
-        norm_topk_prob=c.boolean(experts.renormalize, experts.renormalize_default)
+def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
+    """The fields of a model with experts."""
+    has_groups = experts.has_groups
+    n_group = c.integer("n_group", default=1) if has_groups else 1
+    return {
+        "num_experts": experts.number(c),
+        "num_experts_per_tok": c.integer("num_experts_per_tok", default=experts.top_k),
+        "moe_intermediate_size": c.integer(experts.width),
+        "norm_topk_prob": c.boolean(experts.renormalize, experts.renormalize_default)
         if isinstance(experts.renormalize, str)
         else experts.renormalize,
-        router_bias=experts.router_bias,
-        score_func=experts.score_func,
-        n_group=n_group,
-        topk_group=topk_group if n_group > 1 else 1,
-        routed_scaling_factor=c.positive("routed_scaling_factor", 1.0)
-        if experts.has_groups
-        else 1.0,
-        shared_intermediate_size=experts.shared_width(c),
-        shared_switch=experts.shared_switch,
-    )
-
-
-def _check_groups(
-    experts: int, top_k: int, groups: Any, chosen: Any, names: tuple[str, str, str]
-) -> None:
-    """Groups of equal size, at least two experts each, and enough experts in those that are
-    chosen."""
-    whole = all(type(value) is int and 1 <= value <= MAX_GROUPS for value in (groups, chosen))
-    if whole and groups == 1:
-        return
-    if (
-        whole
-        and experts % groups == 0
-        and experts // groups >= 2
-        and chosen <= groups
-        and chosen * (experts // groups) >= top_k
-    ):
-        return
-    raise ConfigError(
-        f"{names[1]}={shown(groups)}, {names[2]}={shown(chosen)}: expected at most {MAX_GROUPS} "
-        "groups of equal size, at least 2 of "
-        f"{names[0]}={experts} in each, with num_experts_per_tok={top_k} in those that are chosen"
-    )
+        "router_bias": experts.router_bias,
+        "score_func": experts.score_func,
+        "n_group": n_group,
+        "topk_group": c.integer("topk_group", default=1) if n_group > 1 else 1,
+        "routed_scaling_factor": c.positive("routed_scaling_factor", 1.0) if has_groups else 1.0,
+        "shared_intermediate_size": experts.shared_width(c),
+        "shared_switch": experts.shared_switch,
+    }
 
 
 def _eos(eos: Any, vocab: int) -> tuple[int, ...]:

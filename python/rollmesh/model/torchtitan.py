@@ -318,6 +318,11 @@ def _experts(moe: _Node) -> dict[str, Any]:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= MAX_FLOAT:
         router.refuse(f"route_scale: expected a finite number > 0, got {shown(scale)}")
     groups, limit = router.read("num_expert_groups"), router.read("num_limited_groups")
+    if groups is not None and (type(groups) is not int or type(limit) is not int):
+        router.refuse(
+            f"num_expert_groups: expected integers, or None, got {shown(groups)} with "
+            f"num_limited_groups={shown(limit)}"
+        )
     router.want("_debug_force_load_balance", False)
     router.want("num_experts", moe.read("num_experts"))
     top_k, norm = router.read("top_k"), router.read("route_norm")

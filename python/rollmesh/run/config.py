@@ -27,8 +27,8 @@ from rollmesh.runtime.messages import plain
 
 def same(name: str) -> Any:
     """A key with the default and the bounds of Generator's argument of this name."""
-    low, high = LIMITS.get(name, (None, None))
-    return number(ROWS[name].default, at_least=low, at_most=high)
+    bounds = dict(zip(("at_least", "at_most"), LIMITS.get(name, ()), strict=False))
+    return number(ROWS[name].default, **bounds)
 
 
 def _keys(hint: Any, names: str, **limits: float) -> list[tuple[str, Any, Any]]:

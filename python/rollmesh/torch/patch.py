@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh import Generator, ModelSpec, SyncReport, ops
+from rollmesh import Generator, ModelSpec, SyncReport, _core, ops
 from rollmesh.errors import (
     ConfigError,
     DTypeError,
@@ -46,7 +46,7 @@ from rollmesh.errors import (
     StateError,
     UnsupportedTensorError,
 )
-from rollmesh.model.families import FAMILIES, USUAL_NAMES
+from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.arguments import choice, integer, thread_count
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing, parts
@@ -136,6 +136,11 @@ class Patch:
             )
             for window in spec.sliding_windows
         ]
+        # The path of each kind of parameter within a layer.
+        self.paths = {
+            kind: name.split(".", 3)[-1].removesuffix(".weight")
+            for kind, name, _ in _core.parameters(spec.engine_values(1))
+        }
         self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -296,7 +301,6 @@ class Patch:
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
         spec, how = self.spec, self.how(hidden)
-        names = USUAL_NAMES | dict(FAMILIES[spec.model_type].names)
 
         def mix(x: Tensor) -> Tensor:
             if spec.is_moe_layer[index]:
@@ -304,8 +308,7 @@ class Patch:
             return self.mix_dense(layer.mlp, x, how)
 
         def norms(*kinds: str) -> list[Tensor]:
-            paths = [names[kind].removesuffix(".weight") for kind in kinds]
-            return [layer.get_submodule(path).weight for path in paths]
+            return [layer.get_submodule(self.paths[kind]).weight for kind in kinds]
 
         before = norms("input_norm", "pre_mlp_norm") if spec.norm_before else []
         after = norms("post_attn_norm", "post_mlp_norm") if spec.norm_after else []

@@ -32,8 +32,8 @@ from rollmesh.distributed import comm
 from rollmesh.distributed.peers import join
 from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import CapacityError, ConfigError, StateError
-from rollmesh.model.placement import Placement, placements
-from rollmesh.model.sizes import kv_bytes_per_token, matrices, rank_bytes
+from rollmesh.model.placement import placements
+from rollmesh.model.sizes import kv_bytes_per_token, rank_bytes
 from rollmesh.options import EngineOptions
 from rollmesh.runtime.devices import Device, device_of
 from rollmesh.vllm.platforms import config
@@ -102,7 +102,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Returns the same spec for all layers, so that they share one block table. This includes
         sliding windows, whose pages are not freed early."""
-        heads = max(len(rank.kv_heads) for rank in self._placements())
+        heads = max(
+            len(rank.kv_heads)
+            for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)
+        )
         spec = FullAttentionSpec(
             block_size=self.cache_config.block_size,
             num_kv_heads=heads,
@@ -122,12 +125,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
         memory minus two copies of its weights."""
         if self.cache_config.kv_cache_memory_bytes is not None:
             return int(self.cache_config.kv_cache_memory_bytes)
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        ranks = rank_bytes(self.spec, dtype, self.mesh.tp, self.mesh.dp, self.mesh.ep)
         # vLLM orders ranks by data parallel rank first, like rm.Mesh.
-        mine = self._placements()[self._group().rank_in_group]
-        weights = sum(
-            rank_bytes(self.spec, matrix, mine, self.model_config.dtype.itemsize)
-            for matrix in matrices(self.spec)
-        )
+        weights = sum(ranks[self._group().rank_in_group].values())
         share = self._available_memory() * self.cache_config.gpu_memory_utilization
         if share <= 2 * weights:
             raise CapacityError(
@@ -192,9 +193,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
-
-    def _placements(self) -> list[Placement]:
-        return placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)
 
     def _group(self) -> Any:
         from vllm.distributed.parallel_state import get_tp_group, get_world_group
