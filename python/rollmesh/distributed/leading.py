@@ -145,7 +145,7 @@ class LedEngine(PeerEngine):
             # After a mismatch no rank is in the call.
             if not (self.is_followed or isinstance(failure, CollectiveMismatchError)):
                 end = [result, failure, getattr(failure, "outputs", None)]
-                with suppress(() if failure is None else ENDED):
+                with suppress(*(() if failure is None else ENDED)):
                     run(partial(self._send, end=end))
         except BaseException as error:
             if not isinstance(error, Exception) and not self.is_followed:

@@ -275,7 +275,7 @@ class WeightUpdates:
     @property
     def device(self) -> str:
         """This rank's device: "cpu" or "cuda:N"."""
-        return self._engine.stats()["device"]
+        return str(self._engine.stats()["device"])
 
     def stage(
         self, bucket: Mapping[str, Any], version: int | None, options: dict[str, Any]
