@@ -63,7 +63,6 @@ static rm_params *laid_out(PyObject *module, PyObject *values, const long long d
 }
 
 static PyObject *parameters(PyObject *module, PyObject *values) {
-  char name[128 + RM_MAX_PARAM_NAME];
   rm_spec *spec;
   rm_params *params = laid_out(module, values, (const long long[]){1, 1, 1}, 0, RM_BF16, &spec);
   PyObject *list = params ? PyList_New(0) : NULL;
@@ -71,8 +70,7 @@ static PyObject *parameters(PyObject *module, PyObject *values) {
     const rm_param *p = &params->list[i];
     const int64_t shape[2] = {p->rows, p->cols};
     if (!is_counted(p)) continue;
-    rm_param_name(params, p, name, sizeof name);
-    RM_OWNED *entry = Py_BuildValue("ssN", rm_kinds[p->kind].kind, name,
+    RM_OWNED *entry = Py_BuildValue("ssN", rm_kinds[p->kind].kind, rm_param_name(params, p).text,
                                     rm_tuple_of(shape + 2 - p->n_dims, p->n_dims));
     if (!entry || PyList_Append(list, entry)) Py_CLEAR(list);
   }

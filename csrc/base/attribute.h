@@ -20,3 +20,8 @@ typedef struct rm_attribute {
   rm_attribute_type type; // of the C member
   size_t offset;
 } rm_attribute;
+
+// A row of a table for a member, whose name in Python is the same or another.
+#define RM_ATTRIBUTE(object, type, member) RM_ATTRIBUTE_AS(object, type, member, member)
+#define RM_ATTRIBUTE_AS(object, type, name, member) \
+  {#name, RM_ATTR_##type, offsetof(object, member)}

@@ -55,6 +55,18 @@ rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...) {
   return code;
 }
 
+rm_code rm_no_memory(rm_error *err, const char *what, size_t bytes) {
+  return rm_fail(err, RM_E_MEMORY, "memory: expected %s for %s, got none",
+                 bytes ? rm_say_bytes((double)bytes).text : "room", what);
+}
+
+rm_code rm_check_range(rm_error *err, rm_code code, const char *name, int64_t value, int64_t low,
+                       int64_t high) {
+  if (value >= low && value <= high) return RM_OK;
+  return rm_fail(err, code, "%s: expected %lld to %lld, got %lld", name, (long long)low,
+                 (long long)high, (long long)value);
+}
+
 void rm_error_append(rm_error *err, const char *format, ...) {
   if (!err || !err->message) return;
   const size_t used = strlen(err->message);

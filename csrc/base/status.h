@@ -4,6 +4,8 @@
 #pragma once
 
 #include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
 
 typedef enum rm_code {
   RM_OK = 0,
@@ -48,6 +50,11 @@ typedef struct rm_error {
 // may be NULL.
 rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+// Fails with RM_E_MEMORY: `bytes` for `what` could not be allocated. 0: some bytes.
+rm_code rm_no_memory(rm_error *err, const char *what, size_t bytes);
+// Returns RM_OK if low ≤ value ≤ high, else fails with `code`.
+rm_code rm_check_range(rm_error *err, rm_code code, const char *name, int64_t value, int64_t low,
+                       int64_t high);
 // Appends to the message, for errors that list all wrong values. Cut with "…" at 64 KiB.
 void rm_error_append(rm_error *err, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *rm_error_message(const rm_error *err);

@@ -134,11 +134,10 @@ static int start_worker(rm_worker *worker) {
 
 rm_code rm_team_create(int n_threads, rm_team **out, rm_error *err) {
   *out = NULL;
-  if (n_threads < 1 || n_threads > RM_MAX_THREADS)
-    return rm_fail(err, RM_E_CONFIG, "threads: expected 1 to %d, got %d", RM_MAX_THREADS,
-                   n_threads);
+  const rm_code code = rm_check_range(err, RM_E_CONFIG, "threads", n_threads, 1, RM_MAX_THREADS);
+  if (code) return code;
   rm_team *team = rm_alloc(1, sizeof *team + (size_t)(n_threads - 1) * sizeof team->workers[0]);
-  if (!team) return rm_fail(err, RM_E_MEMORY, "no memory for a team of %d threads", n_threads);
+  if (!team) return rm_no_memory(err, "a team of threads", 0);
   team->n_threads = n_threads;
   team->owner = getpid();
   team->spins = n_threads <= rm_usable_cores("") ? SPIN_PAUSES : 0;

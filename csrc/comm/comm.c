@@ -25,7 +25,7 @@ static const double DEFAULT_SECONDS = 60, MAX_SECONDS = 1e8;
 // rm_comm_wait polls without sleeping for AWAKE_SECONDS, then with naps; it checks the groups every
 // LOOK_SECONDS.
 static const double AWAKE_SECONDS = 200e-6, LOOK_SECONDS = 1e-3;
-enum { NAP_NANOSECONDS = 20000, QUEUE_END = -1 }; // QUEUE_END: wait for the queue, not an event
+enum { NAP_NANOSECONDS = 20000 };
 
 typedef struct account { // a rank's calls so far, sent to another rank to compare them
   uint64_t calls, digest; // number and digest of all calls
@@ -80,12 +80,12 @@ static rm_code refuse_child(const rm_comm *comm, rm_error *err) {
 rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out,
                        rm_error *err) {
   *out = NULL;
-  if (size < 1 || rank < 0 || rank >= size)
-    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", size - 1, rank);
+  const rm_code code = rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, size - 1);
+  if (code) return code;
   rm_comm *comm = rm_alloc(
       1, sizeof *comm + 2 * (size_t)size *
                             (sizeof *comm->send + sizeof *comm->given + sizeof *comm->accounts));
-  if (!comm) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
+  if (!comm) return rm_no_memory(err, "a group of ranks", 0);
   comm->transport = *transport;
   comm->owner = getpid();
   comm->rank = rank;
@@ -235,9 +235,11 @@ static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
   return keep(comm, code, err);
 }
 
-static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
-                   rm_error *err) {
+rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
+                         rm_error *err) {
   const double start = rm_now();
+  if (!is_here(comm)) return refuse_child(comm, err);
+  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   comm->sequence++;
   rm_code code = check_call(comm, op, send, recv, err);
   if (code) return refuse(comm, code, err);
@@ -247,17 +249,6 @@ static rm_code run(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm
   comm->stats.calls[op]++;
   comm->stats.seconds += rm_now() - start;
   return RM_OK;
-}
-
-rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
-                         rm_error *err) {
-  if (!is_here(comm)) return refuse_child(comm, err);
-  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
-  if (err) return run(comm, op, send, recv, err);
-  rm_error own = RM_ERROR_INIT; // the group keeps the message even if the caller passes NULL
-  const rm_code code = run(comm, op, send, recv, &own);
-  rm_error_clear(&own);
-  return code;
 }
 
 // ------------------------------------------------------------------------------ other collectives
@@ -272,27 +263,26 @@ rm_code rm_comm_gather(rm_comm *comm, rm_block mine, const rm_block recv[], rm_e
   return rm_comm_exchange(comm, RM_COMM_GATHER, comm->send, recv, err);
 }
 
-rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[],
-                           rm_error *err) {
+rm_code rm_comm_gather_rows(rm_comm *comm, const void *mine, void *out, const int64_t counts[],
+                            size_t bytes, rm_error *err) {
   char *at = out;
-  for (int r = 0; r < comm->size; at += bytes[r++]) comm->recv[r] = flat(at, bytes[r]);
-  return rm_comm_gather(comm, flat(send, bytes[comm->rank]), comm->recv, err);
+  for (int r = 0; r < comm->size; at += (size_t)counts[r++] * bytes)
+    comm->recv[r] = (rm_block){at, counts[r], bytes, bytes};
+  rm_block own = comm->recv[comm->rank];
+  if (mine) own.base = (void *)(uintptr_t)mine;
+  return rm_comm_gather(comm, own, comm->recv, err);
 }
 
-// Does the same as `refuse` for arguments that are rejected before blocks exist; `own` has the
-// message.
-static rm_code refuse_early(rm_comm *comm, rm_error *own, rm_error *err) {
-  if (!comm->failed) refuse(comm, own->code, own);
-  rm_error_clear(own);
-  return rm_fail(err, comm->failed, "%s", comm->reason);
+rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, size_t bytes,
+                           rm_error *err) {
+  for (int r = 0; r < comm->size; r++) comm->recv[r] = flat((char *)out + (size_t)r * bytes, bytes);
+  return rm_comm_gather(comm, flat(send, bytes), comm->recv, err);
 }
 
 rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err) {
-  if (root < 0 || root >= comm->size) {
-    rm_error own = RM_ERROR_INIT;
-    rm_fail(&own, RM_E_LAYOUT, "root: expected rank 0 to %d, got %d", comm->size - 1, root);
-    return refuse_early(comm, &own, err);
-  }
+  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
+  const rm_code code = rm_check_range(err, RM_E_LAYOUT, "root", root, 0, comm->size - 1);
+  if (code) return refuse(comm, code, err);
   for (int r = 0; r < comm->size; r++) {
     comm->send[r] = comm->rank == root ? flat(data, bytes) : flat(NULL, 0);
     comm->recv[r] = r == root ? flat(data, bytes) : flat(NULL, 0);
@@ -342,8 +332,9 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
                         double timeout, rm_error *err) {
   const double start = rm_now();
   for (double looked = start;;) {
-    const rm_device_status status =
-        event == QUEUE_END ? device->poll(device->self) : device->query_event(device->self, event);
+    const rm_device_status status = event == RM_WAIT_QUEUE
+                                        ? device->poll(device->self)
+                                        : device->query_event(device->self, event);
     const double now = rm_now();
     if (status == RM_DEVICE_OK) return check_completed(comms, n, err);
     if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
@@ -361,36 +352,23 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
 static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int event,
                           rm_error *err) {
   const rm_device_status status =
-      event == QUEUE_END ? device->wait(device->self) : device->wait_event(device->self, event);
+      event == RM_WAIT_QUEUE ? device->wait(device->self) : device->wait_event(device->self, event);
   const rm_code code = rm_device_check(device, status, err);
   return code ? code : check_completed(comms, n, err);
 }
 
-static rm_code wait_until(rm_comm *const comms[], int n, const rm_device *device, int event,
-                          double timeout, rm_error *err) {
-  rm_error own = RM_ERROR_INIT; // the groups keep the message even if the caller passes NULL
-  rm_error *kept = err ? err : &own;
+rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int event,
+                     double timeout, rm_error *err) {
   int watched = 0;
   for (int i = 0; i < n; i++) watched |= comms[i] && waits_in_queue(comms[i]);
-  const rm_code code = watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), kept)
-                               : wait_alone(comms, n, device, event, kept);
+  const rm_code code = watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), err)
+                               : wait_alone(comms, n, device, event, err);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
-    if (!comms[i]->failed) keep(comms[i], code, kept);
+    if (!comms[i]->failed) keep(comms[i], code, err);
   }
-  rm_error_clear(&own);
   return code;
-}
-
-rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout,
-                     rm_error *err) {
-  return wait_until(comms, n, device, QUEUE_END, timeout, err);
-}
-
-rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event,
-                           double timeout, rm_error *err) {
-  return wait_until(comms, n, device, event, timeout, err);
 }
 
 int rm_comm_can_be_captured(const rm_comm *comm) { return comm->transport.waits_in_queue; }
@@ -429,16 +407,12 @@ static rm_code compare(rm_comm *comm, rm_comm *host, account *mine, account *the
 }
 
 rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err) {
-  rm_error own = RM_ERROR_INIT;
-  rm_error *kept = err ? err : &own;
   if (!is_here(comm)) return refuse_child(comm, err);
   if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
   if (rm_comm_size(host) != comm->size || rm_comm_rank(host) != comm->rank)
     return rm_fail(err, RM_E_CONFIG,
                    "host: expected a group in which this is rank %d of %d, got rank %d of %d",
                    comm->rank, comm->size, rm_comm_rank(host), rm_comm_size(host));
-  const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, kept);
-  if (code) refuse(comm, code, kept);
-  rm_error_clear(&own);
-  return code;
+  const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, err);
+  return code ? refuse(comm, code, err) : RM_OK;
 }

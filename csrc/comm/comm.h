@@ -14,6 +14,8 @@
 // After the first error the group is dead on all ranks: waiting and later calls fail with the first
 // failing rank and its error, and received data is undefined. A dead group can only be destroyed.
 //
+// `err` is not NULL: a group keeps its first error.
+//
 // One thread at a time uses a rank's endpoint (rm_comm); rm_comm_abort may be called from any
 // thread.
 //
@@ -74,10 +76,12 @@ rm_code rm_comm_gather(rm_comm *comm, rm_block mine, const rm_block recv[], rm_e
 // The endpoint's memory for the blocks of one call, [2][size]: to send, then to receive. A gather
 // fills the first half. A view.
 rm_block *rm_comm_blocks(rm_comm *comm);
-// Concatenates bytes[r] bytes of each rank r in `out` on every rank. `send` may point to this
-// rank's range of `out`.
-rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, const size_t bytes[],
-                           rm_error *err);
+// Concatenates counts[r] rows of `bytes` bytes of each rank r in `out` on every rank. mine NULL: this
+// rank's rows are there already.
+rm_code rm_comm_gather_rows(rm_comm *comm, const void *mine, void *out, const int64_t counts[],
+                            size_t bytes, rm_error *err);
+// Concatenates `bytes` bytes of each rank in `out` on every rank.
+rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, size_t bytes, rm_error *err);
 // Copies rank `root`'s data to all ranks, in place.
 rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err);
 rm_code rm_comm_barrier(rm_comm *comm, rm_error *err);
@@ -89,15 +93,14 @@ void rm_comm_abort(rm_comm *comm, rm_code why);
 // transports that cannot detect a failure.
 rm_code rm_comm_check(rm_comm *comm, rm_error *err);
 
-// Waits for a device whose queue may hold calls of `comms` (NULL entries are skipped), and checks
-// the groups meanwhile. If a group fails, or after `timeout` seconds, it aborts all of them, which
-// ends their work in the queue. Returns the group's error, RM_E_COLLECTIVE_TIMEOUT, or RM_E_DEVICE
-// when the device failed. Without a group that waits in the queue it is device->wait.
-rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, double timeout,
-                     rm_error *err);
-// The same for device->wait_event.
-rm_code rm_comm_wait_event(rm_comm *const comms[], int n, const rm_device *device, int event,
-                           double timeout, rm_error *err);
+// Waits for an event of a device, or for its whole queue (RM_WAIT_QUEUE), which may hold calls of
+// `comms` (NULL entries are skipped), and checks the groups meanwhile. If a group fails, or after
+// `timeout` seconds, it aborts all of them, which ends their work in the queue. Returns the group's
+// error, RM_E_COLLECTIVE_TIMEOUT, or RM_E_DEVICE when the device failed. Without a group that waits
+// in the queue it is device->wait or device->wait_event.
+enum { RM_WAIT_QUEUE = -1 };
+rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int event,
+                     double timeout, rm_error *err);
 
 // Whether calls only enqueue work, so that a graph can capture them. Barriers cannot be captured.
 int rm_comm_can_be_captured(const rm_comm *comm);

@@ -65,7 +65,7 @@ typedef struct rm_engine_options {
   int enforce_eager; // do not capture graphs (gpu/graphs.c)
   int64_t external_pages; // > 0: number of pages of an external scheduler; kv_bytes is ignored
   int64_t n_eos;
-  const int32_t *eos_ids; // [n_eos] view during create
+  const int32_t *eos_ids; // [n_eos] view during create; may be NULL if n_eos is 0
   // views during create
   const char *nccl_library; // a libnccl.so.2, for exchanges between GPUs; NULL: through the host
   // A libcublasLt.so.13, for bf16 matmuls on a GPU, whose sums may depend on the batch

@@ -101,9 +101,7 @@ static rm_code agree(const rm_worker *worker, rm_comm *world, int64_t *n_pages, 
   claim *all = rm_alloc((size_t)size, sizeof *all);
   if (!all) return rm_fail(err, RM_E_MEMORY, "no memory for the claims of %d ranks", size);
   const claim mine = claim_of(worker);
-  size_t bytes[RM_MAX_WORLD];
-  for (int r = 0; r < size; r++) bytes[r] = sizeof mine;
-  rm_code code = rm_comm_all_gather(world, &mine, all, bytes, err);
+  rm_code code = rm_comm_all_gather(world, &mine, all, sizeof mine, err);
   if (!code) code = judge(all, size, n_pages, err);
   rm_free(all);
   return code;

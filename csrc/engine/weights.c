@@ -75,7 +75,7 @@ rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, i
 static rm_code commit_worker(rm_worker *worker, void *arg) {
   (void)arg;
   const rm_code code =
-      rm_sync_commit_together(worker->store, &worker->runner.rank, &worker->report, &worker->err);
+      rm_sync_commit(worker->store, &worker->runner.rank, &worker->report, &worker->err);
   if (!code) rm_rank_set_epoch(&worker->runner.rank, rm_store_version(worker->store));
   return code;
 }

@@ -156,10 +156,8 @@ static rm_code agree_on(const rm_rank *rank, outcome *came, rm_error *err) {
   rm_comm *together = rm_rank_spans_dp(rank) ? rank->ep : rank->tp;
   const uint8_t mine = (uint8_t)*came;
   uint8_t all[RM_MAX_WORLD];
-  size_t bytes[RM_MAX_WORLD];
   if (!together) return RM_OK;
-  for (int r = 0; r < rm_comm_size(together); r++) bytes[r] = sizeof mine;
-  const rm_code code = rm_comm_all_gather(together, &mine, all, bytes, err);
+  const rm_code code = rm_comm_all_gather(together, &mine, all, sizeof mine, err);
   for (int r = 0; r < rm_comm_size(together) && !code; r++)
     if (all[r] > *came) *came = (outcome)all[r];
   return code;

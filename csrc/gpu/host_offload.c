@@ -82,8 +82,7 @@ rm_code rm_offload_block(const rm_device *device, const char *block, size_t byte
                    "keeping the weights takes %s of host memory, and %s is available",
                    rm_say_bytes((double)bytes).text, rm_say_bytes((double)available).text);
   char *host = rm_map(bytes);
-  if (!host)
-    return rm_fail(err, RM_E_MEMORY, "no host memory for the %zu bytes of the weights", bytes);
+  if (!host) return rm_no_memory(err, "the weights on the host", bytes);
   transfer p = {.device = device,
                 .ctx = ctx,
                 .host = host,

@@ -5,7 +5,7 @@
 //
 //   rm_comm *tp;                                         // its blocks are device memory
 //   rm_comm_create_staged(host, device, 64 << 20, &tp, &err);
-//   rm_comm_exchange(tp, …); rm_comm_wait(&tp, 1, device, seconds, &err);
+//   rm_comm_exchange(tp, …); rm_comm_wait(&tp, 1, device, RM_WAIT_QUEUE, seconds, &err);
 //   rm_comm_destroy(tp);    // before the host group and the device are destroyed
 #pragma once
 

@@ -1,17 +1,12 @@
 // mesh.c: see mesh.h.
 #include "mesh/mesh.h"
 
-static rm_code check_degree(const char *name, int64_t degree, rm_error *err) {
-  if (degree >= 1 && degree <= RM_MAX_WORLD) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s: expected 1 to %d, got %lld", name, RM_MAX_WORLD,
-                 (long long)degree);
-}
-
 rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out,
                        rm_error *err) {
   rm_code code;
-  if ((code = check_degree("tp", tp, err)) || (code = check_degree("dp", dp, err)) ||
-      (code = check_degree("ep", ep, err)))
+  if ((code = rm_check_range(err, RM_E_CONFIG, "tp", tp, 1, RM_MAX_WORLD)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "dp", dp, 1, RM_MAX_WORLD)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "ep", ep, 1, RM_MAX_WORLD)))
     return code;
   if (cp != 1)
     return rm_fail(err, RM_E_CONFIG, "cp: expected 1 (rollmesh has only tp, dp and ep), got %lld",

@@ -113,16 +113,6 @@ rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r) {
   return rm_shard_rows(&model->shard, n, r);
 }
 
-rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size_t bytes,
-                       rm_error *err) {
-  rm_comm *tp = model->options.rank->tp;
-  rm_block *recv = rm_comm_blocks(tp) + rm_comm_size(tp);
-  char *at = items;
-  for (int r = 0; r < rm_comm_size(tp); at += (size_t)counts[r++] * bytes)
-    recv[r] = (rm_block){at, counts[r], bytes, bytes};
-  return rm_comm_gather(tp, recv[rm_comm_rank(tp)], recv, err);
-}
-
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err) {
   rm_code code;
   if (!head->rows) return RM_OK;

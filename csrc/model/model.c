@@ -103,9 +103,7 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
     return RM_OK;
   }
   float *cos = rm_alloc(n, 2 * sizeof *cos);
-  if (!cos)
-    return rm_fail(err, RM_E_MEMORY, "no memory for a rope table of %lld positions",
-                   (long long)model->options.max_positions);
+  if (!cos) return rm_no_memory(err, "a rope table", 2 * n * sizeof *cos);
   float *sin = cos + n;
   make_rope_table(model, cos, sin);
   device->copy_to_device(device->self, model->cos, cos, n * sizeof *cos);
@@ -165,7 +163,7 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
                         const rm_model_options *options, rm_model **out, rm_error *err) {
   *out = NULL;
   rm_model *model = rm_alloc(1, sizeof *model);
-  if (!model) return rm_fail(err, RM_E_MEMORY, "no memory for the model");
+  if (!model) return rm_no_memory(err, "the model", 0);
   *model = (rm_model){.params = params,
                       .spec = params->spec,
                       .device = device,
@@ -207,59 +205,38 @@ size_t rm_model_workspace_bytes(const rm_model *model) {
 
 // --------------------------------------------------------------------------------------- KV pages
 // Bytes of the K of one page in one layer with n KV heads; below, of the V.
-static size_t k_bytes_of(const rm_model *model, int64_t n) {
+static size_t k_bytes(const rm_model *model, int64_t n) {
   return (size_t)(n * rm_k_page_elems(model->options.page_size, model->spec->head_dim)) *
          rm_dtype_bytes(model->options.dtype);
 }
 
-static size_t v_bytes_of(const rm_model *model, int64_t n) {
+static size_t v_bytes(const rm_model *model, int64_t n) {
   return (size_t)(n * rm_v_page_elems(model->options.page_size, model->spec->head_dim)) *
          rm_dtype_bytes(model->options.dtype);
 }
 
-static size_t k_bytes(const rm_model *model) {
-  return k_bytes_of(model, model->params->placement.kv_heads.n);
-}
-static size_t v_bytes(const rm_model *model) {
-  return v_bytes_of(model, model->params->placement.kv_heads.n);
-}
-
 size_t rm_model_page_bytes(const rm_model *model) {
-  const rm_mesh *mesh = &model->options.rank->mesh;
   int64_t most = 0;
-  for (int32_t r = 0; r < mesh->tp; r++)
-    most = rm_max64(most, rm_placement_of(model->spec, mesh, r).kv_heads.n);
-  return (size_t)model->spec->n_layers * (k_bytes_of(model, most) + v_bytes_of(model, most));
+  for (int r = 0; r < model->shard.size; r++)
+    most = rm_max64(most, model->shard.placements[r].kv_heads.n);
+  return (size_t)model->spec->n_layers * (k_bytes(model, most) + v_bytes(model, most));
 }
 
-static char *k_cache(const rm_model *model, void *kv, int64_t n_pages, int64_t layer) {
-  return (char *)kv + (size_t)layer * (size_t)n_pages * (k_bytes(model) + v_bytes(model));
-}
-
-static char *v_cache(const rm_model *model, void *kv, int64_t n_pages, int64_t layer) {
-  return k_cache(model, kv, n_pages, layer) + (size_t)n_pages * k_bytes(model);
-}
-
-void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page) {
+void rm_model_write_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to,
+                         int32_t from) {
   const rm_device *device = model->device;
-  const size_t k = k_bytes(model), v = v_bytes(model), pitch = (size_t)n_pages * (k + v),
+  const int64_t heads = model->params->placement.kv_heads.n;
+  const size_t halves[] = {k_bytes(model, heads), v_bytes(model, heads)},
+               pitch = (size_t)n_pages * (halves[0] + halves[1]),
                layers = (size_t)model->spec->n_layers;
-  device->zero_2d(device->self, k_cache(model, kv, n_pages, 0) + (size_t)page * k, pitch, k,
-                  layers);
-  device->zero_2d(device->self, v_cache(model, kv, n_pages, 0) + (size_t)page * v, pitch, v,
-                  layers);
-}
-
-void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to,
-                        int32_t from) {
-  const rm_device *device = model->device;
-  const size_t k = k_bytes(model), v = v_bytes(model), pitch = (size_t)n_pages * (k + v),
-               layers = (size_t)model->spec->n_layers;
-  char *ks = k_cache(model, kv, n_pages, 0), *vs = v_cache(model, kv, n_pages, 0);
-  device->copy_2d(device->self, ks + (size_t)to * k, pitch, ks + (size_t)from * k, pitch, k,
-                  layers);
-  device->copy_2d(device->self, vs + (size_t)to * v, pitch, vs + (size_t)from * v, pitch, v,
-                  layers);
+  char *pages = kv; // of the first layer
+  for (int i = 0; i < 2; pages += (size_t)n_pages * halves[i++]) {
+    char *at = pages + (size_t)to * halves[i];
+    if (from < 0) device->zero_2d(device->self, at, pitch, halves[i], layers);
+    else
+      device->copy_2d(device->self, at, pitch, pages + (size_t)from * halves[i], pitch, halves[i],
+                      layers);
+  }
 }
 
 // ------------------------------------------------------------------------------------------- rows
@@ -311,8 +288,8 @@ static rm_code embed(const rm_pass *pass) {
   const int32_t *ids = copy_indices(model, model->embed_ids, n_mine),
                 *from = copy_indices(model, model->embed_rows, n_kept);
   look_up(pass, model->x, ids, model->params->placement.vocab.n ? n_mine : 0);
-  const rm_code code = rm_shard_gather_counted(shard, model->x, model->home, model->embed_counts,
-                                               row_bytes(model), pass->err);
+  const rm_code code = rm_comm_gather_rows(shard->comm, model->x, model->home, model->embed_counts,
+                                           row_bytes(model), pass->err);
   if (!code) gather(model, model->residual, model->home, from, n_kept);
   return code;
 }
@@ -601,8 +578,8 @@ static rm_code finish(const rm_pass *pass, const void **hidden) {
   *hidden = model->x;
   if (!model->sequence_parallel) return RM_OK;
   *hidden = model->home;
-  return rm_shard_gather_counted(&model->shard, model->x, model->home, model->out_counts,
-                                 row_bytes(model), pass->err);
+  return rm_comm_gather_rows(model->shard.comm, model->x, model->home, model->out_counts,
+                             row_bytes(model), pass->err);
 }
 
 rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages,
@@ -610,14 +587,17 @@ rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t
   const rm_spec *spec = model->spec;
   rm_pass pass = {
       .model = model, .weights = weights, .batch = batch, .rows = batch->n_rows, .err = err};
+  const int64_t kv_heads = model->params->placement.kv_heads.n;
+  const size_t pages_k = (size_t)n_pages * k_bytes(model, kv_heads),
+               pages_v = (size_t)n_pages * v_bytes(model, kv_heads);
+  char *k = kv; // of the layer
   rm_code code = embed(&pass);
   for (int64_t i = 0; i < spec->n_layers && !code; i++) {
     pass.index = i;
     pass.layer = &model->params->layers[i];
     norm(&pass, rm_weight(weights, pass.layer, RM_P_INPUT_NORM), i == 0);
-    if ((code = attention_block(&pass, k_cache(model, kv, n_pages, i),
-                                v_cache(model, kv, n_pages, i))))
-      break;
+    if ((code = attention_block(&pass, k, k + pages_k))) break;
+    k += pages_k + pages_v;
     norm_output(&pass, RM_P_POST_ATTN_NORM);
     norm(&pass, rm_weight(weights, pass.layer, RM_P_PRE_MLP_NORM), 0);
     if ((code = spec->layers[i].is_moe ? moe_block(&pass) : mlp_block(&pass, 0))) break;

@@ -56,8 +56,9 @@ void rm_model_destroy(rm_model *model);
 size_t rm_model_page_bytes(const rm_model *model);
 // Bytes of activations, rope table and the ops' scratch.
 size_t rm_model_workspace_bytes(const rm_model *model);
-void rm_model_zero_page(const rm_model *model, void *kv, int64_t n_pages, int32_t page);
-void rm_model_copy_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to, int32_t from);
+// Copies a page over another, or zeroes it (from −1).
+void rm_model_write_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to,
+                         int32_t from);
 // Computes the ops' indices on the host (host_indices.c). Called before each forward and each
 // replay, outside of a capture. First waits until the previous forward has read its indices. Reads
 // only host arrays of the batch.
@@ -87,7 +88,3 @@ typedef struct rm_head {
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err);
 // The share of rank r of the tp group in n rows.
 rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r);
-// All-gathers results of own rows over the tp group, in place: `items` (host memory) has counts[r]
-// items of `bytes` each of each rank r.
-rm_code rm_model_share(rm_model *model, void *items, const int64_t *counts, size_t bytes,
-                       rm_error *err);

@@ -63,7 +63,7 @@ static inline int rm_is_static(const rm_model *model, const rm_batch *batch) {
 
 // Waits until the device has read the previous indices. Called before the host writes new ones.
 static inline rm_code rm_indices_begin(const rm_model *model, rm_error *err) {
-  return rm_rank_wait_event(model->options.rank, model->device, RM_EVENT_INDICES, err);
+  return rm_rank_wait(model->options.rank, model->device, RM_EVENT_INDICES, err);
 }
 // Copies n indices to the device and returns their device address.
 static inline int32_t *rm_indices_copy_to_device(const rm_model *model, const int32_t *at,

@@ -234,8 +234,7 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
 
 no_memory:
   rm_params_destroy(params);
-  return rm_fail(err, RM_E_MEMORY, "no memory for the parameter table of %lld layers",
-                 (long long)spec->n_layers);
+  return rm_no_memory(err, "the table of parameters", 0);
 }
 
 void rm_params_destroy(rm_params *params) {
@@ -262,11 +261,14 @@ int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t laye
   return -1;
 }
 
-int rm_param_name(const rm_params *params, const rm_param *param, char *buffer, size_t capacity) {
+rm_param_text rm_param_name(const rm_params *params, const rm_param *param) {
   const char *own = params->spec->names[param->kind],
              *pattern = own ? own : rm_kinds[param->kind].name, *place = strchr(pattern, '#');
-  if (param->layer < 0) return snprintf(buffer, capacity, "%s", pattern);
-  if (!place) return snprintf(buffer, capacity, "model.layers.%d.%s", param->layer, pattern);
-  return snprintf(buffer, capacity, "model.layers.%d.%.*s%d%s", param->layer,
-                  (int)(place - pattern), pattern, param->expert, place + 1);
+  rm_param_text out;
+  if (param->layer < 0) snprintf(out.text, sizeof out.text, "%s", pattern);
+  else if (!place) snprintf(out.text, sizeof out.text, "model.layers.%d.%s", param->layer, pattern);
+  else
+    snprintf(out.text, sizeof out.text, "model.layers.%d.%.*s%d%s", param->layer,
+             (int)(place - pattern), pattern, param->expert, place + 1);
+  return out;
 }

@@ -68,11 +68,18 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
 void rm_params_destroy(rm_params *params);
 // Index of a parameter, −1 if the model does not have it.
 int64_t rm_params_find(const rm_params *params, rm_param_kind kind, int32_t layer, int32_t expert);
-// Writes the Hugging Face name, always NUL-terminated; returns its length.
-int rm_param_name(const rm_params *params, const rm_param *param, char *buffer, size_t capacity);
+// The Hugging Face name, as `.text` of the same expression or of a variable.
+typedef struct rm_param_text {
+  char text[32 + RM_MAX_PARAM_NAME];
+} rm_param_text;
+rm_param_text rm_param_name(const rm_params *params, const rm_param *param);
 // The rows (elements of a vector) of a parameter that the rank of `placement` holds.
 rm_range rm_param_rows_of(const rm_params *params, const rm_placement *placement,
                           const rm_param *param);
+// The rows of a parameter on all ranks together; the elements of a vector.
+static inline int64_t rm_param_extent(const rm_param *param) {
+  return param->n_dims == 1 ? param->cols : param->rows;
+}
 // The size of a dim on all ranks together.
 static inline int64_t rm_dim_size(const rm_params *params, rm_dim dim) {
   return rm_placement_dim(params->spec, &params->whole, dim).n;

@@ -20,25 +20,10 @@ rm_code rm_dispatcher_named(const char *name, rm_dispatcher *out, rm_error *err)
 }
 
 // ---------------------------------------------------------------------------------------- waiting
-// Lists the distinct device groups. Returns the longest of their timeouts.
-static double device_groups(const rm_rank *rank, rm_comm *groups[2]) {
-  groups[0] = rank->device_tp;
-  groups[1] = rank->device_ep == rank->device_tp ? NULL : rank->device_ep;
-  const double tp = groups[0] ? rm_comm_timeout(groups[0]) : 0,
-               ep = groups[1] ? rm_comm_timeout(groups[1]) : 0;
-  return tp > ep ? tp : ep;
-}
-
-rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, rm_error *err) {
-  rm_comm *groups[2];
-  const double seconds = device_groups(rank, groups);
-  return rm_comm_wait(groups, 2, device, seconds, err);
-}
-
-rm_code rm_rank_wait_event(const rm_rank *rank, const rm_device *device, int event, rm_error *err) {
-  rm_comm *groups[2];
-  const double seconds = device_groups(rank, groups);
-  return rm_comm_wait_event(groups, 2, device, event, seconds, err);
+rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, int event, rm_error *err) {
+  rm_comm *const tp = rank->device_tp, *const ep = rank->device_ep == tp ? NULL : rank->device_ep;
+  const double tp_s = tp ? rm_comm_timeout(tp) : 0, ep_s = ep ? rm_comm_timeout(ep) : 0;
+  return rm_comm_wait((rm_comm *const[]){tp, ep}, 2, device, event, tp_s > ep_s ? tp_s : ep_s, err);
 }
 
 // ------------------------------------------------------------------------------------- all groups

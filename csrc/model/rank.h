@@ -39,8 +39,7 @@ static inline rm_rank rm_rank_alone(void) { return (rm_rank){.mesh = {.tp = 1, .
 
 // Called instead of device->wait and device->wait_event: also checks the groups whose calls are in
 // the device's queue (rm_comm_wait), with their timeout.
-rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, rm_error *err);
-rm_code rm_rank_wait_event(const rm_rank *rank, const rm_device *device, int event, rm_error *err);
+rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, int event, rm_error *err);
 
 // Set the version of the weights that this rank serves (a rank with another version fails at its
 // next exchange), and abort all groups, since another rank may wait for this one in a group that

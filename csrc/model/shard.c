@@ -16,8 +16,7 @@ rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype
                     .elem = rm_dtype_bytes(dtype),
                     .whole = rm_placement_whole(spec)};
   out->placements = rm_alloc((size_t)size, sizeof *out->placements);
-  if (!out->placements)
-    return rm_fail(err, RM_E_MEMORY, "no memory for the shards of %d ranks", size);
+  if (!out->placements) return rm_no_memory(err, "the shards of a tp group", 0);
   for (int r = 0; r < size; r++)
     out->placements[r] =
         rm_placement_of(spec, &rank->mesh, rm_mesh_rank(&rank->mesh, at.dp, (int32_t)r));
@@ -78,14 +77,4 @@ rm_code rm_shard_gather_rows(rm_shard *shard, void *whole, int64_t rows, size_t 
   for (int r = 0; r < shard->size; r++)
     recv[r] = block(whole, bytes, 1, rm_shard_rows(shard, rows, r), (rm_range){0, 1});
   return rm_comm_gather(shard->comm, recv[shard->me], recv, err);
-}
-
-rm_code rm_shard_gather_counted(rm_shard *shard, const void *mine, void *out, const int64_t *counts,
-                                size_t bytes, rm_error *err) {
-  rm_block *recv = rm_comm_blocks(shard->comm) + shard->size;
-  int64_t first = 0;
-  for (int r = 0; r < shard->size; first += counts[r++])
-    recv[r] = block(out, bytes, 1, (rm_range){first, counts[r]}, (rm_range){0, 1});
-  const rm_range own = {0, counts[shard->me]};
-  return rm_comm_gather(shard->comm, block(mine, bytes, 1, own, (rm_range){0, 1}), recv, err);
 }

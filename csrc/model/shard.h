@@ -61,6 +61,3 @@ rm_code rm_shard_columns_to_rows(rm_shard *shard, rm_dim dim, const void *whole,
 // Gathers rows of `bytes` bytes each.
 rm_code rm_shard_gather_rows(rm_shard *shard, void *whole, int64_t rows, size_t bytes,
                              rm_error *err);
-// All-gathers counts[r] rows of each rank r into `out`, ordered by rank.
-rm_code rm_shard_gather_counted(rm_shard *shard, const void *mine, void *out, const int64_t *counts,
-                                size_t bytes, rm_error *err);

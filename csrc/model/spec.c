@@ -17,27 +17,25 @@ enum {
 };
 _Static_assert(MAX_EXPERTS <= INT16_MAX, "routing is recorded as int16");
 
-static rm_code in_range(rm_error *err, const char *name, int64_t value, int64_t low, int64_t high) {
-  if (value >= low && value <= high) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s: expected %lld to %lld, got %lld", name, (long long)low,
-                 (long long)high, (long long)value);
-}
-
 static rm_code check_attention(const rm_spec *s, rm_error *err) {
   rm_code code;
-  if ((code = in_range(err, "num_attention_heads", s->n_heads, 1, MAX_HEADS))) return code;
-  if ((code = in_range(err, "num_key_value_heads", s->n_kv_heads, 1, s->n_heads))) return code;
+  if ((code = rm_check_range(err, RM_E_CONFIG, "num_attention_heads", s->n_heads, 1, MAX_HEADS)) ||
+      (code =
+           rm_check_range(err, RM_E_CONFIG, "num_key_value_heads", s->n_kv_heads, 1, s->n_heads)))
+    return code;
   if (s->n_heads % s->n_kv_heads)
     return rm_fail(err, RM_E_CONFIG,
                    "num_key_value_heads: expected a divisor of num_attention_heads=%lld, got %lld",
                    (long long)s->n_heads, (long long)s->n_kv_heads);
-  if ((code = in_range(err, "head_dim", s->head_dim, 2, MAX_HEAD_DIM))) return code;
+  if ((code = rm_check_range(err, RM_E_CONFIG, "head_dim", s->head_dim, 2, MAX_HEAD_DIM)))
+    return code;
   if (s->head_dim % 2)
     return rm_fail(err, RM_E_CONFIG,
                    "head_dim: expected an even number (rope rotates pairs), got "
                    "%lld",
                    (long long)s->head_dim);
-  if ((code = in_range(err, "rotary_dim", s->rotary_dim, 0, s->head_dim))) return code;
+  if ((code = rm_check_range(err, RM_E_CONFIG, "rotary_dim", s->rotary_dim, 0, s->head_dim)))
+    return code;
   if (s->rotary_dim % 2)
     return rm_fail(err, RM_E_CONFIG,
                    "rotary_dim: expected an even number (rope rotates pairs), got "
@@ -65,7 +63,8 @@ static rm_code check_rope(const rm_spec *s, rm_error *err) {
 
 static rm_code check_experts(const rm_spec *s, rm_error *err) {
   rm_code code;
-  if ((code = in_range(err, "num_experts", s->n_experts, 0, MAX_EXPERTS))) return code;
+  if ((code = rm_check_range(err, RM_E_CONFIG, "num_experts", s->n_experts, 0, MAX_EXPERTS)))
+    return code;
   if (s->n_experts == 0) {
     if (s->top_k || s->moe_intermediate_size)
       return rm_fail(
@@ -80,9 +79,10 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
                    "num_experts_per_tok: expected at most num_experts=%lld, got "
                    "%lld",
                    (long long)s->n_experts, (long long)s->top_k);
-  if ((code = in_range(err, "num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K))) return code;
-  if ((code = in_range(err, "n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS))) return code;
-  if ((code = in_range(err, "topk_group", s->top_groups, 1, s->n_groups))) return code;
+  if ((code = rm_check_range(err, RM_E_CONFIG, "num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "topk_group", s->top_groups, 1, s->n_groups)))
+    return code;
   const int64_t each = s->n_experts / s->n_groups;
   if (s->n_groups > 1 &&
       (s->n_experts % s->n_groups || each < 2 || s->top_groups * each < s->top_k))
@@ -94,14 +94,17 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
   if (!(isfinite(s->route_scale) && s->route_scale > 0))
     return rm_fail(err, RM_E_CONFIG, "routed_scaling_factor: expected a finite number > 0, got %g",
                    (double)s->route_scale);
-  if ((code = in_range(err, "shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH)))
+  if ((code = rm_check_range(err, RM_E_CONFIG, "shared_intermediate_size",
+                             s->shared_intermediate_size, 0, MAX_WIDTH)))
     return code;
-  return in_range(err, "moe_intermediate_size", s->moe_intermediate_size, 1, MAX_WIDTH);
+  return rm_check_range(err, RM_E_CONFIG, "moe_intermediate_size", s->moe_intermediate_size, 1,
+                        MAX_WIDTH);
 }
 
 static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
   rm_code code;
-  if ((code = in_range(err, "num_hidden_layers", s->n_layers, 1, MAX_LAYERS))) return code;
+  if ((code = rm_check_range(err, RM_E_CONFIG, "num_hidden_layers", s->n_layers, 1, MAX_LAYERS)))
+    return code;
   if (!s->layers)
     return rm_fail(err, RM_E_CONFIG, "layers: expected num_hidden_layers=%lld entries, got none",
                    (long long)s->n_layers);
@@ -118,7 +121,8 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
     *n_moe += s->layers[i].is_moe != 0;
   }
   if (*n_moe < s->n_layers)
-    return in_range(err, "intermediate_size", s->intermediate_size, 1, MAX_WIDTH);
+    return rm_check_range(err, RM_E_CONFIG, "intermediate_size", s->intermediate_size, 1,
+                          MAX_WIDTH);
   return RM_OK;
 }
 
@@ -126,12 +130,11 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   *out = NULL;
   rm_code code;
   int64_t n_moe = 0;
-  if ((code = in_range(err, "vocab_size", values->vocab_size, 1, MAX_VOCAB))) return code;
-  if ((code = in_range(err, "hidden_size", values->hidden_size, 1, MAX_WIDTH))) return code;
-  if ((code = check_attention(values, err))) return code;
-  if ((code = check_rope(values, err))) return code;
-  if ((code = check_experts(values, err))) return code;
-  if ((code = check_layers(values, &n_moe, err))) return code;
+  if ((code = rm_check_range(err, RM_E_CONFIG, "vocab_size", values->vocab_size, 1, MAX_VOCAB)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "hidden_size", values->hidden_size, 1, MAX_WIDTH)) ||
+      (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
+      (code = check_experts(values, err)) || (code = check_layers(values, &n_moe, err)))
+    return code;
   if (!values->norm_before && !values->norm_after)
     return rm_fail(
         err, RM_E_CONFIG,
@@ -155,9 +158,7 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   const size_t freq_bytes = (size_t)(values->rotary_dim / 2) * sizeof *values->inv_freq;
   // One allocation: the spec, its layers, frequencies and names.
   rm_spec *spec = rm_alloc(1, sizeof *spec + layers_bytes + freq_bytes + names_bytes);
-  if (!spec)
-    return rm_fail(err, RM_E_MEMORY, "no memory for a spec of %lld layers",
-                   (long long)values->n_layers);
+  if (!spec) return rm_no_memory(err, "a spec", 0);
   *spec = *values;
   spec->n_moe_layers = n_moe;
   spec->layers = memcpy(spec + 1, values->layers, layers_bytes);

@@ -7,8 +7,6 @@
 // recomputes it and the second reads it, in the same batch or a later one.
 #include "scheduler/external_scheduler.h"
 
-#include "clock.h"
-
 // ---------------------------------------------------------------------- invalid pages and records
 static void invalidate_pages(rm_scheduler *scheduler, const rm_sequence *seq) {
   for (int64_t i = 0; i < seq->n_pages; i++)
@@ -155,18 +153,6 @@ static void take_routed(rm_scheduler *scheduler, rm_sequence *seq) {
            (size_t)per_token * sizeof(int16_t));
 }
 
-static void begin(rm_scheduler *scheduler, rm_sequence *seq) {
-  rm_sequence_group *group = seq->group;
-  seq->external_begun = 1;
-  seq->next = seq->kv_len = first_row(scheduler, seq);
-  if (group->started) return;
-  group->started = 1;
-  group->times.scheduled = rm_now();
-  group->n_cached = rm_min64(seq->next, group->n_prompt);
-  scheduler->prompt_tokens += group->n_prompt;
-  scheduler->cached_tokens += group->n_cached;
-}
-
 static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
   const int64_t size = scheduler->options.limits.page_size, version = scheduler->version,
                 end = seq->next + n_rows;
@@ -187,7 +173,11 @@ static rm_progress plan_batch(rm_scheduler *scheduler) {
   for (int64_t i = 0; i < step->n && !more; i++) {
     rm_sequence *seq = sequence_of(scheduler, step->ids[i], NULL);
     if (seq->status == RM_DONE) continue;
-    if (!seq->external_begun && plan->n_rows < max_rows) begin(scheduler, seq);
+    if (!seq->external_begun && plan->n_rows < max_rows) {
+      seq->external_begun = 1;
+      seq->next = seq->kv_len = first_row(scheduler, seq);
+      rm_count_start(scheduler, seq);
+    }
     const int64_t left = seq->external_begun ? seq->external_end - seq->next : 1,
                   n_rows = rm_min64(left, max_rows - plan->n_rows);
     if (n_rows) plan_rows(scheduler, seq, n_rows);

@@ -15,14 +15,15 @@
 #include "base/checked.h"
 #include "base/hash.h"
 #include "base/memory.h"
+#include "scheduler/list.h"
 
 typedef struct rm_page {
+  rm_link link; // first member; in `cached` or in no list
   uint64_t node, parent; // node of the content, 0: none; node of the page before it, 0: the start
   int64_t version;
   uint64_t hash;
   int32_t references;
   int32_t chain; // next page + 1 in its bucket, or in the free stack if the page is free
-  int32_t older, newer; // neighbours among the cached pages, + 1
   uint8_t indexed, has_logprobs;
 } rm_page;
 
@@ -38,7 +39,8 @@ struct rm_kv_cache {
   int64_t n_writes;
   uint64_t last_node;
   int64_t n_fresh; // pages [n_fresh, n_pages) were never used and are zero
-  int32_t free, oldest, newest; // page + 1
+  int32_t free; // page + 1
+  rm_link cached; // pages by their release, the oldest first
   int64_t n_free, n_cached, n_held;
   int64_t hits, misses, evictions;
 };
@@ -53,12 +55,13 @@ size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
 
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
   *out = NULL;
-  if (options->n_pages < 1 || options->n_pages > INT32_MAX / 2)
-    return rm_fail(err, RM_E_CAPACITY, "KV cache: expected 1 to %d pages, got %lld", INT32_MAX / 2,
-                   (long long)options->n_pages);
+  const rm_code code =
+      rm_check_range(err, RM_E_CAPACITY, "KV pages", options->n_pages, 1, INT32_MAX / 2);
+  if (code) return code;
   rm_kv_cache *cache = rm_alloc(1, sizeof *cache);
-  if (!cache) return rm_fail(err, RM_E_MEMORY, "no memory for the KV cache's table");
+  if (!cache) return rm_no_memory(err, "the table of KV pages", 0);
   cache->options = *options;
+  rm_list_init(&cache->cached);
   const size_t n = (size_t)options->n_pages, size = (size_t)options->page_size;
   size_t routed;
   for (cache->n_buckets = 1; cache->n_buckets < 2 * n; cache->n_buckets *= 2) continue;
@@ -74,8 +77,8 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
   }
   if (!ok) {
     rm_kv_destroy(cache);
-    return rm_fail(err, RM_E_MEMORY, "no memory for the records of %lld pages of KV cache",
-                   (long long)options->n_pages);
+    return rm_no_memory(err, "the records of KV pages",
+                        n * rm_kv_record_bytes(options->page_size, options->routed_per_token));
   }
   *out = cache;
   return RM_OK;
@@ -123,23 +126,9 @@ static void remove_from_index(rm_kv_cache *cache, int32_t id) {
   page->node = 0;
 }
 
-// --------------------------------------------------------------------- cached pages, in LRU order
-static void cached_append(rm_kv_cache *cache, int32_t id) {
-  rm_page *page = &cache->pages[id];
-  page->older = cache->newest;
-  page->newer = 0;
-  if (cache->newest) cache->pages[cache->newest - 1].newer = id + 1;
-  else cache->oldest = id + 1;
-  cache->newest = id + 1;
-  cache->n_cached++;
-}
-
-static void cached_remove(rm_kv_cache *cache, int32_t id) {
-  rm_page *page = &cache->pages[id];
-  if (page->older) cache->pages[page->older - 1].newer = page->newer;
-  else cache->oldest = page->newer;
-  if (page->newer) cache->pages[page->newer - 1].older = page->older;
-  else cache->newest = page->older;
+// ------------------------------------------------------------------------------------------ pages
+static void leave_cached(rm_kv_cache *cache, rm_page *page) {
+  rm_list_remove(&page->link);
   cache->n_cached--;
 }
 
@@ -150,7 +139,6 @@ static void free_push(rm_kv_cache *cache, int32_t id) {
   cache->n_free++;
 }
 
-// ------------------------------------------------------------------------------------------ pages
 int64_t rm_kv_free_pages(const rm_kv_cache *cache) {
   return cache->n_free + cache->n_cached + cache->options.n_pages - cache->n_fresh;
 }
@@ -165,9 +153,10 @@ int32_t rm_kv_alloc(rm_kv_cache *cache) {
   } else if (cache->n_fresh < cache->options.n_pages) {
     id = (int32_t)cache->n_fresh++;
     dirty = 0;
-  } else if (cache->oldest) {
-    id = cache->oldest - 1;
-    cached_remove(cache, id);
+  } else if (!rm_list_empty(&cache->cached)) {
+    rm_page *oldest = (rm_page *)cache->cached.next;
+    id = (int32_t)(oldest - cache->pages);
+    leave_cached(cache, oldest);
     remove_from_index(cache, id);
     cache->evictions++;
   } else {
@@ -206,7 +195,7 @@ const rm_page_write *rm_kv_take_writes(rm_kv_cache *cache, int64_t *n) {
 void rm_kv_retain(rm_kv_cache *cache, int32_t id) {
   if (cache->pages[id].references++) return;
   assert(cache->pages[id].indexed);
-  cached_remove(cache, id);
+  leave_cached(cache, &cache->pages[id]);
   cache->n_held++;
 }
 
@@ -214,8 +203,12 @@ void rm_kv_release(rm_kv_cache *cache, int32_t id) {
   assert(cache->pages[id].references > 0);
   if (--cache->pages[id].references) return;
   cache->n_held--;
-  if (cache->pages[id].indexed) cached_append(cache, id);
-  else free_push(cache, id);
+  if (!cache->pages[id].indexed) {
+    free_push(cache, id);
+    return;
+  }
+  rm_list_insert_before(&cache->cached, &cache->pages[id].link);
+  cache->n_cached++;
 }
 
 int32_t rm_kv_references(const rm_kv_cache *cache, int32_t id) {
@@ -266,11 +259,10 @@ void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent
 }
 
 void rm_kv_reset(rm_kv_cache *cache) {
-  while (cache->oldest) {
-    const int32_t id = cache->oldest - 1;
-    cached_remove(cache, id);
-    cache->pages[id].indexed = cache->pages[id].has_logprobs = 0;
-    free_push(cache, id);
+  while (!rm_list_empty(&cache->cached)) {
+    rm_page *page = (rm_page *)cache->cached.next;
+    leave_cached(cache, page);
+    free_push(cache, (int32_t)(page - cache->pages));
   }
   for (int64_t id = 0; id < cache->n_fresh; id++) {
     cache->pages[id].indexed = cache->pages[id].has_logprobs = 0;

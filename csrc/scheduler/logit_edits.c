@@ -8,9 +8,6 @@
 enum { MAX_BAD_WORDS = 16384 };
 
 // ----------------------------------------------------------------------------------------- checks
-#define REFUSE_UNLESS(condition, ...) \
-  if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
-
 static rm_code check_penalties(const rm_request *request, rm_error *err) {
   const struct {
     const char *name;

@@ -8,6 +8,10 @@
 
 #include "scheduler/sequence.h"
 
+// For the checks of a request.
+#define REFUSE_UNLESS(condition, ...) \
+  if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
+
 static inline int rm_has_penalties(const rm_sequence_group *group) {
   return group->repetition_penalty != 1 || group->frequency_penalty != 0 ||
          group->presence_penalty != 0;

@@ -1,4 +1,4 @@
-// request.h: the caller's interface of a request: one prompt with n samples, and views of its
+// request.h: the caller's interface of a request: one prompt with n samples. sequence.h has its
 // results. A malformed request is refused with RM_E_REQUEST, and a request that can never fit with
 // RM_E_CAPACITY.
 #pragma once
@@ -52,43 +52,10 @@ typedef enum rm_finish {
   RM_FINISH_ERROR
 } rm_finish;
 
-typedef struct rm_sample_view { // of one sample; valid until the next step or release
-  rm_finish finish;
-  int32_t stop_token; // the id that ended it; −1: none
-  int64_t n_tokens;
-  const int32_t *tokens; // [n_tokens]
-  const float *logprobs, *sampling_logprobs; // [n_tokens]
-  const int64_t *versions; // [n_tokens]
-  const uint8_t *no_contract; // [n_tokens] 1 if stale KV was used (keep_kv)
-  const int32_t *ranks; // [n_tokens] with ranks: number of tokens at least as likely, with itself
-  int32_t n_top; // logprobs of the request; with kept_tokens at least its top_k
-  const int32_t *top_ids; // [n_tokens][n_top]
-  const float *top_logprobs;
-  const int32_t *kept; // [n_tokens] with kept_tokens: how many of top_ids the filters kept
-  const int16_t *routed; // [n_tokens − 1][moe_layers][k]: of generated tokens that were fed back
-} rm_sample_view;
-
 typedef struct rm_request_times { // seconds of rm_now; 0: not yet
   double queued, scheduled; // request added; first row planned
   double first_token, last_token; // first and last token of any sample
 } rm_request_times;
-
-typedef struct rm_request_view {
-  uint64_t id;
-  int finished; // whether all samples are finished
-  rm_code error; // RM_OK, or the error that ended it (RM_FINISH_ERROR)
-  const char *message;
-  int64_t n_prompt, n_cached; // prompt tokens served by the prefix cache
-  int64_t n_scored; // computed entries of the next five: all, unless the request ended early
-  const float *prompt_logprobs; // [n_prompt − 1]; NULL if not requested
-  const float *prompt_sampling_logprobs; // [n_prompt − 1] with score_sampling
-  const int32_t *prompt_ranks; // [n_prompt − 1] with ranks
-  const int32_t *prompt_top_ids; // [n_prompt − 1][k]
-  const float *prompt_top_logprobs;
-  const int16_t *prompt_routed; // [n_prompt][moe_layers][k]; NULL in a dense model
-  int32_t n;
-  rm_request_times times;
-} rm_request_view;
 
 // How running requests are treated when new weights are committed.
 typedef enum rm_inflight {

@@ -1,4 +1,4 @@
-// requests.c: add, view, end and release requests, by id. sequence_group.c checks them.
+// requests.c: add, find, end and release requests, by id. sequence_group.c checks them.
 #include <stdio.h>
 
 #include "scheduler/scheduler.h"
@@ -36,8 +36,8 @@ rm_sequence_group *rm_find_sequence_group(const rm_scheduler *scheduler, uint64_
   return group;
 }
 
-static rm_sequence *find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
-                                rm_error *err) {
+rm_sequence *rm_find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
+                            rm_error *err) {
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return NULL;
   if (sample >= 0 && sample < group->n) return &group->sequences[sample];
@@ -55,8 +55,7 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
   if (code) return code;
   if (!grow_buckets(scheduler)) {
     rm_free(group);
-    return rm_fail(err, RM_E_MEMORY, "no memory for the table of %lld requests",
-                   (long long)scheduler->n_groups + 1);
+    return rm_no_memory(err, "the table of requests", 0);
   }
   scheduler->next_order += (uint64_t)group->n;
   scheduler->n_groups++;
@@ -69,53 +68,6 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
 }
 
 // -------------------------------------------------------------------------------------------- out
-rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request_view *out,
-                          rm_error *err) {
-  const rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
-  if (!group) return RM_E_REQUEST;
-  *out = (rm_request_view){
-      .id = id,
-      .finished = group->n_done == group->n,
-      .error = group->error,
-      .message = group->message,
-      .n_prompt = group->n_prompt,
-      .n_cached = group->n_cached,
-      .n_scored = group->n_scored,
-      .prompt_logprobs = group->prompt_logprobs,
-      .prompt_sampling_logprobs = group->prompt_sampling,
-      .prompt_ranks = group->want_token_ranks ? group->prompt_ranks : NULL,
-      .prompt_top_ids = group->prompt_top_ids,
-      .prompt_top_logprobs = group->prompt_top_logprobs,
-      .prompt_routed = group->prompt_routed,
-      .n = group->n,
-      .times = group->times,
-  };
-  return RM_OK;
-}
-
-rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
-                                 rm_sample_view *out, rm_error *err) {
-  const rm_sequence *seq = find_sample(scheduler, id, sample, err);
-  if (!seq) return RM_E_REQUEST;
-  *out = (rm_sample_view){
-      .finish = seq->finish,
-      .stop_token = seq->stop_token,
-      .n_tokens = seq->n_tokens,
-      .tokens = seq->ids + seq->group->n_prompt,
-      .logprobs = seq->logprobs,
-      .sampling_logprobs = seq->sampling_logprobs,
-      .versions = seq->versions,
-      .no_contract = seq->no_contract,
-      .ranks = seq->group->want_token_ranks ? seq->ranks : NULL,
-      .n_top = seq->group->top_logprobs,
-      .top_ids = seq->top_ids,
-      .top_logprobs = seq->top_logprobs,
-      .kept = seq->group->want_kept ? seq->kept : NULL,
-      .routed = seq->routed,
-  };
-  return RM_OK;
-}
-
 rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
@@ -181,7 +133,7 @@ rm_code rm_scheduler_abort(rm_scheduler *scheduler, uint64_t id, rm_error *err) 
 
 rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t sample,
                                  int64_t n_tokens, rm_error *err) {
-  rm_sequence *seq = find_sample(scheduler, id, sample, err);
+  rm_sequence *seq = rm_find_sample(scheduler, id, sample, err);
   if (!seq) return RM_E_REQUEST;
   if (n_tokens < 0 || n_tokens > seq->n_tokens)
     return rm_fail(err, RM_E_REQUEST,

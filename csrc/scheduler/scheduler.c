@@ -53,10 +53,8 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
   scheduler->memory_bytes = rm_fields_bytes(fields, N_FIELDS(fields));
   scheduler->memory = scheduler->memory_bytes ? rm_map(scheduler->memory_bytes) : NULL;
   if (!scheduler->memory)
-    return rm_fail(
-        err, RM_E_MEMORY,
-        "no memory for %zu bytes of batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)",
-        scheduler->memory_bytes, rows, seqs);
+    return rm_no_memory(err, "a batch (max_num_batched_tokens, max_num_seqs)",
+                        scheduler->memory_bytes);
   rm_fields_place(fields, N_FIELDS(fields), scheduler->memory, scheduler->memory_bytes);
   for (scheduler->n_free_table_rows = 0; scheduler->n_free_table_rows < options->max_num_seqs;
        scheduler->n_free_table_rows++)
@@ -199,6 +197,16 @@ static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
 }
 
 // -------------------------------------------------------------------------------------- admission
+void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq) {
+  rm_sequence_group *group = seq->group;
+  if (group->started) return;
+  group->started = 1;
+  group->times.scheduled = rm_now();
+  group->n_cached = rm_min64(seq->next, group->n_prompt);
+  scheduler->prompt_tokens += group->n_prompt;
+  scheduler->cached_tokens += group->n_cached;
+}
+
 // Returns whether the group can use a cached page without losing records: 2 yes, 1 if the page has
 // logprobs, 0 no. Row p gives the logprob of token p + 1, so the logprobs of page i come from the
 // rows up to its last but one.
@@ -272,13 +280,7 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   seq->n_indexed = seq->n_pages;
   seq->next = rm_min64(seq->kv_len, length - 1);
   if (group->n_scored < group->n_targets) seq->next = rm_min64(seq->next, group->n_scored);
-  if (!group->started) {
-    group->started = 1;
-    group->times.scheduled = rm_now();
-    group->n_cached = rm_min64(seq->next, group->n_prompt);
-    scheduler->prompt_tokens += group->n_prompt;
-    scheduler->cached_tokens += group->n_cached;
-  }
+  rm_count_start(scheduler, seq);
   if (!seq->n_tokens) group->leader = seq;
   extend(scheduler, seq, length);
   return 1;

@@ -1,7 +1,7 @@
 // scheduler.h: the requests of a replica, their records, the pages of its KV cache, and the plan of
 // the next step. It only uses host memory: no device, no other ranks, no threads.
 //
-//   add … ─► schedule (fills `plan`) ─► the workers compute it ─► commit (their output) ─► view
+//   add … ─► schedule (fills `plan`) ─► the workers compute it ─► commit (their output) ─► find
 //               ▲                                                   │
 //               └───────────────────────────────────────────────────┘
 //
@@ -98,11 +98,10 @@ rm_sequence_group *rm_find_sequence_group(const rm_scheduler *scheduler, uint64_
 // The request has passed rm_sequence_group_check, and its id is new.
 rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t id,
                          rm_error *err);
-// Views are valid until the next commit or release.
-rm_code rm_scheduler_view(const rm_scheduler *scheduler, uint64_t id, rm_request_view *out,
-                          rm_error *err);
-rm_code rm_scheduler_sample_view(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
-                                 rm_sample_view *out, rm_error *err);
+// A sample of a request; NULL: RM_E_REQUEST. Its results, and those of its group, are valid until
+// the next commit or release.
+rm_sequence *rm_find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t sample,
+                            rm_error *err);
 // Releases a finished request.
 rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err);
 // Aborts a request. Its generated tokens stay readable.
@@ -126,6 +125,8 @@ void rm_activate(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq);
 // Makes an ACTIVE sequence WAITING and releases its pages.
 void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq);
+// Counts the prompt of a group when the first row of a sequence is known, once.
+void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq);
 // Plans n_rows rows from seq->next on, and the draw from the last one.
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows);
 // For commit: makes a JOINING sequence ACTIVE, with the pages of the leader's prompt.

@@ -34,13 +34,13 @@ typedef struct rm_sequence {
   int64_t n_indexed; // number of leading pages that were indexed
   int stale; // whether KV of an older version is in use (keep_kv)
   rm_finish finish;
-  int32_t stop_token;
+  int32_t stop_token; // the id that ended it; −1: none
   int32_t *ids; // [n_prompt + capacity] the prompt, then the generated tokens
   float *logprobs, *sampling_logprobs; // [capacity]
   int64_t *versions; // [capacity]
-  uint8_t *no_contract; // [capacity]
-  int16_t *routed; // [capacity][routed_per_token]
-  int32_t *ranks; // [capacity] with ranks
+  uint8_t *no_contract; // [capacity] 1 if stale KV was used (keep_kv)
+  int16_t *routed; // [capacity][routed_per_token] of generated tokens that were fed back
+  int32_t *ranks; // [capacity] with ranks: number of tokens at least as likely, with itself
   // external_scheduler.c
   int64_t external_computed; // number of positions computed before this step
   int64_t external_end; // end of its rows in this step; 0: it is not in the step
@@ -54,7 +54,7 @@ typedef struct rm_sequence {
   // sampler.c, for the first draw from a row, and commit.c
   int32_t *top_ids; // [capacity][top_logprobs]
   float *top_logprobs;
-  int32_t *kept; // [capacity] with kept_tokens
+  int32_t *kept; // [capacity] with kept_tokens: how many of top_ids the filters kept
   // sequence_group.c only
   rm_sequence_group *group;
   int32_t index; // number of the sample

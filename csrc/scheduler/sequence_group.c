@@ -11,9 +11,6 @@
 
 enum { MAX_SAMPLES = 16384 };
 
-#define REFUSE_UNLESS(condition, ...) \
-  if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
-
 rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab,
                            rm_error *err) {
   REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %lld, got none", what,
@@ -34,15 +31,6 @@ static rm_code check_sampling(const rm_request *request, rm_error *err) {
                 "min_p: expected a number in [0, 1], got %g", (double)request->min_p);
   REFUSE_UNLESS(request->top_k >= -1, "top_k: expected -1 or 0 (all), or 1 or more, got %d",
                 request->top_k);
-  return RM_OK;
-}
-
-static rm_code check_logprobs(const rm_request *request, int64_t vocab, rm_error *err) {
-  REFUSE_UNLESS(request->logprobs >= 0 && request->logprobs <= vocab,
-                "logprobs: expected 0 to %lld, got %d", (long long)vocab, request->logprobs);
-  REFUSE_UNLESS(request->prompt_logprobs >= -1 && request->prompt_logprobs <= vocab,
-                "prompt_logprobs: expected -1 to %lld, got %d", (long long)vocab,
-                request->prompt_logprobs);
   return RM_OK;
 }
 
@@ -80,14 +68,13 @@ static rm_code check_lengths(const rm_request *request, const rm_request_limits 
   REFUSE_UNLESS(n_prompt < longest,
                 "prompt: expected fewer tokens than max_model_len=%lld, got %lld", longest,
                 n_prompt);
-  REFUSE_UNLESS(request->n >= 1 && request->n <= MAX_SAMPLES, "n: expected 1 to %d, got %d",
-                MAX_SAMPLES, request->n);
-  REFUSE_UNLESS(request->max_tokens >= 1, "max_tokens: expected 1 or more, got %lld",
-                (long long)request->max_tokens);
-  REFUSE_UNLESS(request->min_tokens >= 0 && request->min_tokens <= request->max_tokens,
-                "min_tokens: expected 0 to max_tokens=%lld, got %lld",
-                (long long)request->max_tokens, (long long)request->min_tokens);
-  return RM_OK;
+  rm_code code = rm_check_range(err, RM_E_REQUEST, "n", request->n, 1, MAX_SAMPLES);
+  if (!code)
+    code = rm_check_range(err, RM_E_REQUEST, "max_tokens", request->max_tokens, 1, INT64_MAX);
+  if (!code)
+    code = rm_check_range(err, RM_E_REQUEST, "min_tokens", request->min_tokens, 0,
+                          request->max_tokens);
+  return code;
 }
 
 // Returns the number of tokens that each sample may generate. An external scheduler may end a
@@ -117,18 +104,18 @@ rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limi
   rm_code code;
   REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE,
                 "kind: expected generate or score, got %d", (int)request->kind);
-  if ((code = check_lengths(request, limits, err))) return code;
-  if ((code = rm_check_token_ids("prompt", request->prompt, request->n_prompt, limits->vocab, err)))
-    return code;
+  const int64_t vocab = limits->vocab;
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
-  if (draws && (code = check_sampling(request, err))) return code;
-  if ((code = check_logprobs(request, limits->vocab, err))) return code;
-  if ((code = check_kept(request, limits->vocab, err))) return code;
-  if ((code = rm_logit_edits_check(request, limits, err))) return code;
-  REFUSE_UNLESS(request->n_stop_ids >= 0, "n_stop_ids: expected 0 or more, got %lld",
-                (long long)request->n_stop_ids);
-  if ((code = rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids,
-                                 limits->vocab, err)))
+  if ((code = check_lengths(request, limits, err)) ||
+      (code = rm_check_token_ids("prompt", request->prompt, request->n_prompt, vocab, err)) ||
+      (draws && (code = check_sampling(request, err))) ||
+      (code = rm_check_range(err, RM_E_REQUEST, "logprobs", request->logprobs, 0, vocab)) ||
+      (code = rm_check_range(err, RM_E_REQUEST, "prompt_logprobs", request->prompt_logprobs, -1,
+                             vocab)) ||
+      (code = check_kept(request, vocab, err)) ||
+      (code = rm_logit_edits_check(request, limits, err)) ||
+      (code = rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, vocab,
+                                 err)))
     return code;
   REFUSE_UNLESS(
       limits->external || !request->external_draws,
@@ -290,10 +277,7 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
   const int64_t capacity = capacity_of(request, limits);
   const rm_sequence_group values = values_of(request, capacity);
   rm_sequence_group *group = allocate(&values, request, limits);
-  if (!group)
-    return rm_fail(err, RM_E_MEMORY,
-                   "no memory for the records of %d samples of %lld + %lld tokens", values.n,
-                   (long long)values.n_prompt, (long long)capacity);
+  if (!group) return rm_no_memory(err, "the records of a request", 0);
   group->n_stops = fill_set(group->stops, request, limits, !request->ignore_eos);
   group->n_early = fill_set(group->banned, request, limits, 1);
   if (group->min_tokens && group->n_early >= limits->vocab) {

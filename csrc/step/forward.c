@@ -12,13 +12,11 @@ static rm_code compare_batches(rm_runner *runner, rm_error *err) {
   rm_comm *tp = runner->rank.tp;
   if (!tp || !runner->options.compares_batches) return RM_OK;
   uint64_t digest = (uint64_t)plan->n_rows, all[RM_MAX_TP];
-  size_t bytes[RM_MAX_TP];
   for (int64_t r = 0; r < plan->n_rows; r++)
     digest = rm_hash_word(
         rm_hash_word(digest, (uint64_t)(uint32_t)plan->ids[r] ^ (uint64_t)plan->slots[r] << 32),
         (uint64_t)plan->positions[r]);
-  for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = sizeof digest;
-  const rm_code code = rm_comm_all_gather(tp, &digest, all, bytes, err);
+  const rm_code code = rm_comm_all_gather(tp, &digest, all, sizeof digest, err);
   for (int r = 0; r < rm_comm_size(tp) && !code; r++)
     if (all[r] != digest)
       return rm_fail(
@@ -34,10 +32,8 @@ static rm_code share_flags(rm_runner *runner, rm_error *err) {
   rm_comm *tp = runner->rank.tp;
   uint8_t *flags = runner->step.output.row_flags;
   const int64_t n = runner->plan->n_rows;
-  size_t bytes[RM_MAX_TP];
   if (!tp || !n) return RM_OK;
-  for (int r = 0; r < rm_comm_size(tp); r++) bytes[r] = (size_t)n;
-  const rm_code code = rm_comm_all_gather(tp, flags, runner->all_flags, bytes, err);
+  const rm_code code = rm_comm_all_gather(tp, flags, runner->all_flags, (size_t)n, err);
   for (int64_t i = 0; i < n * rm_comm_size(tp) && !code; i++) flags[i % n] |= runner->all_flags[i];
   return code;
 }
@@ -128,11 +124,9 @@ static void put_tables(const rm_runner *runner) {
 
 static void write_pages(const rm_runner *runner) {
   const rm_plan *plan = runner->plan;
-  for (int64_t i = 0; i < plan->n_writes; i++) {
-    const rm_page_write *write = &plan->writes[i];
-    if (write->from < 0) rm_model_zero_page(runner->model, runner->kv, runner->n_pages, write->to);
-    else rm_model_copy_page(runner->model, runner->kv, runner->n_pages, write->to, write->from);
-  }
+  for (int64_t i = 0; i < plan->n_writes; i++)
+    rm_model_write_page(runner->model, runner->kv, runner->n_pages, plan->writes[i].to,
+                        plan->writes[i].from);
 }
 
 // ----------------------------------------------------------------------------------------- a step

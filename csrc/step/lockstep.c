@@ -14,14 +14,12 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
   const rm_plan *plan = runner->plan;
   rm_step_shape *shape = &runner->shape;
   rank_status all[RM_MAX_WORLD];
-  size_t bytes[RM_MAX_WORLD];
   int flags = rm_graphs_flags(runner->graphs, plan);
   const rank_status own = {
       .rows = (int32_t)plan->n_rows, .progress = (int16_t)*progress, .flags = (int16_t)flags};
   const int n = rm_rank_spans_dp(rank) ? rm_comm_size(rank->ep) : 0;
   shape->most_rows = plan->n_rows;
-  for (int r = 0; r < n; r++) bytes[r] = sizeof own;
-  const rm_code code = n ? rm_comm_all_gather(rank->ep, &own, all, bytes, err) : RM_OK;
+  const rm_code code = n ? rm_comm_all_gather(rank->ep, &own, all, sizeof own, err) : RM_OK;
   if (code) return code;
   for (int r = 0; r < n; r++) {
     if (all[r].progress > (int16_t)*progress) *progress = (rm_progress)all[r].progress;

@@ -10,7 +10,7 @@ rm_code rm_results_create(const rm_device *device, const rm_rank *rank, size_t b
   *out = (rm_results){.device = device, .rank = rank};
   if (device->on_host) return RM_OK;
   if (!(out->list = rm_alloc(RM_MAX_RESULTS, sizeof *out->list)))
-    return rm_fail(err, RM_E_MEMORY, "no memory for a step's results");
+    return rm_no_memory(err, "the results of a step", 0);
   return rm_mirrored_create(device, bytes, "results of a step", &out->mirrored, err);
 }
 
@@ -66,7 +66,7 @@ rm_code rm_results_copy_out(rm_results *results, rm_error *err) {
   const size_t first = results->n ? results->list[0].at : 0,
                used = results->n ? results->used - first : 0;
   if (used) rm_mirrored_copy_to_host(&results->mirrored, results->mirrored.host + first, used);
-  const rm_code code = rm_rank_wait(results->rank, results->device, err);
+  const rm_code code = rm_rank_wait(results->rank, results->device, RM_WAIT_QUEUE, err);
   for (int i = 0; i < results->n && !code; i++)
     memcpy(results->list[i].to, results->mirrored.host + results->list[i].at,
            results->list[i].bytes);

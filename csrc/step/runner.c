@@ -71,8 +71,7 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
   runner->host_bytes = rm_fields_bytes(host, N_FIELDS(host));
   runner->scratch_bytes = rm_fields_bytes(device, N_FIELDS(device));
   runner->host = runner->host_bytes ? rm_map(runner->host_bytes) : NULL;
-  if (!runner->host)
-    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", runner->host_bytes, what);
+  if (!runner->host) return rm_no_memory(err, what, runner->host_bytes);
   rm_code code =
       rm_device_alloc(runner->device, runner->scratch_bytes, what, &runner->scratch, err);
   if (!code)

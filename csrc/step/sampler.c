@@ -346,7 +346,8 @@ static rm_code share(rm_runner *runner, const int64_t *counts, int64_t d, int64_
   for (int64_t i = 0; i < n; i++)
     drawn[i] = (rm_drawn){b->tokens[d + i], b->ranks[d + i], b->logprobs[d + i],
                           b->sampling_logprobs[d + i]};
-  const rm_code code = rm_model_share(runner->model, drawn, counts, sizeof *drawn, err);
+  const rm_code code =
+      rm_comm_gather_rows(runner->rank.tp, NULL, drawn, counts, sizeof *drawn, err);
   for (int64_t i = 0; i < n && !code; i++) {
     b->tokens[d + i] = drawn[i].token;
     b->ranks[d + i] = drawn[i].rank;
@@ -403,7 +404,7 @@ static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error 
   const int64_t vocab = runner->options.spec->vocab_size;
   int any = 0;
   for (int64_t i = 0; i < pass->n && !any; i++) any = is_handed_out(out_row(runner, pass, i));
-  rm_code code = any ? rm_rank_wait(&runner->rank, runner->device, err) : RM_OK;
+  rm_code code = any ? rm_rank_wait(&runner->rank, runner->device, RM_WAIT_QUEUE, err) : RM_OK;
   for (int64_t i = 0; any && i < pass->n && !code; i++) {
     const rm_out_row *out = out_row(runner, pass, i);
     float *to = out->seq->group->logits_out;

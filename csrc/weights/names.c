@@ -1,11 +1,11 @@
-// names.c: the table of spellings. A line has a pattern, in which the first # is the layer and the
-// second the expert, and what the tensor contains. Before matching, the prefixes of module wrappers
-// (torch.compile, DDP, FSDP, activation checkpointing) and leading "model." are removed, so one
-// line matches the checkpoint, the bare module and the wrapped one. Regular expressions were
-// rejected: compiling one takes longer than matching all sixty patterns.
+// names.c: the spellings of names. A family's own names and those of Hugging Face checkpoints are in
+// the spec and in rm_kinds; the table below has one line for each other spelling: a pattern, in
+// which # is the expert, and what the tensor contains. Before matching, the prefixes of module
+// wrappers (torch.compile, DDP, FSDP, activation checkpointing), leading "model." and the layer are
+// removed, so one line matches the checkpoint, the bare module and the wrapped one. Regular
+// expressions were rejected: compiling one takes longer than matching all patterns.
 #include "weights/names.h"
 
-#include <stdio.h>
 #include <string.h>
 
 #include "base/memory.h"
@@ -23,90 +23,60 @@ typedef enum form {
 typedef struct spelling {
   const char *pattern;
   form form;
-  rm_param_kind kind; // QKV: Q; GATE_UP: the gate
+  rm_param_kind kind; // QKV: Q; GATE_UP: the gate; NOTHING: any kind of the same place
 } spelling;
 
 static const spelling spellings[] = {
-    // Hugging Face checkpoints; a family's different names are in its spec
-    {"embed_tokens.weight", ONE, RM_P_EMBED},
-    {"lm_head.weight", ONE, RM_P_LM_HEAD},
-    {"norm.weight", ONE, RM_P_FINAL_NORM},
-    {"layers.#.input_layernorm.weight", ONE, RM_P_INPUT_NORM},
-    {"layers.#.post_attention_layernorm.weight", ONE, RM_P_PRE_MLP_NORM},
-    {"layers.#.self_attn.q_proj.weight", ONE, RM_P_Q},
-    {"layers.#.self_attn.k_proj.weight", ONE, RM_P_K},
-    {"layers.#.self_attn.v_proj.weight", ONE, RM_P_V},
-    {"layers.#.self_attn.o_proj.weight", ONE, RM_P_O},
-    {"layers.#.self_attn.q_proj.bias", ONE, RM_P_Q_BIAS},
-    {"layers.#.self_attn.k_proj.bias", ONE, RM_P_K_BIAS},
-    {"layers.#.self_attn.v_proj.bias", ONE, RM_P_V_BIAS},
-    {"layers.#.self_attn.o_proj.bias", ONE, RM_P_O_BIAS},
-    {"layers.#.self_attn.q_norm.weight", ONE, RM_P_Q_NORM},
-    {"layers.#.self_attn.k_norm.weight", ONE, RM_P_K_NORM},
-    {"layers.#.mlp.gate_proj.weight", ONE, RM_P_GATE},
-    {"layers.#.mlp.up_proj.weight", ONE, RM_P_UP},
-    {"layers.#.mlp.down_proj.weight", ONE, RM_P_DOWN},
-    {"layers.#.mlp.gate.weight", ONE, RM_P_ROUTER},
-    {"layers.#.post_self_attn_layernorm.weight", ONE, RM_P_POST_ATTN_NORM},
-    {"layers.#.post_feedforward_layernorm.weight", ONE, RM_P_POST_MLP_NORM},
-    {"layers.#.mlp.shared_experts.gate_proj.weight", ONE, RM_P_SHARED_GATE},
-    {"layers.#.mlp.shared_experts.up_proj.weight", ONE, RM_P_SHARED_UP},
-    {"layers.#.mlp.shared_experts.down_proj.weight", ONE, RM_P_SHARED_DOWN},
-    {"layers.#.mlp.shared_expert_gate.weight", ONE, RM_P_SHARED_SWITCH},
-    {"layers.#.mlp.experts.#.gate_proj.weight", ONE, RM_P_EXPERT_GATE},
-    {"layers.#.mlp.experts.#.up_proj.weight", ONE, RM_P_EXPERT_UP},
-    {"layers.#.mlp.experts.#.down_proj.weight", ONE, RM_P_EXPERT_DOWN},
     // modules of transformers 5: one tensor for all experts
-    {"layers.#.mlp.experts.gate_up_proj", EXPERTS_GATE_UP, RM_P_EXPERT_GATE},
-    {"layers.#.mlp.experts.down_proj", EXPERTS, RM_P_EXPERT_DOWN},
+    {"mlp.experts.gate_up_proj", EXPERTS_GATE_UP, RM_P_EXPERT_GATE},
+    {"mlp.experts.down_proj", EXPERTS, RM_P_EXPERT_DOWN},
     // fused projections, as inference engines hold them
-    {"layers.#.self_attn.qkv_proj.weight", QKV, RM_P_Q},
-    {"layers.#.self_attn.qkv_proj.bias", QKV, RM_P_Q_BIAS},
-    {"layers.#.mlp.gate_up_proj.weight", GATE_UP, RM_P_GATE},
-    {"layers.#.mlp.experts.#.gate_up_proj.weight", GATE_UP, RM_P_EXPERT_GATE},
+    {"self_attn.qkv_proj.weight", QKV, RM_P_Q},
+    {"self_attn.qkv_proj.bias", QKV, RM_P_Q_BIAS},
+    {"mlp.gate_up_proj.weight", GATE_UP, RM_P_GATE},
+    {"mlp.experts.#.gate_up_proj.weight", GATE_UP, RM_P_EXPERT_GATE},
     // torchtitan; its fused wqkv is saved as wq, wk, wv
     {"tok_embeddings.weight", ONE, RM_P_EMBED},
     {"output.weight", ONE, RM_P_LM_HEAD},
-    {"layers.#.attention_norm.weight", ONE, RM_P_INPUT_NORM},
-    {"layers.#.ffn_norm.weight", ONE, RM_P_PRE_MLP_NORM},
-    {"layers.#.attention.wq.weight", TURNED, RM_P_Q},
-    {"layers.#.attention.wk.weight", TURNED, RM_P_K},
-    {"layers.#.attention.wv.weight", ONE, RM_P_V},
-    {"layers.#.attention.qkv_linear.wq.weight", TURNED, RM_P_Q},
-    {"layers.#.attention.qkv_linear.wk.weight", TURNED, RM_P_K},
-    {"layers.#.attention.qkv_linear.wv.weight", ONE, RM_P_V},
-    {"layers.#.attention.wo.weight", ONE, RM_P_O},
-    {"layers.#.attention.q_norm.weight", ONE, RM_P_Q_NORM},
-    {"layers.#.attention.k_norm.weight", ONE, RM_P_K_NORM},
-    {"layers.#.feed_forward.w1.weight", ONE, RM_P_GATE},
-    {"layers.#.feed_forward.w2.weight", ONE, RM_P_DOWN},
-    {"layers.#.feed_forward.w3.weight", ONE, RM_P_UP},
-    {"layers.#.moe.router.gate.weight", ONE, RM_P_ROUTER},
-    {"layers.#.moe.shared_experts.w1.weight", ONE, RM_P_SHARED_GATE},
-    {"layers.#.moe.shared_experts.w2.weight", ONE, RM_P_SHARED_DOWN},
-    {"layers.#.moe.shared_experts.w3.weight", ONE, RM_P_SHARED_UP},
-    {"layers.#.moe.experts.w1", EXPERTS, RM_P_EXPERT_GATE},
-    {"layers.#.moe.experts.w2", EXPERTS, RM_P_EXPERT_DOWN},
-    {"layers.#.moe.experts.w3", EXPERTS, RM_P_EXPERT_UP},
-    {"layers.#.moe.experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
-    {"layers.#.moe.experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
-    {"layers.#.moe.experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
-    {"layers.#.moe.routed_experts.inner_experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
-    {"layers.#.moe.routed_experts.inner_experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
-    {"layers.#.moe.routed_experts.inner_experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
+    {"attention_norm.weight", ONE, RM_P_INPUT_NORM},
+    {"ffn_norm.weight", ONE, RM_P_PRE_MLP_NORM},
+    {"attention.wq.weight", TURNED, RM_P_Q},
+    {"attention.wk.weight", TURNED, RM_P_K},
+    {"attention.wv.weight", ONE, RM_P_V},
+    {"attention.qkv_linear.wq.weight", TURNED, RM_P_Q},
+    {"attention.qkv_linear.wk.weight", TURNED, RM_P_K},
+    {"attention.qkv_linear.wv.weight", ONE, RM_P_V},
+    {"attention.wo.weight", ONE, RM_P_O},
+    {"attention.q_norm.weight", ONE, RM_P_Q_NORM},
+    {"attention.k_norm.weight", ONE, RM_P_K_NORM},
+    {"feed_forward.w1.weight", ONE, RM_P_GATE},
+    {"feed_forward.w2.weight", ONE, RM_P_DOWN},
+    {"feed_forward.w3.weight", ONE, RM_P_UP},
+    {"moe.router.gate.weight", ONE, RM_P_ROUTER},
+    {"moe.shared_experts.w1.weight", ONE, RM_P_SHARED_GATE},
+    {"moe.shared_experts.w2.weight", ONE, RM_P_SHARED_DOWN},
+    {"moe.shared_experts.w3.weight", ONE, RM_P_SHARED_UP},
+    {"moe.experts.w1", EXPERTS, RM_P_EXPERT_GATE},
+    {"moe.experts.w2", EXPERTS, RM_P_EXPERT_DOWN},
+    {"moe.experts.w3", EXPERTS, RM_P_EXPERT_UP},
+    {"moe.experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
+    {"moe.experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
+    {"moe.experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
+    {"moe.routed_experts.inner_experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
+    {"moe.routed_experts.inner_experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
+    {"moe.routed_experts.inner_experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
     // the router's bias, which the choice of experts adds
-    {"layers.#.mlp.gate.e_score_correction_bias", ONE, RM_P_ROUTER_BIAS},
-    {"layers.#.mlp.gate.expert_bias", ONE, RM_P_ROUTER_BIAS},
-    {"layers.#.mlp.router.expert_bias", ONE, RM_P_ROUTER_BIAS},
-    {"layers.#.mlp.e_score_correction_bias", ONE, RM_P_ROUTER_BIAS},
-    {"layers.#.mlp.expert_bias", ONE, RM_P_ROUTER_BIAS},
-    {"layers.#.moe.expert_bias", ONE, RM_P_ROUTER_BIAS},
-    {"layers.#.moe.expert_bias_E", ONE, RM_P_ROUTER_BIAS},
+    {"mlp.gate.expert_bias", ONE, RM_P_ROUTER_BIAS},
+    {"mlp.router.expert_bias", ONE, RM_P_ROUTER_BIAS},
+    {"mlp.e_score_correction_bias", ONE, RM_P_ROUTER_BIAS},
+    {"mlp.expert_bias", ONE, RM_P_ROUTER_BIAS},
+    {"moe.expert_bias", ONE, RM_P_ROUTER_BIAS},
+    {"moe.expert_bias_E", ONE, RM_P_ROUTER_BIAS},
     // buffers of rope in older checkpoints
-    {"rotary_emb.inv_freq", NOTHING, 0},
-    {"layers.#.self_attn.rotary_emb.inv_freq", NOTHING, 0},
-    {"layers.#.self_attn.rotary_emb.cos_cached", NOTHING, 0},
-    {"layers.#.self_attn.rotary_emb.sin_cached", NOTHING, 0},
+    {"rotary_emb.inv_freq", NOTHING, RM_P_EMBED},
+    {"self_attn.rotary_emb.inv_freq", NOTHING, RM_P_Q},
+    {"self_attn.rotary_emb.cos_cached", NOTHING, RM_P_Q},
+    {"self_attn.rotary_emb.sin_cached", NOTHING, RM_P_Q},
 };
 
 static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.",
@@ -188,17 +158,34 @@ static int32_t read_number(const char **at) {
   return value;
 }
 
-static int matches(const char *pattern, const char *name, int32_t numbers[2]) {
-  int n = 0;
-  numbers[0] = numbers[1] = -1;
+// A name without its prefixes.
+typedef struct bare {
+  const char *rest; // below the layer
+  int32_t layer; // -1: not of a layer
+} bare;
+
+static bare split_layer(const char *name) {
+  const char *at = name + 7;
+  bare out = {name, -1};
+  if (strncmp(name, "layers.", 7)) return out;
+  const int32_t layer = read_number(&at);
+  return layer >= 0 && *at == '.' ? (bare){at + 1, layer} : out;
+}
+
+// Returns whether the name has this pattern, NULL: none. *expert: its number, -1 if there is none.
+static int matches(const char *pattern, rm_param_kind kind, bare name, int32_t *expert) {
+  const char *at = name.rest;
+  *expert = -1;
+  if (!pattern || (name.layer >= 0) != (kind > RM_P_FINAL_NORM)) return 0;
+  if (strncmp(pattern, "model.", 6) == 0) pattern += 6;
   for (; *pattern; pattern++) {
     if (*pattern == '#') {
-      if ((numbers[n++] = read_number(&name)) < 0) return 0;
-    } else if (*pattern != *name++) {
+      if ((*expert = read_number(&at)) < 0) return 0;
+    } else if (*pattern != *at++) {
       return 0;
     }
   }
-  return *name == 0;
+  return *at == 0;
 }
 
 // ---------------------------------------------------------------------------------------- targets
@@ -213,9 +200,7 @@ static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_
     const int64_t capacity = 4 * target->capacity;
     rm_param_rows *grown =
         rm_realloc(is_few ? NULL : target->pieces, (size_t)capacity, sizeof *grown);
-    if (!grown)
-      return rm_fail(err, RM_E_MEMORY, "no memory for the %lld pieces of a tensor",
-                     (long long)capacity);
+    if (!grown) return rm_no_memory(err, "the pieces of a tensor", 0);
     if (is_few) memcpy(grown, target->few, sizeof target->few);
     target->pieces = grown;
     target->capacity = capacity;
@@ -225,68 +210,35 @@ static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_
   return RM_OK;
 }
 
-// Writes the family's own name of a parameter kind to `pattern` and matches it. Returns 0 if the
-// family has none or it does not match.
-static int matches_own(const rm_params *params, rm_param_kind kind, const char *bare, char *pattern,
-                       size_t capacity, int32_t numbers[2]) {
-  const char *own = params->spec->names[kind];
-  if (!own) return 0;
-  snprintf(pattern, capacity, "%s%s", kind <= RM_P_FINAL_NORM ? "" : "layers.#.", own);
-  return matches(strncmp(pattern, "model.", 6) == 0 ? pattern + 6 : pattern, bare, numbers);
-}
-
-static int64_t extent(const rm_param *p) { return p->n_dims == 1 ? p->cols : p->rows; }
-
-// Adds the parameters of `kinds`, concatenated along the rows; expert −1: not of an expert.
-static rm_code stack(const rm_params *params, rm_target *out, const rm_param_kind *kinds,
-                     int n_kinds, int32_t layer, int32_t expert, int64_t outer, rm_error *err) {
-  int64_t rows = 0;
-  for (int i = 0; i < n_kinds; i++) {
-    const int64_t index = rm_params_find(params, kinds[i], layer, expert);
-    if (index < 0) return RM_E_UNEXPECTED_KEY;
-    const rm_code code = add_piece(out, index, outer, rows, err);
-    if (code) return code;
-    rows += extent(&params->list[index]);
-  }
-  const rm_param *first = &params->list[out->pieces[0].param];
-  out->n_dims = first->n_dims;
-  out->shape[0] = rows;
-  if (first->n_dims == 2) out->shape[1] = first->cols;
-  return RM_OK;
-}
-
-static rm_code stack_experts(const rm_params *params, rm_target *out, const rm_param_kind *kinds,
-                             int n_kinds, int32_t layer, rm_error *err) {
-  const int64_t experts = params->spec->n_experts;
-  for (int32_t e = 0; e < experts; e++) {
-    const rm_code code = stack(params, out, kinds, n_kinds, layer, e, e, err);
-    if (code) return code;
-  }
-  if (experts == 0) return RM_E_UNEXPECTED_KEY;
-  out->n_dims = 3;
-  out->shape[2] = out->shape[1];
-  out->shape[1] = out->shape[0];
-  out->shape[0] = experts;
-  return RM_OK;
-}
-
-static rm_code fill(const rm_params *params, const spelling *s, const int32_t numbers[2],
+// Fills the target of a spelling: its kinds, which are adjacent, concatenated along the rows.
+static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, int32_t expert,
                     rm_target *out, rm_error *err) {
-  const rm_param_kind next = (rm_param_kind)(s->kind + 1);
-  // Q, K, V and gate, up are adjacent in the enum.
-  const rm_param_kind kinds[3] = {s->kind, next, (rm_param_kind)(s->kind + 2)};
-  switch (s->form) {
-    case ONE: return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
-    case TURNED:
-      if (params->spec->wq_rows == RM_WQ_NONE) return RM_E_UNEXPECTED_KEY;
-      return stack(params, out, kinds, 1, numbers[0], numbers[1], 0, err);
-    case QKV: return stack(params, out, kinds, 3, numbers[0], numbers[1], 0, err);
-    case GATE_UP: return stack(params, out, kinds, 2, numbers[0], numbers[1], 0, err);
-    case EXPERTS: return stack_experts(params, out, kinds, 1, numbers[0], err);
-    case EXPERTS_GATE_UP: return stack_experts(params, out, kinds, 2, numbers[0], err);
-    case NOTHING: return RM_OK;
+  const int n = s->form == QKV                                     ? 3
+                : s->form == GATE_UP || s->form == EXPERTS_GATE_UP ? 2
+                                                                   : 1,
+            stacked = s->form == EXPERTS || s->form == EXPERTS_GATE_UP;
+  const int64_t copies = stacked ? params->spec->n_experts : 1;
+  int64_t rows = 0;
+  if (s->form == NOTHING) return RM_OK;
+  if (s->form == TURNED && params->spec->wq_rows == RM_WQ_NONE) return RM_E_UNEXPECTED_KEY;
+  for (int32_t e = 0; e < copies; e++) {
+    rows = 0;
+    for (int i = 0; i < n; i++) {
+      const int64_t index = rm_params_find(params, s->kind + i, layer, stacked ? e : expert);
+      if (index < 0) return RM_E_UNEXPECTED_KEY;
+      const rm_code code = add_piece(out, index, stacked ? e : 0, rows, err);
+      if (code) return code;
+      rows += rm_param_extent(&params->list[index]);
+    }
   }
-  return RM_E_UNEXPECTED_KEY;
+  if (!out->n_pieces) return RM_E_UNEXPECTED_KEY;
+  const rm_param *first = &params->list[out->pieces[0].param];
+  int64_t *shape = out->shape;
+  if (stacked) *shape++ = copies;
+  shape[0] = rows;
+  shape[1] = first->cols; // not used if the tensor is a vector
+  out->n_dims = first->n_dims + stacked;
+  return RM_OK;
 }
 
 // Sets head_dim and turned of pieces whose tensor has the rows of adjacent elements rotated by
@@ -306,46 +258,54 @@ static void set_pairs(const rm_params *params, const spelling *s, rm_target *out
 // Fails for a known spelling that this model does not have: the message names the layer, expert or
 // option.
 static rm_code fail_absent(const rm_params *params, const char *name, const spelling *s,
-                           const int32_t numbers[2], rm_error *err) {
+                           int32_t layer, int32_t expert, rm_error *err) {
   const rm_spec *spec = params->spec;
   if (s->form == TURNED && spec->wq_rows == RM_WQ_NONE)
     return rm_fail(err, RM_E_UNEXPECTED_KEY,
                    "%s: the order of its rows is known of Llama, Mistral and Qwen3; expected "
                    "self_attn.%c_proj",
                    name, s->kind == RM_P_Q ? 'q' : 'k');
-  if (numbers[0] >= spec->n_layers)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %lld", name, numbers[0],
+  if (layer >= spec->n_layers)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %lld", name, layer,
                    (long long)spec->n_layers);
-  if (numbers[1] >= 0 && spec->layers[numbers[0]].is_moe && numbers[1] >= spec->n_experts)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, numbers[1],
+  if (expert >= 0 && spec->layers[layer].is_moe && expert >= spec->n_experts)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, expert,
                    (long long)spec->n_experts);
+  const int is_moe = layer >= 0 && spec->layers[layer].is_moe;
+  const char *why = "is not a parameter of this model";
   if (s->kind >= RM_P_Q_BIAS && s->kind <= RM_P_O_BIAS)
     // With attention_bias some families still have no bias of o.
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no bias there%s", name,
-                   spec->attention_bias ? "" : " (attention_bias=False)");
-  if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model does not norm q and k", name);
-  if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model norms a block's %s", name,
-                   spec->norm_after ? "output" : "input");
-  if (s->kind == RM_P_GATE && spec->ungated && !spec->layers[numbers[0]].is_moe)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model's MLPs have no gate", name);
-  if (s->kind >= RM_P_SHARED_GATE && s->kind <= RM_P_SHARED_SWITCH &&
-      spec->layers[numbers[0]].is_moe)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: the model has no %s", name,
-                   spec->shared_intermediate_size ? "gate of its shared expert" : "shared expert");
-  if (s->kind >= RM_P_GATE && numbers[0] >= 0)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d %s", name, numbers[0],
-                   spec->layers[numbers[0]].is_moe ? "is a mixture of experts" : "has no experts");
-  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model", name);
+    why = spec->attention_bias ? ": the model has no bias there"
+                               : ": the model has no bias there (attention_bias=False)";
+  else if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
+    why = ": the model does not norm q and k";
+  else if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)
+    why = spec->norm_after ? ": the model norms a block's output"
+                           : ": the model norms a block's input";
+  else if (s->kind == RM_P_GATE && spec->ungated && !is_moe)
+    why = ": the model's MLPs have no gate";
+  else if (s->kind >= RM_P_SHARED_GATE && s->kind <= RM_P_SHARED_SWITCH && is_moe)
+    why = spec->shared_intermediate_size ? ": the model has no gate of its shared expert"
+                                         : ": the model has no shared expert";
+  else if (s->kind >= RM_P_GATE && layer >= 0)
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d %s", name, layer,
+                   is_moe ? "is a mixture of experts" : "has no experts");
+  return rm_fail(err, RM_E_UNEXPECTED_KEY, *why == ':' ? "%s%s" : "%s %s", name, why);
 }
 
-// Fills *out for a name of this spelling.
-static rm_code resolve(const rm_params *params, const char *name, const spelling *s,
-                       const int32_t numbers[2], rm_target *out, rm_error *err) {
-  const rm_code code = fill(params, s, numbers, out, err);
-  if (!code) set_pairs(params, s, out);
-  return code == RM_E_UNEXPECTED_KEY ? fail_absent(params, name, s, numbers, err) : code;
+// Finds the spelling of a name and the number of its expert. Returns 0 if there is none. The
+// family's names come first: a family may give another's name to another kind.
+static int find_spelling(const rm_params *params, bare name, spelling *out, int32_t *expert) {
+  for (int own = 1; own >= 0; own--)
+    for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
+      *out = (spelling){own ? params->spec->names[kind] : rm_kinds[kind].name, ONE, kind};
+      if (matches(out->pattern, kind, name, expert)) return 1;
+    }
+  for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
+    *out = spellings[i];
+    if (matches(out->pattern, out->kind, name, expert)) return 1;
+  }
+  return 0;
 }
 
 rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, rm_target *out,
@@ -355,22 +315,18 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   char shown[RM_NAME_MAX + 1], buffer[RM_NAME_MAX + 1];
   memcpy(shown, name, length);
   shown[length] = 0;
-  const char *bare = bare_name(buffer, name, length);
+  const bare rest = split_layer(bare_name(buffer, name, length));
+  spelling found;
+  int32_t expert;
   out->n_pieces = 0;
   out->n_dims = 0;
-  int32_t numbers[2];
-  // The family's names come first: a family may give a name of the table to another kind.
-  for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
-    char pattern[RM_NAME_MAX + 16];
-    if (!matches_own(params, (rm_param_kind)kind, bare, pattern, sizeof pattern, numbers)) continue;
-    const spelling own = {pattern, ONE, (rm_param_kind)kind};
-    return resolve(params, shown, &own, numbers, out, err);
-  }
-  for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++)
-    if (matches(spellings[i].pattern, bare, numbers))
-      return resolve(params, shown, &spellings[i], numbers, out, err);
-  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model",
-                 length ? shown : "''");
+  if (!find_spelling(params, rest, &found, &expert))
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model",
+                   length ? shown : "''");
+  code = fill(params, &found, rest.layer, expert, out, err);
+  if (!code) set_pairs(params, &found, out);
+  return code == RM_E_UNEXPECTED_KEY ? fail_absent(params, shown, &found, rest.layer, expert, err)
+                                     : code;
 }
 
 void rm_target_clear(rm_target *target) {

@@ -47,8 +47,7 @@ rm_code rm_store_create(const rm_params *params, const rm_device *device, rm_tea
 
 no_memory:
   rm_store_destroy(store);
-  return rm_fail(err, RM_E_MEMORY, "no memory for the store of %lld parameters",
-                 (long long)params->n);
+  return rm_no_memory(err, "the state of the weights", 0);
 }
 
 void rm_store_drop_block(rm_store *store, rm_version_state *state) {
@@ -142,10 +141,4 @@ rm_code rm_store_restore(rm_store *store, rm_error *err) {
 
 void rm_store_free_offloaded(rm_store *store) {
   if (store->serving.block) drop_offloaded(store);
-}
-
-void rm_store_swap_blocks(rm_store *store) {
-  const rm_version_state other = store->serving;
-  store->serving = store->staged;
-  store->staged = other;
 }

@@ -9,7 +9,8 @@
 typedef struct rm_version_state {
   char *block; // device memory, owned; NULL: none
   uint64_t number; // the block's number (rm_store_block)
-  // [2][n] digests of the values that this rank counts, and of all values that it holds.
+  // [2][n] digests of the values that this rank counts (added over all ranks for the version's
+  // digest), and of all values that it holds (equal on ranks that hold the same shard).
   uint64_t *sums;
   // [n] 1: the parameter is part of the version; 0 for absent biases and a tied lm_head.
   uint8_t *counts;
@@ -45,4 +46,8 @@ struct rm_store {
 
 // store.c
 void rm_store_drop_block(rm_store *store, rm_version_state *state);
-void rm_store_swap_blocks(rm_store *store); // swaps `serving` and `staged`
+static inline void rm_store_swap_blocks(rm_store *store) {
+  const rm_version_state other = store->serving;
+  store->serving = store->staged;
+  store->staged = other;
+}

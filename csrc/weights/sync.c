@@ -103,13 +103,11 @@ static rm_code check_new(const rm_store *store, const rm_entry *entry, rm_error 
   for (int64_t i = 0; i < entry->target.n_pieces; i++) {
     const int64_t index = entry->target.pieces[i].param;
     if (!(store->flags[index] & SEEN)) continue;
-    char earlier[128];
-    const size_t length =
-        (size_t)rm_param_name(store->params, &store->params->list[index], earlier, sizeof earlier);
-    if (length == entry->length && memcmp(entry->name, earlier, length) == 0)
-      return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", earlier);
-    return rm_fail(err, RM_E_DUPLICATE_KEY, "%.*s: %s has come already in this sync",
-                   (int)entry->length, entry->name, earlier);
+    const rm_param_text earlier = rm_param_name(store->params, &store->params->list[index]);
+    if (strcmp(entry->name, earlier.text) == 0)
+      return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", earlier.text);
+    return rm_fail(err, RM_E_DUPLICATE_KEY, "%s: %s has come already in this sync", entry->name,
+                   earlier.text);
   }
   return RM_OK;
 }
@@ -137,24 +135,20 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
 
 rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err) {
-  char shown[RM_NAME_MAX + 1];
   if (!store->open) return rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
   if (!entry->target.n_pieces) return RM_OK;
-  memcpy(shown, entry->name, entry->length);
-  shown[entry->length] = 0;
   rm_code code = check_new(store, entry, err);
-  if (!code) code = check_place(store, tensor, shown, err);
+  if (!code) code = check_place(store, tensor, entry->name, err);
   return code ? code
-              : rm_tensor_check(store->params, &entry->target, tensor, store->options.cast, shown,
-                                err);
+              : rm_tensor_check(store->params, &entry->target, tensor, store->options.cast,
+                                entry->name, err);
 }
 
 // ------------------------------------------------------------------------------------------- push
 // Digest of a parameter's Hugging Face name and values.
 static uint64_t named_digest(const rm_params *params, const rm_param *param, uint64_t values) {
-  char name[128];
-  const uint64_t hash =
-      rm_hash_bytes(RM_HASH_SEED, name, (size_t)rm_param_name(params, param, name, sizeof name));
+  const rm_param_text name = rm_param_name(params, param);
+  const uint64_t hash = rm_hash_bytes(RM_HASH_SEED, name.text, strlen(name.text));
   return rm_hash_finish(hash ^ rm_hash_finish(values + RM_HASH_STEP));
 }
 
@@ -293,8 +287,7 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
   for (int64_t i = 0; i < tasks->n && !store->options.allow_nonfinite; i++) {
     const rm_copy_task *task = &tasks->list[i];
     if (task->args.nonfinite_index >= 0)
-      return rm_fail(err, RM_E_NONFINITE, "%.*s: element %s is not finite as %s",
-                     (int)task->entry->length, task->entry->name,
+      return rm_fail(err, RM_E_NONFINITE, "%s: element %s is not finite as %s", task->entry->name,
                      show_index(store, &task->piece, &task->entry->tensor,
                                 task->args.index0 + task->args.nonfinite_index)
                          .text,
@@ -303,14 +296,12 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
   for (int64_t i = 0; i < tasks->n; i++) {
     const rm_copy_task *task = &tasks->list[i];
     if (task->args.diff_index < 0) continue;
-    char other[128];
-    rm_param_name(store->params, &store->params->list[task->twin], other, sizeof other);
-    return rm_fail(err, RM_E_TIED_WEIGHT,
-                   "%.*s differs from %s at element %s, and tie_word_embeddings is set",
-                   (int)task->entry->length, task->entry->name, other,
-                   show_index(store, &task->piece, &task->entry->tensor,
-                              task->args.index0 + task->args.diff_index)
-                       .text);
+    return rm_fail(
+        err, RM_E_TIED_WEIGHT, "%s differs from %s at element %s, and tie_word_embeddings is set",
+        task->entry->name, rm_param_name(store->params, &store->params->list[task->twin]).text,
+        show_index(store, &task->piece, &task->entry->tensor,
+                   task->args.index0 + task->args.diff_index)
+            .text);
   }
   for (int64_t i = 0; i < tasks->n; i++) {
     const rm_copy_task *task = &tasks->list[i];
@@ -404,8 +395,6 @@ static int is_absent(const rm_store *store, int64_t index) {
   return wanted && !(store->flags[index] & SEEN) && !keeps_value(store, index);
 }
 
-int64_t rm_sync_version(const rm_store *store) { return store->options.version; }
-
 int rm_sync_complete(const rm_store *store) {
   for (int64_t i = 0; i < store->params->n; i++)
     if (is_absent(store, i)) return 0;
@@ -421,9 +410,8 @@ static rm_code list_absent(const rm_store *store, rm_error *err) {
   int only_biases = 1;
   for (int64_t i = 0; i < store->params->n; i++) {
     if (!is_absent(store, i)) continue;
-    char name[128];
-    rm_param_name(store->params, &store->params->list[i], name, sizeof name);
-    rm_error_append(err, "%s%s", before, name);
+    rm_error_append(err, "%s%s", before,
+                    rm_param_name(store->params, &store->params->list[i]).text);
     before = ", ";
     only_biases &= store->params->list[i].kind == RM_P_ROUTER_BIAS;
   }
@@ -444,13 +432,12 @@ static rm_code check_biases(const rm_store *store, rm_error *err) {
     if (param->kind != RM_P_ROUTER_BIAS || (store->flags[i] & SEEN) || keeps_value(store, i) ||
         !store->has_bias[param->layer])
       continue;
-    char name[128];
-    rm_param_name(store->params, param, name, sizeof name);
     return rm_fail(
         err, RM_E_MISSING_KEY,
         "%s: version %lld had this router bias and version %lld has none (allow_bias_removal=True "
         "makes it zeros)",
-        name, (long long)store->last_version, (long long)store->options.version);
+        rm_param_name(store->params, param).text, (long long)store->last_version,
+        (long long)store->options.version);
   }
   return RM_OK;
 }
@@ -470,7 +457,6 @@ static void settle_biases(rm_store *store) {
 }
 
 rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
-  if (!store->open) return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n, embed = store->tied_embed;
@@ -486,8 +472,6 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   return code;
 }
 
-const uint64_t *rm_sync_sums(const rm_store *store) { return store->staged.sums; }
-
 void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report) {
   settle_biases(store);
   store->staged.digest = 0;
@@ -500,12 +484,6 @@ void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report)
   store->report.digest = store->serving.digest;
   store->report.seconds = rm_now() - store->began;
   if (report) *report = store->report;
-}
-
-rm_code rm_sync_commit(rm_store *store, rm_sync_report *report, rm_error *err) {
-  const rm_code code = rm_sync_prepare(store, err);
-  if (!code) rm_sync_swap(store, rm_sync_sums(store), report);
-  return code;
 }
 
 static int anything_written(const rm_store *store) {

@@ -35,7 +35,7 @@ typedef struct rm_tensor {
 } rm_tensor;
 
 typedef struct rm_entry { // not to be copied
-  const char *name; // [length], UTF-8; a view
+  const char *name; // [length] and a NUL, UTF-8; a view
   size_t length;
   rm_target target; // owned: rm_target_clear. No pieces: push counts the entry as skipped
   rm_tensor tensor;
@@ -59,8 +59,6 @@ typedef struct rm_sync_report {
   uint64_t digest; // of names and stored values; the same for every spelling of the same weights
 } rm_sync_report;
 
-int64_t rm_sync_version(const rm_store *store); // of the open sync, or of the last one
-
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err);
 // Fills entry->target from the entry's name. skip_unknown: a name that the model does not have
 // becomes an entry to skip; otherwise the errors of rm_names_resolve.
@@ -72,13 +70,9 @@ rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_ten
 rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err);
 // Undoes a push that succeeded here and failed on another rank.
 void rm_sync_undo(rm_store *store, const rm_entry *const *entries, int64_t n);
-rm_code rm_sync_commit(rm_store *store, rm_sync_report *report,
-                       rm_error *err); // on failure the sync is closed and the old version serves
-rm_code rm_sync_prepare(rm_store *store, rm_error *err); // commit's checks; on failure as commit
-// Digests of the staged values, [2][params->n]: of what this rank counts (added over all ranks for
-// the version's digest), and of all that it holds (equal on ranks that hold the same shard). A view
-// until the sync ends.
-const uint64_t *rm_sync_sums(const rm_store *store);
+// The two phases of two_phase_commit.h. prepare makes the checks of an open sync; on failure the
+// sync is closed and the old version serves.
+rm_code rm_sync_prepare(rm_store *store, rm_error *err);
 void rm_sync_swap(rm_store *store, const uint64_t *sums,
                   rm_sync_report *report); // after prepare; sums: added over the mesh
 void rm_sync_abort(rm_store *store);

@@ -8,6 +8,7 @@
 
 #include "base/checked.h"
 #include "base/memory.h"
+#include "weights/store_internal.h"
 
 typedef struct vote {
   int64_t version, n_params;
@@ -19,33 +20,22 @@ typedef struct ballot { // allocated as one block; `votes` owns it
   int size;
   vote *votes; // [size]
   uint64_t *sums; // [size][2][n], rm_sync_sums of each rank
-  size_t *bytes; // [size]
   rm_placement *placements; // [size]
 } ballot;
 
 static rm_code open_ballot(const rm_store *store, const rm_mesh *mesh, ballot *b, rm_error *err) {
   const int size = rm_mesh_world(mesh);
-  const size_t n = (size_t)rm_store_params(store)->n, ranks = (size_t)size;
+  const size_t n = (size_t)store->params->n, ranks = (size_t)size;
   size_t sums;
   b->size = size;
   b->votes = NULL;
   if (rm_mul_size(n, 2 * sizeof *b->sums, &sums))
-    b->votes = rm_alloc(ranks, sizeof *b->votes + sizeof *b->bytes + sizeof *b->placements + sums);
-  if (!b->votes)
-    return rm_fail(err, RM_E_MEMORY, "no memory for the votes of %d ranks on %zu parameters", size,
-                   n);
+    b->votes = rm_alloc(ranks, sizeof *b->votes + sizeof *b->placements + sums);
+  if (!b->votes) return rm_no_memory(err, "the votes of all ranks", 0);
   b->sums = (uint64_t *)(b->votes + ranks);
-  b->bytes = (size_t *)(b->sums + ranks * 2 * n);
-  b->placements = (rm_placement *)(b->bytes + ranks);
-  for (int r = 0; r < size; r++)
-    b->placements[r] = rm_placement_of(rm_store_params(store)->spec, mesh, r);
+  b->placements = (rm_placement *)(b->sums + ranks * 2 * n);
+  for (int r = 0; r < size; r++) b->placements[r] = rm_placement_of(store->params->spec, mesh, r);
   return RM_OK;
-}
-
-static rm_code gather_votes(rm_comm *world, ballot *b, const void *mine, void *all, size_t each,
-                            rm_error *err) {
-  for (int r = 0; r < b->size; r++) b->bytes[r] = each;
-  return rm_comm_all_gather(world, mine, all, b->bytes, err);
 }
 
 // Returns RM_OK if all ranks can commit the same version.
@@ -80,56 +70,50 @@ static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) 
         const rm_range its = rm_param_rows_of(params, &b->placements[q], param);
         if (its.first != mine.first || its.n != mine.n) continue;
         if (b->sums[(2 * q + 1) * n + i] == b->sums[(2 * r + 1) * n + i]) break;
-        char name[128];
-        rm_param_name(params, param, name, sizeof name);
         return rm_fail(err, RM_E_MESH_MISMATCH, "%s: rank %d was given other values than rank %d",
-                       name, r, q);
+                       rm_param_name(params, param).text, r, q);
       }
     }
   }
   return RM_OK;
 }
 
-static rm_code commit(rm_store *store, rm_comm *world, ballot *b, rm_code prepared,
-                      rm_sync_report *report, rm_error *err) {
-  const int64_t n = rm_store_params(store)->n;
+// Exchanges votes and digests; sets b->sums to the digests' sums over the ranks. `prepared`: this
+// rank's vote, whose message is in err.
+static rm_code agree(rm_store *store, rm_comm *world, ballot *b, rm_code prepared, rm_error *err) {
+  const int64_t n = store->params->n;
   const int me = rm_comm_rank(world);
-  vote mine = {.version = rm_sync_version(store), .n_params = n, .code = prepared};
+  vote mine = {.version = store->options.version, .n_params = n, .code = prepared};
   rm_error other = RM_ERROR_INIT;
   if (prepared) snprintf(mine.message, sizeof mine.message, "%s", rm_error_message(err));
-  rm_code code = gather_votes(world, b, &mine, b->votes, sizeof mine, &other);
+  rm_code code = rm_comm_all_gather(world, &mine, b->votes, sizeof mine, &other);
   if (!code) code = tally(b, me, &other);
   if (!code)
-    code = gather_votes(world, b, rm_sync_sums(store), b->sums, 2 * (size_t)n * sizeof *b->sums,
-                        &other);
-  if (!code) code = compare(b, rm_store_params(store), &other);
-  if (code) {
-    rm_sync_abort(store);
-    // This rank's error, if it has one, has more detail than the vote's.
-    if (!prepared) rm_fail(err, code, "%s", rm_error_message(&other));
-    rm_error_clear(&other);
-    return prepared ? prepared : code;
-  }
-  for (int r = 1; r < b->size; r++)
+    code = rm_comm_all_gather(world, store->staged.sums, b->sums, 2 * (size_t)n * sizeof *b->sums,
+                              &other);
+  if (!code) code = compare(b, store->params, &other);
+  // This rank's error, if it has one, has more detail than the vote's.
+  if (code && !prepared) rm_fail(err, code, "%s", rm_error_message(&other));
+  rm_error_clear(&other);
+  for (int r = 1; r < b->size && !code; r++)
     for (int64_t i = 0; i < n; i++) b->sums[i] += b->sums[2 * r * n + i];
-  rm_sync_swap(store, b->sums, report);
-  return RM_OK;
+  return prepared ? prepared : code;
 }
 
-rm_code rm_sync_commit_together(rm_store *store, const rm_rank *rank, rm_sync_report *report,
-                                rm_error *err) {
+rm_code rm_sync_commit(rm_store *store, const rm_rank *rank, rm_sync_report *report,
+                       rm_error *err) {
   rm_comm *world = rank->world;
-  ballot b;
-  if (!world) return rm_sync_commit(store, report, err);
-  if (!rm_store_is_open(store))
-    return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
-  rm_code code = open_ballot(store, &rank->mesh, &b, err);
+  ballot b = {0};
+  if (!store->open) return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
+  rm_code code = world ? open_ballot(store, &rank->mesh, &b, err) : RM_OK;
   if (code) {
     rm_comm_abort(world, code); // this rank cannot vote
-    rm_sync_abort(store);
-    return code;
+  } else {
+    code = rm_sync_prepare(store, err);
+    if (world) code = agree(store, world, &b, code, err);
   }
-  code = commit(store, world, &b, rm_sync_prepare(store, err), report, err);
+  if (code) rm_sync_abort(store);
+  else rm_sync_swap(store, world ? b.sums : store->staged.sums, report);
   rm_free(b.votes);
   return code;
 }

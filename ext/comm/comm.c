@@ -202,28 +202,24 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
   const int size = rm_comm_size(self->comm);
   PyObject *out = NULL;
   char *all = NULL;
-  uint64_t mine = (uint64_t)n, *counts = rm_alloc((size_t)size, sizeof *counts);
-  size_t total = 0, *bytes = rm_alloc((size_t)size, sizeof *bytes);
+  int64_t mine = n, *counts = rm_alloc((size_t)size, sizeof *counts);
+  size_t total = 0;
   rm_error err = RM_ERROR_INIT;
-  rm_code code = counts && bytes
-                     ? RM_OK
-                     : rm_fail(&err, RM_E_MEMORY, "no memory for the sizes of %d parts", size);
+  rm_code code = counts ? RM_OK : rm_no_memory(&err, "the sizes of the parts", 0);
   Py_BEGIN_ALLOW_THREADS
-    for (int r = 0; r < size && !code; r++) bytes[r] = sizeof mine;
-    if (!code) code = rm_comm_all_gather(self->comm, &mine, counts, bytes, &err);
-    for (int r = 0; r < size && !code; r++) total += bytes[r] = (size_t)counts[r];
+    if (!code) code = rm_comm_all_gather(self->comm, &mine, counts, sizeof mine, &err);
+    for (int r = 0; r < size && !code; r++) total += (size_t)counts[r];
     if (!code && !(all = rm_alloc(total + 1, 1)))
-      code = rm_fail(&err, RM_E_MEMORY, "no memory for %zu bytes of other ranks", total);
-    if (!code && total) code = rm_comm_all_gather(self->comm, data, all, bytes, &err);
+      code = rm_no_memory(&err, "the parts of other ranks", total);
+    if (!code && total) code = rm_comm_gather_rows(self->comm, data, all, counts, 1, &err);
   Py_END_ALLOW_THREADS
   if (!code) out = PyList_New(size);
   const char *at = all;
-  for (int r = 0; out && r < size; at += bytes[r++]) {
-    PyObject *part = PyBytes_FromStringAndSize(at, (Py_ssize_t)bytes[r]);
+  for (int r = 0; out && r < size; at += counts[r++]) {
+    PyObject *part = PyBytes_FromStringAndSize(at, (Py_ssize_t)counts[r]);
     if (!part || PyList_SetItem(out, r, part)) Py_CLEAR(out);
   }
   rm_free(all);
-  rm_free(bytes);
   rm_free(counts);
   return code ? rm_raise(rm_module_of((PyObject *)self), &err) : out;
 }

@@ -36,11 +36,10 @@ static int asked_for(rm_engine_object *self, PyObject *id, int *prompt_logprobs)
   return -1;
 }
 
-static PyObject *error_object(rm_engine_object *self, const rm_request_view *view) {
-  if (!view->error) return Py_NewRef(Py_None);
-  const char *message = view->message ? view->message : rm_code_name(view->error);
-  PyObject *type = rm_state(rm_engine_module(self))->errors[view->error];
-  return PyObject_CallFunction(type, "s", message);
+static PyObject *error_object(rm_engine_object *self, const rm_sequence_group *group) {
+  if (!group->error) return Py_NewRef(Py_None);
+  PyObject *type = rm_state(rm_engine_module(self))->errors[group->error];
+  return PyObject_CallFunction(type, "s", group->message);
 }
 
 typedef struct record { // [n], or [n][top]
@@ -71,19 +70,19 @@ static int put_routed(rm_engine_object *self, PyObject *dict, const char *key, i
              has_routing ? rm_array_new(NPY_INT16, 3, shape, n ? ids : NULL) : Py_NewRef(Py_None));
 }
 
-static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_request_view *view,
+static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_sequence_group *group,
                       int top) {
   const record records[] = {
-      {"prompt_logprobs", view->prompt_logprobs, NPY_FLOAT32, 0, 1},
-      {"prompt_sampling_logprobs", view->prompt_sampling_logprobs, NPY_FLOAT32, 0, 1},
-      {"prompt_ranks", view->prompt_ranks, NPY_INT32, 0, 1},
-      {"prompt_top_ids", view->prompt_top_ids, NPY_INT32, 1, 1},
-      {"prompt_top_logprobs", view->prompt_top_logprobs, NPY_FLOAT32, 1, 1},
+      {"prompt_logprobs", group->prompt_logprobs, NPY_FLOAT32, 0, 1},
+      {"prompt_sampling_logprobs", group->prompt_sampling, NPY_FLOAT32, 0, 1},
+      {"prompt_ranks", group->prompt_ranks, NPY_INT32, 0, 1},
+      {"prompt_top_ids", group->prompt_top_ids, NPY_INT32, 1, 1},
+      {"prompt_top_logprobs", group->prompt_top_logprobs, NPY_FLOAT32, 1, 1},
   };
-  if (put_records(dict, records, RM_LENGTH(records), view->n_prompt - 1, top)) return -1;
+  if (put_records(dict, records, RM_LENGTH(records), group->n_prompt - 1, top)) return -1;
   // Only for finished requests: a stream would otherwise copy this largest record after each step.
-  return put_routed(self, dict, "prompt_routed", view->finished && view->prompt_routed,
-                    view->prompt_routed, view->n_prompt);
+  return put_routed(self, dict, "prompt_routed", group->n_done == group->n && group->prompt_routed,
+                    group->prompt_routed, group->n_prompt);
 }
 
 static PyObject *times_object(const rm_request_times *times) {
@@ -94,106 +93,107 @@ static PyObject *times_object(const rm_request_times *times) {
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
   uint64_t id;
   int prompt_logprobs;
-  rm_request_view view;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_id(argument, &id) || asked_for(self, argument, &prompt_logprobs)) return NULL;
-  if (rm_scheduler_view(rm_engine_scheduler(self->engine, id), id, &view, &err))
-    return rm_raise(rm_engine_module(self), &err);
+  const rm_sequence_group *group =
+      rm_find_sequence_group(rm_engine_scheduler(self->engine, id), id, &err);
+  if (!group) return rm_raise(rm_engine_module(self), &err);
   PyObject *dict = PyDict_New();
-  if (dict &&
-      (put(dict, "finished", PyBool_FromLong(view.finished)) ||
-       put(dict, "error", error_object(self, &view)) ||
-       put(dict, "num_cached_tokens", PyLong_FromLongLong(view.n_cached)) ||
-       put(dict, "num_scored", PyLong_FromLongLong(view.n_scored)) ||
-       put(dict, "n", PyLong_FromLong(view.n)) || put(dict, "times", times_object(&view.times)) ||
-       put_prompt(self, dict, &view, prompt_logprobs)))
+  if (dict && (put(dict, "finished", PyBool_FromLong(group->n_done == group->n)) ||
+               put(dict, "error", error_object(self, group)) ||
+               put(dict, "num_cached_tokens", PyLong_FromLongLong(group->n_cached)) ||
+               put(dict, "num_scored", PyLong_FromLongLong(group->n_scored)) ||
+               put(dict, "n", PyLong_FromLong(group->n)) ||
+               put(dict, "times", times_object(&group->times)) ||
+               put_prompt(self, dict, group, prompt_logprobs)))
     Py_CLEAR(dict);
   return dict;
 }
 
 // args: (id, sample), or (id, sample, start).
-static int read_sample(rm_engine_object *self, PyObject *args, const char *format,
-                       rm_sample_view *view, long long *start) {
+static const rm_sequence *read_sample(rm_engine_object *self, PyObject *args, const char *format,
+                                      long long *start) {
   unsigned long long id;
   int sample;
   rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, format, &id, &sample, start)) return -1;
-  if (!rm_scheduler_sample_view(rm_engine_scheduler(self->engine, id), id, sample, view, &err))
-    return 0;
-  rm_raise(rm_engine_module(self), &err);
-  return -1;
+  if (!PyArg_ParseTuple(args, format, &id, &sample, start)) return NULL;
+  const rm_sequence *seq = rm_find_sample(rm_engine_scheduler(self->engine, id), id, sample, &err);
+  if (!seq) rm_raise(rm_engine_module(self), &err);
+  return seq;
 }
 
-static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sample_view *view) {
-  const int64_t n = view->n_tokens;
+static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sequence *seq) {
+  const int64_t n = seq->n_tokens;
   const record records[] = {
-      {"token_ids", view->tokens, NPY_INT32, 0, 0},
-      {"logprobs", view->logprobs, NPY_FLOAT32, 0, 0},
-      {"sampling_logprobs", view->sampling_logprobs, NPY_FLOAT32, 0, 0},
-      {"versions", view->versions, NPY_INT64, 0, 0},
-      {"no_contract", view->no_contract, NPY_UINT8, 0, 0},
-      {"ranks", view->ranks, NPY_INT32, 0, 1},
-      {"top_ids", view->top_ids, NPY_INT32, 1, 1},
-      {"top_logprobs", view->top_logprobs, NPY_FLOAT32, 1, 1},
-      {"kept", view->kept, NPY_INT32, 0, 1},
+      {"token_ids", seq->ids + seq->group->n_prompt, NPY_INT32, 0, 0},
+      {"logprobs", seq->logprobs, NPY_FLOAT32, 0, 0},
+      {"sampling_logprobs", seq->sampling_logprobs, NPY_FLOAT32, 0, 0},
+      {"versions", seq->versions, NPY_INT64, 0, 0},
+      {"no_contract", seq->no_contract, NPY_UINT8, 0, 0},
+      {"ranks", seq->ranks, NPY_INT32, 0, 1},
+      {"top_ids", seq->top_ids, NPY_INT32, 1, 1},
+      {"top_logprobs", seq->top_logprobs, NPY_FLOAT32, 1, 1},
+      {"kept", seq->kept, NPY_INT32, 0, 1},
   };
-  if (put(dict, "finish", finish_object(view->finish)) ||
-      put(dict, "stop_token", PyLong_FromLong(view->stop_token)) ||
-      put_records(dict, records, RM_LENGTH(records), n, view->n_top))
+  if (put(dict, "finish", finish_object(seq->finish)) ||
+      put(dict, "stop_token", PyLong_FromLong(seq->stop_token)) ||
+      put_records(dict, records, RM_LENGTH(records), n, seq->group->top_logprobs))
     return -1;
-  const int has_routing = self->spec->n_moe_layers && view->finish != RM_RUNNING;
-  return put_routed(self, dict, "routed", has_routing, view->routed, n > 0 ? n - 1 : 0);
+  const int has_routing = self->spec->n_moe_layers && seq->finish != RM_RUNNING;
+  return put_routed(self, dict, "routed", has_routing, seq->routed, n > 0 ? n - 1 : 0);
 }
 
 PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
-  rm_sample_view view;
-  if (read_sample(self, args, "Ki:sample", &view, NULL)) return NULL;
+  const rm_sequence *seq = read_sample(self, args, "Ki:sample", NULL);
+  if (!seq) return NULL;
   PyObject *dict = PyDict_New();
-  if (dict && put_sample(self, dict, &view)) Py_CLEAR(dict);
+  if (dict && put_sample(self, dict, seq)) Py_CLEAR(dict);
   return dict;
 }
 
 PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
-  rm_sample_view view;
   long long start;
-  if (read_sample(self, args, "KiL:tokens", &view, &start)) return NULL;
-  const int64_t from = rm_min64(rm_max64(start, 0), view.n_tokens),
-                shape[1] = {view.n_tokens - from};
-  return Py_BuildValue("(NN)", finish_object(view.finish),
-                       rm_array_new(NPY_INT32, 1, shape, shape[0] ? view.tokens + from : NULL));
+  const rm_sequence *seq = read_sample(self, args, "KiL:tokens", &start);
+  if (!seq) return NULL;
+  const int64_t from = rm_min64(rm_max64(start, 0), seq->n_tokens),
+                shape[1] = {seq->n_tokens - from};
+  return Py_BuildValue(
+      "(NN)", finish_object(seq->finish),
+      rm_array_new(NPY_INT32, 1, shape, shape[0] ? seq->ids + seq->group->n_prompt + from : NULL));
 }
 
-#define STAT(key, type, member) {key, type, offsetof(rm_engine_stats, member)}
+#define STAT(type, member) RM_ATTRIBUTE(rm_engine_stats, type, member)
+#define STAT_AS(type, name, member) RM_ATTRIBUTE_AS(rm_engine_stats, type, name, member)
 static const rm_attribute stats_fields[] = {
-    STAT("version", RM_ATTR_I64, version),
-    STAT("waiting", RM_ATTR_I64, waiting),
-    STAT("running", RM_ATTR_I64, running),
-    STAT("steps", RM_ATTR_I64, steps),
-    STAT("rows", RM_ATTR_I64, rows),
-    STAT("generated_tokens", RM_ATTR_I64, generated_tokens),
-    STAT("prompt_tokens", RM_ATTR_I64, prompt_tokens),
-    STAT("cached_tokens", RM_ATTR_I64, cached_tokens),
-    STAT("preemptions", RM_ATTR_I64, preemptions),
-    STAT("graph_replays", RM_ATTR_I64, replays),
-    STAT("kv_pages", RM_ATTR_I64, kv_pages),
-    STAT("kv_pages_free", RM_ATTR_I64, kv_pages_free),
-    STAT("prefix_hits", RM_ATTR_I64, prefix_hits),
-    STAT("prefix_misses", RM_ATTR_I64, prefix_misses),
-    STAT("evictions", RM_ATTR_I64, evictions),
-    STAT("weight_bytes", RM_ATTR_U64, weight_bytes),
-    STAT("kv_bytes", RM_ATTR_U64, kv_bytes),
-    STAT("workspace_bytes", RM_ATTR_U64, workspace_bytes),
-    STAT("threads", RM_ATTR_I32, n_threads),
-    STAT("asleep", RM_ATTR_I32, asleep),
-    STAT("device", RM_ATTR_TEXT, device),
-    STAT("isa", RM_ATTR_TEXT, isa),
-    STAT("family", RM_ATTR_TEXT, family),
-    STAT("forward_seconds", RM_ATTR_F64, forward_seconds),
-    STAT("schedule_seconds", RM_ATTR_F64, schedule_seconds),
-    STAT("commit_seconds", RM_ATTR_F64, commit_seconds),
-    STAT("comm_bytes", RM_ATTR_U64, comm_bytes),
-    STAT("comm_calls", RM_ATTR_I64, comm_calls),
-    STAT("comm_seconds", RM_ATTR_F64, comm_seconds),
+    STAT(I64, version),
+    STAT(I64, waiting),
+    STAT(I64, running),
+    STAT(I64, steps),
+    STAT(I64, rows),
+    STAT(I64, generated_tokens),
+    STAT(I64, prompt_tokens),
+    STAT(I64, cached_tokens),
+    STAT(I64, preemptions),
+    STAT_AS(I64, graph_replays, replays),
+    STAT(I64, kv_pages),
+    STAT(I64, kv_pages_free),
+    STAT(I64, prefix_hits),
+    STAT(I64, prefix_misses),
+    STAT(I64, evictions),
+    STAT(U64, weight_bytes),
+    STAT(U64, kv_bytes),
+    STAT(U64, workspace_bytes),
+    STAT_AS(I32, threads, n_threads),
+    STAT(I32, asleep),
+    STAT(TEXT, device),
+    STAT(TEXT, isa),
+    STAT(TEXT, family),
+    STAT(F64, forward_seconds),
+    STAT(F64, schedule_seconds),
+    STAT(F64, commit_seconds),
+    STAT(U64, comm_bytes),
+    STAT(I64, comm_calls),
+    STAT(F64, comm_seconds),
 };
 
 PyObject *rm_engine_py_stats(rm_engine_object *self) {
@@ -202,16 +202,11 @@ PyObject *rm_engine_py_stats(rm_engine_object *self) {
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
 }
 
+#define TIME(type, member) RM_ATTRIBUTE(rm_profile_entry, type, member)
 static const rm_attribute profile_fields[] = {
-    {"op", RM_ATTR_TEXT, offsetof(rm_profile_entry, op)},
-    {"n", RM_ATTR_I64, offsetof(rm_profile_entry, n)},
-    {"k", RM_ATTR_I64, offsetof(rm_profile_entry, k)},
-    {"calls", RM_ATTR_I64, offsetof(rm_profile_entry, calls)},
-    {"rows", RM_ATTR_I64, offsetof(rm_profile_entry, rows)},
-    {"seconds", RM_ATTR_F64, offsetof(rm_profile_entry, seconds)},
-    {"waited", RM_ATTR_F64, offsetof(rm_profile_entry, waited)},
-    {"flops", RM_ATTR_F64, offsetof(rm_profile_entry, flops)},
-    {"weight_bytes", RM_ATTR_F64, offsetof(rm_profile_entry, weight_bytes)},
+    TIME(TEXT, op),    TIME(I64, n),     TIME(I64, k),
+    TIME(I64, calls),  TIME(I64, rows),  TIME(F64, seconds),
+    TIME(F64, waited), TIME(F64, flops), TIME(F64, weight_bytes),
 };
 
 // Returns the times of rank 0 of this process since the last call.
@@ -229,12 +224,11 @@ PyObject *rm_engine_py_profile(rm_engine_object *self) {
 }
 
 static PyObject *manifest_entry(const rm_params *params, const rm_param *param) {
-  char name[256];
-  rm_param_name(params, param, name, sizeof name);
   PyObject *shape = param->n_dims == 1
                         ? Py_BuildValue("(L)", (long long)param->cols)
                         : Py_BuildValue("(LL)", (long long)param->rows, (long long)param->cols);
-  return Py_BuildValue("(sNsO)", name, shape, param->dtype == RM_BF16 ? "bfloat16" : "float32",
+  return Py_BuildValue("(sNsO)", rm_param_name(params, param).text, shape,
+                       param->dtype == RM_BF16 ? "bfloat16" : "float32",
                        param->required ? Py_True : Py_False);
 }
 

@@ -133,6 +133,7 @@ class Generator:
         check_vocabulary(self.tokenizer, spec)
         self._codec = None if self.tokenizer is None else TextCodec(self.tokenizer)
         self.eos_token_ids = eos_ids(options.eos_token_ids, self.tokenizer, spec)
+        num_parameters = spec.num_parameters  # allocates, so before the engine exists
         self._engine = join(
             spec.engine_values(self.max_model_len),
             self._engine_options(options, where, nccl),
@@ -169,7 +170,7 @@ class Generator:
         _log.info(
             "generator: %s, %.2f B parameters, %s, tp=%d dp=%d ep=%d, %s (%s), %d KV pages of %d "
             "positions",
-            spec.model_type, spec.num_parameters / 1e9, dtype, self.mesh.tp, self.mesh.dp,
+            spec.model_type, num_parameters / 1e9, dtype, self.mesh.tp, self.mesh.dp,
             self.mesh.ep,
             options.device, stats["isa"], stats["kv_pages"], options.block_size,
         )  # fmt: skip
@@ -261,6 +262,7 @@ class Generator:
             return entry.shape, entry.wanted()
 
         shape, rows = wanted() if self._loop.is_inside else self._loop.call(wanted)
+        rows = rows[rows[:, 1 + BOX_DIMS :].all(axis=1)]  # without the parts that are empty
         needed = (
             rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
         )

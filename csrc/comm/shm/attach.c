@@ -99,8 +99,7 @@ static rm_code fill_file(attaching *a, rm_error *err) {
     return rm_fail(err, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER,
                    strerror(failed));
   if (!(region->map = rm_map_file(region->file, region->map_bytes)))
-    return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share",
-                   region->map_bytes);
+    return rm_no_memory(err, "a region of ranks", a->region->map_bytes);
   region->map->head = (rm_region_head){.nonce = a->nonce,
                                        .maker = rm_process_self(),
                                        .world = (uint64_t)o->world,
@@ -180,8 +179,7 @@ static rm_code map_file(attaching *a, const rm_region_head *head, int *fits, rm_
   if (!*fits) region->map_bytes = region->slots_at;
   if ((region->map = rm_map_file(region->file, region->map_bytes))) return RM_OK;
   remove_name(a, region->file);
-  return rm_fail(err, RM_E_MEMORY, "no memory to map %zu bytes that ranks share",
-                 region->map_bytes);
+  return rm_no_memory(err, "a region of ranks", a->region->map_bytes);
 }
 
 // -------------------------------------------------------------------------- waiting for all ranks
@@ -288,14 +286,13 @@ rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,
     return rm_fail(err, RM_E_CONFIG,
                    "name: expected 1 to %d letters, digits, '-', '_' and '.', got \"%.*s\"",
                    NAME_MAX_LENGTH, NAME_MAX_LENGTH, name);
-  if (rank < 0 || rank >= options->world)
-    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", options->world - 1, rank);
+  rm_code code = rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, options->world - 1);
+  if (code) return code;
   if (options->world == 1) return rm_region_create(options, out, err);
   attaching a = {
       .name = name, .rank = rank, .nonce = nonce, .deadline = rm_now() + options->timeout};
   snprintf(a.path, sizeof a.path, "%s/rollmesh.%s", FOLDER, name);
-  rm_code code = rm_region_new(options, &a.region, err);
-  if (code) return code;
+  if ((code = rm_region_new(options, &a.region, err))) return code;
   if ((code = attach(&a, err))) rm_region_release(a.region);
   else *out = a.region;
   return code;

@@ -26,12 +26,10 @@ static int extend(size_t *at, size_t count, size_t bytes) {
 }
 
 static rm_code plan(rm_region *region, const rm_region_options *options, rm_error *err) {
-  if (options->world < 1 || options->world > RM_REGION_RANKS)
-    return rm_fail(err, RM_E_CONFIG, "world: expected 1 to %d ranks that share memory, got %d",
-                   RM_REGION_RANKS, options->world);
-  if (options->n_groups < 1 || options->n_groups > MAX_GROUPS)
-    return rm_fail(err, RM_E_CONFIG, "n_groups: expected 1 to %d, got %d", MAX_GROUPS,
-                   options->n_groups);
+  rm_code code;
+  if ((code = rm_check_range(err, RM_E_CONFIG, "world", options->world, 1, RM_REGION_RANKS)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "n_groups", options->n_groups, 1, MAX_GROUPS)))
+    return code;
   if (options->buffer_bytes < 1)
     return rm_fail(err, RM_E_CONFIG, "buffer_bytes: expected at least 1, got 0");
   region->options = *options;
@@ -55,8 +53,7 @@ static rm_code plan(rm_region *region, const rm_region_options *options, rm_erro
 
 rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_error *err) {
   rm_region *region = rm_alloc(1, sizeof *region);
-  if (!region)
-    return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks", options->world);
+  if (!region) return rm_no_memory(err, "a region", 0);
   const rm_code code = plan(region, options, err);
   if (code) {
     rm_free(region);
@@ -78,8 +75,7 @@ rm_code rm_region_create(const rm_region_options *options, rm_region **out, rm_e
   if (!(region->map = rm_map(region->map_bytes))) {
     const size_t bytes = region->map_bytes;
     rm_region_release(region);
-    return rm_fail(err, RM_E_MEMORY, "no memory for a region of %d ranks: %zu bytes",
-                   options->world, bytes);
+    return rm_no_memory(err, "a region of ranks", bytes);
   }
   *out = region;
   return RM_OK;
@@ -119,12 +115,10 @@ static rm_code check_members(const rm_region *region, int index, const int32_t *
                              int rank, int *me, rm_error *err) {
   uint64_t seen = 0;
   *me = -1;
-  if (index < 0 || index >= region->options.n_groups)
-    return rm_fail(err, RM_E_CONFIG, "index: expected group 0 to %d, got %d",
-                   region->options.n_groups - 1, index);
-  if (n < 1 || n > region->options.world)
-    return rm_fail(err, RM_E_CONFIG, "members: expected 1 to %d ranks, got %d",
-                   region->options.world, n);
+  rm_code code;
+  if ((code = rm_check_range(err, RM_E_CONFIG, "index", index, 0, region->options.n_groups - 1)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "members", n, 1, region->options.world)))
+    return code;
   for (int i = 0; i < n; i++) {
     if (members[i] < 0 || members[i] >= region->options.world || seen >> members[i] & 1)
       return rm_fail(err, RM_E_CONFIG,
@@ -198,8 +192,7 @@ rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int
                             .check = rm_region_check,
                             .leave = end_leave,
                             .destroy = end_destroy};
-  if (!transport.self)
-    code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", n_members);
+  if (!transport.self) code = rm_no_memory(err, "a group of ranks", 0);
   else code = rm_comm_create(&transport, me, n_members, out, err);
   if (code) {
     rm_free(transport.self);

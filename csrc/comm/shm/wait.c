@@ -13,6 +13,7 @@
 
 #include "comm/shm/layout.h"
 
+static const char HAS_LEFT[] = "it has left the group", HAS_ENDED[] = "the process has ended";
 enum { LEAST_SPINS = 64 }; // 2 µs: less than sleeping and waking costs
 
 // Not the private kind of futex: the word may be shared with other processes.
@@ -104,14 +105,11 @@ static uint32_t diagnose(rm_region_endpoint *end, const rm_region_call *call, in
     return rm_region_set_error(end->region, me, RM_E_MESH_MISMATCH,
                                "group %d has other members for %s than for rank %d", end->index,
                                rm_region_names(found.other_members, who, sizeof who), me);
-  if (found.left)
-    return rm_region_set_error(end->region, me, RM_E_RANK_LOST,
-                               "lost %s: it has left the group (%s, call %llu)",
-                               rm_region_names(found.left, who, sizeof who), op, n);
-  if (dead)
-    return rm_region_set_error(end->region, me, RM_E_RANK_LOST,
-                               "lost %s: the process has ended (%s, call %llu)",
-                               rm_region_names(dead, who, sizeof who), op, n);
+  const uint64_t lost = found.left ? found.left : dead;
+  if (lost)
+    return rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: %s (%s, call %llu)",
+                               rm_region_names(lost, who, sizeof who),
+                               found.left ? HAS_LEFT : HAS_ENDED, op, n);
   if (now < call->deadline) return 0;
   return rm_region_set_error(end->region, me, RM_E_COLLECTIVE_TIMEOUT,
                              "%s, call %llu: %s did not arrive within %.3g s of rank %d", op, n,
@@ -144,17 +142,12 @@ rm_code rm_region_check(void *self, rm_error *err) {
   rm_region_endpoint *end = self;
   const int me = end->members[end->me];
   char who[4 * RM_REGION_RANKS + 8];
-  uint32_t cause = 0;
   if (!(atomic_load(&end->group->barrier) & RM_BARRIER_CAUSE)) {
-    const uint64_t left = look(end).left, dead = left ? 0 : find_dead_ranks(end);
-    if (left)
-      cause = rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: it has left the group",
-                                  rm_region_names(left, who, sizeof who));
-    else if (dead)
-      cause = rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: the process has ended",
-                                  rm_region_names(dead, who, sizeof who));
-    if (!cause) return RM_OK;
-    rm_region_fail_group(end, cause);
+    const uint64_t left = look(end).left, lost = left ? left : find_dead_ranks(end);
+    if (!lost) return RM_OK;
+    rm_region_fail_group(end, rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: %s",
+                                                  rm_region_names(lost, who, sizeof who),
+                                                  left ? HAS_LEFT : HAS_ENDED));
   }
   return rm_region_group_error(end, err);
 }

@@ -100,23 +100,20 @@ static rm_code meet(rm_nccl_endpoint *end, rm_code code, hello *mine, rm_nccl_id
                     rm_error *err) {
   const size_t size = (size_t)end->size;
   hello *all = rm_alloc(size, sizeof *all);
-  size_t *bytes = rm_alloc(size, sizeof *bytes);
-  if (!all || !bytes) {
+  if (!all) {
     code = rm_fail(err, RM_E_MEMORY, "no memory for a group of %zu ranks", size);
     rm_comm_abort(end->host, code);
     goto out;
   }
   mine->code = code;
   if (code) snprintf(mine->text, sizeof mine->text, "%s", rm_error_message(err));
-  for (size_t r = 0; r < size; r++) bytes[r] = sizeof *all;
   rm_error met = RM_ERROR_INIT;
-  rm_code common = rm_comm_all_gather(end->host, mine, all, bytes, &met);
+  rm_code common = rm_comm_all_gather(end->host, mine, all, sizeof *all, &met);
   if (!common) common = judge_hellos(all, end->size, &met);
   if (!code && common) code = rm_fail(err, common, "%s", rm_error_message(&met));
   rm_error_clear(&met);
   *id = all[0].id;
 out:
-  rm_free(bytes);
   rm_free(all);
   return code;
 }
@@ -172,7 +169,7 @@ static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *
   }
   if (!code) code = rm_nccl_exchange(end, RM_COMM_GATHER, 0, 0, timeout, send, recv, err);
   if (!code) device->copy_to_host(device->self, here + n, there + n, 2 * n * word);
-  if (!code) code = rm_comm_wait(&comm, 1, device, timeout, err);
+  if (!code) code = rm_comm_wait(&comm, 1, device, RM_WAIT_QUEUE, timeout, err);
   rm_free(send);
   for (int r = 0; r < end->size && !code; r++)
     if (here[n + (size_t)r] != word_of(r, end->rank) || here[2 * n + (size_t)r] != word_of(r, 0))

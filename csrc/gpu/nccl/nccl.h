@@ -15,7 +15,7 @@
 //   rm_comm_create_nccl(host, device, &options, &tp, &err);
 //   rm_comm_exchange(tp, …); …                           // all calls of a step
 //   rm_comm_compare(tp, host, &err);                     // once a step
-//   rm_comm_wait(&tp, 1, device, seconds, &err);
+//   rm_comm_wait(&tp, 1, device, RM_WAIT_QUEUE, seconds, &err);
 //   rm_comm_destroy(tp);    // after a wait; before the host group and the device are destroyed
 #pragma once
 

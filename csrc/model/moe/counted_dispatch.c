@@ -30,7 +30,7 @@ static rm_code take_home(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   const size_t rows = (size_t)at->rows, ids = rows * (size_t)moe->spec->top_k * sizeof *stage->ids;
   if (rows) device->copy_to_host(device->self, stage->x, at->x, rows * rm_moe_row_bytes(moe));
   if (rows) device->copy_to_host(device->self, stage->ids, moe->ids, ids);
-  return rm_rank_wait(moe->rank, device, err);
+  return rm_rank_wait(moe->rank, device, RM_WAIT_QUEUE, err);
 }
 
 // Copies n bytes of the dispatcher's to the stage and on to the device. Returns their address there.
@@ -51,7 +51,7 @@ static rm_code compute_there(rm_moe *moe, const rm_moe_rows *at, char *rows, rm_
                                     (size_t)(d->here.n + 1) * sizeof *d->group_rows);
   rm_code code = rm_moe_experts(moe, at, groups, d->n_arrive, there, there, err);
   rm_mirrored_copy_to_host(&stage->mirrored, stage->here, bytes);
-  if (!code) code = rm_rank_wait(moe->rank, moe->device, err);
+  if (!code) code = rm_rank_wait(moe->rank, moe->device, RM_WAIT_QUEUE, err);
   if (!code) memcpy(rows, stage->here, bytes);
   return code;
 }

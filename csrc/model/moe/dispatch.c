@@ -27,9 +27,7 @@ static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
   d->block_bytes = rm_fields_bytes(fields, n);
   d->block = d->block_bytes ? rm_map(d->block_bytes) : NULL;
   if (d->block && rm_fields_place(fields, n, d->block, d->block_bytes)) return RM_OK;
-  return rm_fail(err, RM_E_MEMORY,
-                 "no memory for %zu bytes of rows between ranks (%lld rows of %zu bytes, %d ranks)",
-                 d->block_bytes, (long long)d->max_rows, row, d->n_ranks);
+  return rm_no_memory(err, "rows between ranks", d->block_bytes);
 }
 
 rm_code rm_dispatch_create(const rm_moe *moe, int64_t max_rows, rm_dispatch *out, rm_error *err) {

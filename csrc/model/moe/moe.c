@@ -29,8 +29,7 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
   moe->dispatches = rank->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE;
   moe->ep = rank->device_ep ? rank->device_ep : rank->ep;
   moe->experts = rm_alloc((size_t)mesh->ep, sizeof *moe->experts);
-  if (!moe->experts)
-    return rm_fail(err, RM_E_MEMORY, "no memory for the experts of %d ranks", mesh->ep);
+  if (!moe->experts) return rm_no_memory(err, "the experts of an ep group", 0);
   for (int32_t i = 0; i < peers.count; i++)
     moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
   rm_code code = rm_moe_static_create(moe, static_rows, err);
@@ -180,7 +179,7 @@ static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
   const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first;
   rm_mirrored_copy_to_host(&moe->groups, moe->group_rows, moe->groups.bytes);
   // The host needs the sizes of the blocks.
-  const rm_code code = rm_rank_wait(moe->rank, moe->device, err);
+  const rm_code code = rm_rank_wait(moe->rank, moe->device, RM_WAIT_QUEUE, err);
   if (code) return code;
   rm_block *send = rm_comm_blocks(moe->ep), *recv = send + shard->size;
   for (int r = 0; r < shard->size; r++) {

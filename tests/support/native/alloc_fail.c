@@ -182,9 +182,9 @@ static rm_code wake_parts(life *l, const void *parts, rm_error *err) {
 }
 
 static rm_code view_none(life *l, const void *arg, rm_error *err) {
-  rm_request_view view;
+  tiny_request_view view;
   (void)arg;
-  return rm_scheduler_view(rm_engine_scheduler(l->engine, 1u << 30), 1u << 30, &view, err);
+  return tiny_view_request(rm_engine_scheduler(l->engine, 1u << 30), 1u << 30, &view, err);
 }
 
 // --------------------------------------------------------------------------------------- in order

@@ -68,7 +68,7 @@ static void compose(life *l, slot *out) {
   while (from < end && (from->state == EMPTY || from->which < 0 || !sample_of(l, from, 0).n_tokens))
     from++;
   if (from == end || fuzz_one_in(l->f, 3)) return;
-  const rm_sample_view v = sample_of(l, from, (int32_t)fuzz_below(l->f, samples_of(l, from)));
+  const tiny_sample_view v = sample_of(l, from, (int32_t)fuzz_below(l->f, samples_of(l, from)));
   if (!v.n_tokens) return;
   *out = (slot){.which = NO_TABLE, .request = from->request, .room = from->room};
   for (int64_t i = 0; i < v.n_tokens; i++) out->room.prompt[out->request.n_prompt++] = v.tokens[i];
@@ -152,9 +152,9 @@ static void do_release(life *l) {
 static void do_view(life *l) {
   uint64_t id;
   const slot *at = pick(l, &id);
-  rm_request_view v;
+  tiny_request_view v;
   rm_error err = RM_ERROR_INIT;
-  if (!judge(l, VIEW, rm_scheduler_view(rm_engine_scheduler(l->engine, id), id, &v, &err),
+  if (!judge(l, VIEW, tiny_view_request(rm_engine_scheduler(l->engine, id), id, &v, &err),
              code_set(at ? RM_OK : RM_E_REQUEST), &err, NULL))
     return;
   if (v.id != id || v.finished != (at->state == DONE)) wrong(l, "a view of another request");
@@ -166,10 +166,9 @@ static void do_sample_view(life *l) {
   const int32_t sample =
       fuzz_one_in(l->f, 4) ? (int32_t)fuzz_integer(l->f) : (int32_t)fuzz_below(l->f, 4);
   const int there = at && sample >= 0 && sample < samples_of(l, at);
-  rm_sample_view v;
+  tiny_sample_view v;
   rm_error err = RM_ERROR_INIT;
-  const rm_code code =
-      rm_scheduler_sample_view(rm_engine_scheduler(l->engine, id), id, sample, &v, &err);
+  const rm_code code = tiny_view_sample(rm_engine_scheduler(l->engine, id), id, sample, &v, &err);
   if (judge(l, SAMPLE_VIEW, code, code_set(there ? RM_OK : RM_E_REQUEST), &err, NULL))
     check_tokens(l, at);
 }
@@ -180,7 +179,7 @@ static void do_stop_sample(life *l) {
   const int32_t sample =
       fuzz_one_in(l->f, 8) ? (int32_t)fuzz_integer(l->f) : (int32_t)fuzz_below(l->f, 2);
   const int there = at && sample >= 0 && sample < samples_of(l, at);
-  const rm_sample_view v = there ? sample_of(l, at, sample) : (rm_sample_view){0};
+  const tiny_sample_view v = there ? sample_of(l, at, sample) : (tiny_sample_view){0};
   const int64_t n = fuzz_one_in(l->f, 4) ? fuzz_integer(l->f) : fuzz_below(l->f, v.n_tokens + 2);
   codes want = wrong_if(0, !there || n < 0 || n > v.n_tokens, RM_E_REQUEST);
   want = or_ok(wrong_if(want, there && (v.finish == RM_FINISH_ABORT || v.finish == RM_FINISH_ERROR),
@@ -191,7 +190,7 @@ static void do_stop_sample(life *l) {
              rm_scheduler_stop_sample(rm_engine_scheduler(l->engine, id), id, sample, n, &err),
              want, &err, &before))
     return;
-  const rm_sample_view after = sample_of(l, at, sample);
+  const tiny_sample_view after = sample_of(l, at, sample);
   if (after.finish != RM_FINISH_STOP || after.stop_token != -1 || after.n_tokens != n)
     wrong(l, "a sample that was not stopped there");
   at->stopped = 1;
@@ -307,7 +306,7 @@ static uint64_t tokens_hash(life *l, const slot *at, int64_t *n_tokens) {
   uint64_t hash = 0;
   *n_tokens = 0;
   for (int32_t i = 0, n = samples_of(l, at); i < n; i++) {
-    const rm_sample_view v = sample_of(l, at, i);
+    const tiny_sample_view v = sample_of(l, at, i);
     *n_tokens += v.n_tokens;
     hash = tiny_hash_bytes(hash + 1, v.tokens, (size_t)v.n_tokens * sizeof *v.tokens);
     hash = tiny_hash_bytes(hash, v.versions, (size_t)v.n_tokens * sizeof *v.versions);

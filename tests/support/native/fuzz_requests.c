@@ -56,7 +56,7 @@ static const struct {
   {"temperature", "temperature:"}, {"top_p", "top_p:"}, {"min_p", "min_p:"}, {"top_k", "top_k:"},
   {"logprobs", "logprobs:"},
   {"prompt_logprobs", "prompt_logprobs:"}, {"kept_tokens", "kept_tokens=True"},
-  {"stop count", "n_stop_ids:"}, {"no stop ids", "stop_token_ids"},
+  {"stop count", "stop_token_ids:"}, {"no stop ids", "stop_token_ids"},
   {"stop id", "stop_token_ids["}, {"all banned", "every token"}, {"capacity", "pages"},
   {"penalties", "_penalty:"}, {"logit_bias", "logit_bias"}, {"banned", "banned"},
   {"bad_words", "bad_words"},
@@ -401,7 +401,7 @@ static void check_top(scene *s, const int32_t *ids, const float *logprobs, int64
 }
 
 // The drawn token is among the kept tokens, which are the first of the top ids.
-static void check_kept(scene *s, const rm_request *r, const rm_sample_view *w) {
+static void check_kept(scene *s, const rm_request *r, const tiny_sample_view *w) {
   if (!w->kept != !r->kept_tokens) wrong(s, "kept tokens without being asked for, or none");
   for (int64_t i = 0; w->kept && i < w->n_tokens; i++) {
     const int32_t *ids = w->top_ids + i * w->n_top;
@@ -420,7 +420,8 @@ static int stops_at(const place *at, const rm_request *r, int32_t token, int wit
   return found;
 }
 
-static void check_sample(scene *s, const place *at, const rm_request *r, const rm_sample_view *w) {
+static void check_sample(scene *s, const place *at, const rm_request *r,
+                         const tiny_sample_view *w) {
   if (!in_vocab(w->tokens, w->n_tokens)) wrong(s, "a token is not in the vocabulary");
   if (w->n_tokens > room_for(r) || (w->finish == RM_FINISH_LENGTH && w->n_tokens != room_for(r)))
     wrong(s, "a sample of another length");
@@ -455,12 +456,10 @@ static void compare_samples(scene *s, const place *at, const rm_request *r, uint
                             uint64_t lone_id, int32_t sample) {
   const int64_t routed = at->model->spec->n_moe_layers * at->model->spec->top_k;
   rm_error err = RM_ERROR_INIT;
-  rm_sample_view a, b;
-  tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(at->engine, id), id, sample, &a, &err),
+  tiny_sample_view a, b;
+  tiny_must(tiny_view_sample(rm_engine_scheduler(at->engine, id), id, sample, &a, &err), &err);
+  tiny_must(tiny_view_sample(rm_engine_scheduler(at->lone, lone_id), lone_id, sample, &b, &err),
             &err);
-  tiny_must(
-      rm_scheduler_sample_view(rm_engine_scheduler(at->lone, lone_id), lone_id, sample, &b, &err),
-      &err);
   check_sample(s, at, r, &a);
   if (a.n_tokens != b.n_tokens || a.finish != b.finish)
     wrong(s, "another engine ends a sample elsewhere");
@@ -475,9 +474,9 @@ static void compare_samples(scene *s, const place *at, const rm_request *r, uint
 static void compare(scene *s, const place *at, const rm_request *r, uint64_t id, uint64_t lone_id) {
   const int64_t targets = r->n_prompt - 1, k = rm_max64(r->prompt_logprobs, 0);
   rm_error err = RM_ERROR_INIT;
-  rm_request_view a, b;
-  tiny_must(rm_scheduler_view(rm_engine_scheduler(at->engine, id), id, &a, &err), &err);
-  tiny_must(rm_scheduler_view(rm_engine_scheduler(at->lone, lone_id), lone_id, &b, &err), &err);
+  tiny_request_view a, b;
+  tiny_must(tiny_view_request(rm_engine_scheduler(at->engine, id), id, &a, &err), &err);
+  tiny_must(tiny_view_request(rm_engine_scheduler(at->lone, lone_id), lone_id, &b, &err), &err);
   if (!a.finished || a.error) wrong(s, "a request ended with an error");
   if (!a.prompt_logprobs != (r->kind == RM_GENERATE && r->prompt_logprobs < 0))
     wrong(s, "prompt logprobs without being asked for, or none");
@@ -549,12 +548,12 @@ static void check_refusal(scene *s, const place *at, rm_code code, uint32_t brok
 static void check_entry(scene *s, place *at, const rm_request *r, uint64_t id,
                         const rm_engine_stats *before) {
   const int32_t n = r->kind == RM_SCORE ? 1 : r->n;
-  rm_request_view view;
+  tiny_request_view view;
   rm_error err = RM_ERROR_INIT;
   if (id != at->next_id++) wrong(s, "ids do not go on where they stopped");
   if (look(at->engine).waiting != before->waiting + n || rm_engine_unfinished(at->engine) != 1)
     wrong(s, "an accepted request does not wait");
-  tiny_must(rm_scheduler_view(rm_engine_scheduler(at->engine, id), id, &view, &err), &err);
+  tiny_must(tiny_view_request(rm_engine_scheduler(at->engine, id), id, &view, &err), &err);
   if (view.finished || view.n != n || view.n_prompt != r->n_prompt || view.n_scored)
     wrong(s, "a view of another request");
   s->codes[RM_OK]++;

@@ -244,9 +244,7 @@ typedef struct trial_rank {
 
 static rm_code good_call(rm_comm *comm, size_t bytes, rm_error *err) {
   char mine[300] = {0}, all[MAX_WORLD * 300];
-  size_t sizes[MAX_WORLD];
-  for (int r = 0; r < rm_comm_size(comm); r++) sizes[r] = bytes;
-  return rm_comm_all_gather(comm, mine, all, sizes, err);
+  return rm_comm_all_gather(comm, mine, all, bytes, err);
 }
 
 static void wait_for_others(const trial *t) {
@@ -447,7 +445,7 @@ static void refusals(void) {
   rm_region *region;
   rm_comm *comm;
   rm_region_options o = {.world = 65, .n_groups = 1, .buffer_bytes = 64, .timeout = 1};
-  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "ranks that share memory, got 65",
+  refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "world: expected 1 to 64, got 65",
           &err);
   o.world = 0;
   refused(rm_region_create(&o, &region, &err), RM_E_CONFIG, "got 0", &err);
@@ -467,7 +465,7 @@ static void refusals(void) {
   refused(rm_region_comm(region, 0, twice, 2, 0, &comm, &err), RM_E_CONFIG, "member 1", &err);
   refused(rm_region_comm(region, 0, beyond, 2, 0, &comm, &err), RM_E_CONFIG, "got 3", &err);
   refused(rm_region_comm(region, 1, fine, 2, 0, &comm, &err), RM_E_CONFIG,
-          "index: expected group 0 to 0, got 1", &err);
+          "index: expected 0 to 0, got 1", &err);
   refused(rm_region_comm(region, 0, fine, 2, 2, &comm, &err), RM_E_CONFIG, "rank 2", &err);
   tiny_must(rm_region_comm(region, 0, fine, 2, 0, &comm, &err), &err);
   rm_comm *again;

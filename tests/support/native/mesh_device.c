@@ -174,7 +174,7 @@ static void run_chain(const rank *self) {
     chain_on_host(self, &on_host);
   }
   device->copy_to_host(device->self, shadow, there, bytes);
-  tiny_must(rm_comm_wait(&self->tried, 1, device, behind ? 2 : 60, &err), &err);
+  tiny_must(rm_comm_wait(&self->tried, 1, device, RM_WAIT_QUEUE, behind ? 2 : 60, &err), &err);
   if (memcmp(shadow, here, bytes))
     tiny_die("%s: a chain of exchanges brings other bytes than threads do", w->where);
   device->destroy_graph(device->self, graph);
@@ -300,7 +300,7 @@ static void forked(int is_nccl) {
   if (waitpid(child, &status, 0) != child || status)
     tiny_die("a forked child ended with %d", status);
   tiny_must(rm_comm_barrier(comm, &err), &err);
-  tiny_must(rm_comm_wait(&comm, 1, &device->device, 60, &err), &err);
+  tiny_must(rm_comm_wait(&comm, 1, &device->device, RM_WAIT_QUEUE, 60, &err), &err);
   rm_comm_destroy(comm);
   rm_comm_destroy(host);
   fake_device_close(device);

@@ -17,6 +17,7 @@
 #include "comm/shm/region.h"
 #include "common/fake_device.h"
 #include "common/fuzz.h"
+#include "common/talk.h"
 #include "gpu/nccl/nccl.h"
 #include "gpu/staged.h"
 
@@ -161,7 +162,7 @@ static rm_code gather(rank *self, size_t bytes, rm_error *err) {
   size_t sizes[RANKS];
   for (int r = 0; r < self->t->size; r++)
     sizes[r] = bytes + (size_t)(r == 0); // not NCCL's all_gather
-  return rm_comm_all_gather(self->comm, self->there, self->there + BYTES, sizes, err);
+  return talk_all_gather(self->comm, self->there, self->there + BYTES, sizes, err);
 }
 
 static rm_code swap(rank *self, size_t bytes, rm_error *err) {
@@ -232,7 +233,7 @@ static rm_code last_step(rank *self, rm_error *err) {
   rm_code code = is_culprit(self) ? misbehave(self, err) : step(self, 0, err);
   if (!code && compares) code = rm_comm_compare(self->comm, self->host, err);
   rm_comm *const groups[] = {NULL, self->comm};
-  if (!code) code = rm_comm_wait(groups, 2, &self->device->device, patience, err);
+  if (!code) code = rm_comm_wait(groups, 2, &self->device->device, RM_WAIT_QUEUE, patience, err);
   if (waits_for_abort && is_culprit(self)) pthread_join(self->other, NULL);
   return code;
 }
@@ -240,9 +241,10 @@ static rm_code last_step(rank *self, rm_error *err) {
 static void stays_dead(rank *self, rm_code code, const char *text) {
   rm_error err = RM_ERROR_INIT;
   for (int i = 0; i < 3 && self->comm; i++) {
-    const rm_code again = i == 0   ? step(self, 0, &err)
-                          : i == 1 ? rm_comm_wait(&self->comm, 1, &self->device->device, 1, &err)
-                                   : rm_comm_compare(self->comm, self->host, &err);
+    const rm_code again =
+        i == 0   ? step(self, 0, &err)
+        : i == 1 ? rm_comm_wait(&self->comm, 1, &self->device->device, RM_WAIT_QUEUE, 1, &err)
+                 : rm_comm_compare(self->comm, self->host, &err);
     if (i != 1 && (again != code || strcmp(rm_error_message(&err), text)))
       tiny_die("%s: %s: dead as \"%s\", then %s \"%s\"", self->t->where, self->t->fault->name, text,
                rm_code_name(again), rm_error_message(&err));
@@ -262,7 +264,8 @@ static void *run_rank(void *arg) {
     code = swap(self, 100, &err); // each rank makes it alone
   for (long i = 0; i < t->before && !code; i++) {
     code = step(self, 0, &err);
-    if (!code) code = rm_comm_wait(&self->comm, 1, &self->device->device, SOON, &err);
+    if (!code)
+      code = rm_comm_wait(&self->comm, 1, &self->device->device, RM_WAIT_QUEUE, SOON, &err);
     if (code)
       tiny_die("%s: %s: rank %d fails early: %s", t->where, t->fault->name, self->rank,
                rm_error_message(&err));
@@ -384,7 +387,7 @@ static void run_process(trial *t, int who, uint64_t nonce, const char *name, int
   for (int call = 0;; call++) {
     if (who == CULPRIT && call == dies_at) raise(SIGKILL);
     rm_code code = step(&self, 0, &err);
-    if (!code) code = rm_comm_wait(&self.comm, 1, &self.device->device, SOON, &err);
+    if (!code) code = rm_comm_wait(&self.comm, 1, &self.device->device, RM_WAIT_QUEUE, SOON, &err);
     if (!code) continue;
     // Its last bytes may have arrived, but not been read, when its exit is detected.
     if (call < dies_at - 1 || code != RM_E_RANK_LOST ||

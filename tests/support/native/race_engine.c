@@ -72,12 +72,12 @@ static void *collect(void *arg) {
     tiny_room room;
     const rm_request request = tiny_request(s->model, s->seed, i, &room);
     uint64_t id;
-    rm_request_view view = {0};
+    tiny_request_view view = {0};
     tiny_must(rm_engine_add(turn_enter(&s->turn), &request, &id, &err), &err);
     turn_leave(&s->turn);
     while (!view.finished) {
       rm_engine *engine = turn_enter(&s->turn);
-      tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, id), id, &view, &err), &err);
+      tiny_must(tiny_view_request(rm_engine_scheduler(engine, id), id, &view, &err), &err);
       if (view.finished) {
         if (tiny_hash(engine, id) != s->want[i])
           tiny_die("request %d differs from what a lone engine gave", i);

@@ -152,14 +152,13 @@ static void *step(void *arg) {
 
 static void check(scene *s, rm_engine *engine, uint64_t id, int i) {
   const uint64_t hash = tiny_hash(engine, id);
-  rm_request_view view;
+  tiny_request_view view;
   rm_error err = RM_ERROR_INIT;
   int64_t version = -1;
-  tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, id), id, &view, &err), &err);
+  tiny_must(tiny_view_request(rm_engine_scheduler(engine, id), id, &view, &err), &err);
   for (int32_t sample = 0; sample < view.n; sample++) {
-    rm_sample_view w;
-    tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, sample, &w, &err),
-              &err);
+    tiny_sample_view w;
+    tiny_must(tiny_view_sample(rm_engine_scheduler(engine, id), id, sample, &w, &err), &err);
     for (int64_t t = 0; t < w.n_tokens; t++) {
       if (version >= 0 && w.versions[t] != version)
         tiny_die("request %d has tokens of versions %lld and %lld", i, (long long)version,
@@ -185,10 +184,10 @@ static void *collect(void *arg) {
     tiny_room room;
     const rm_request request = tiny_request(s->model, s->seed, at, &room);
     rm_engine *engine = turn_enter(&s->turn);
-    rm_request_view view;
+    tiny_request_view view;
     rm_code code = RM_OK;
     if (engine && live >> at & 1) {
-      tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, ids[at]), ids[at], &view, &err),
+      tiny_must(tiny_view_request(rm_engine_scheduler(engine, ids[at]), ids[at], &view, &err),
                 &err);
       if (view.finished) {
         check(s, engine, ids[at], at);

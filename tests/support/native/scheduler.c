@@ -132,15 +132,15 @@ static void step(scene *s) {
 
 // ------------------------------------------------------------------------------------- the oracle
 static void check(scene *s, uint64_t id) {
-  rm_request_view request;
+  tiny_request_view request;
   rm_error err = RM_ERROR_INIT;
-  tiny_must(rm_scheduler_view(&s->scheduler, id, &request, &err), &err);
+  tiny_must(tiny_view_request(&s->scheduler, id, &request, &err), &err);
   uint64_t prompt = 0;
   for (int64_t p = 0; p < request.n_prompt; p++) prompt = state_of(prompt, s->prompts[id - 1][p]);
   for (int32_t i = 0; i < request.n; i++) {
-    rm_sample_view sample;
+    tiny_sample_view sample;
     uint64_t state = prompt;
-    tiny_must(rm_scheduler_sample_view(&s->scheduler, id, i, &sample, &err), &err);
+    tiny_must(tiny_view_sample(&s->scheduler, id, i, &sample, &err), &err);
     for (int64_t t = 0; t < sample.n_tokens; t++) {
       const int32_t want = draw_of(state, 7 * id + (uint64_t)i, request.n_prompt + t);
       if (sample.tokens[t] != want)

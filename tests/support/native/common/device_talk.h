@@ -57,7 +57,7 @@ static inline rm_code device_talk_move(void *self, rm_comm_op op, uint64_t seque
   for (int i = 0; i < 2 && !code; i++)
     device->copy_to_host(device->self, d->shadow[i], d->there[i], d->bytes);
   if (d->is_hasty && *(volatile char *)d->shadow[1] == 1) d->n += 0;
-  if (!code) code = rm_comm_wait(&d->tried, 1, device, d->patience, err);
+  if (!code) code = rm_comm_wait(&d->tried, 1, device, RM_WAIT_QUEUE, d->patience, err);
   if (!code && d->plain) code = rm_comm_exchange(d->plain, op, send, recv, err);
   for (int i = 0; i < 2 && !code && d->plain; i++)
     if (memcmp(d->shadow[i], device_talk_side(d, i), d->bytes))

@@ -87,18 +87,18 @@ static int judge(life *l, call which, rm_code code, codes want, rm_error *err, c
   return 0;
 }
 
-static rm_sample_view sample_of(life *l, const slot *at, int32_t sample) {
-  rm_sample_view v;
+static tiny_sample_view sample_of(life *l, const slot *at, int32_t sample) {
+  tiny_sample_view v;
   rm_error err = RM_ERROR_INIT;
-  if (rm_scheduler_sample_view(rm_engine_scheduler(l->engine, at->id), at->id, sample, &v, &err))
+  if (tiny_view_sample(rm_engine_scheduler(l->engine, at->id), at->id, sample, &v, &err))
     wrong(l, "a sample that cannot be seen");
   return v;
 }
 
 static int32_t samples_of(life *l, const slot *at) {
-  rm_request_view v;
+  tiny_request_view v;
   rm_error err = RM_ERROR_INIT;
-  if (rm_scheduler_view(rm_engine_scheduler(l->engine, at->id), at->id, &v, &err))
+  if (tiny_view_request(rm_engine_scheduler(l->engine, at->id), at->id, &v, &err))
     wrong(l, "a request that cannot be seen");
   return v.n;
 }
@@ -125,7 +125,7 @@ static uint64_t digest_of(const life *l, int *known) {
 // ----------------------------------------------------------------------------- a request's tokens
 // Whether a sample's tokens from the first-th on, and their logprobs, are those that the answer's
 // sample begins with.
-static int begins_as(const rm_sample_view *v, int64_t first, const answer *a, int32_t sample) {
+static int begins_as(const tiny_sample_view *v, int64_t first, const answer *a, int32_t sample) {
   const int64_t n = v->n_tokens - first;
   if (n == 0) return 1; // a score has no logprobs to compare
   return n <= a->n_tokens[sample] &&
@@ -137,7 +137,7 @@ static void check_tokens(life *l, const slot *at) {
   const answer *want =
       at->set >= 0 && !at->mixed && at->which >= 0 ? &l->w->want[at->set][at->which] : NULL;
   for (int32_t i = 0, n = samples_of(l, at); i < n; i++) {
-    const rm_sample_view v = sample_of(l, at, i);
+    const tiny_sample_view v = sample_of(l, at, i);
     if (v.n_tokens > NEW_TOKENS) wrong(l, "too many tokens");
     if (want && !begins_as(&v, 0, want, i)) wrong(l, "other tokens than a lone engine draws");
     for (int64_t t = 0; t < v.n_tokens; t++) {
@@ -153,7 +153,7 @@ static void check_tokens(life *l, const slot *at) {
 // A kept sample continues like a request whose prompt ends with the tokens that the sample had:
 // draws depend on the position.
 static void check_continued(life *l, const slot *at, int32_t sample) {
-  const rm_sample_view v = sample_of(l, at, sample);
+  const tiny_sample_view v = sample_of(l, at, sample);
   slot rest = *at;
   int64_t old = 0;
   for (; old < v.n_tokens && v.versions[old] < at->version; old++)
@@ -172,9 +172,9 @@ static void check_continued(life *l, const slot *at, int32_t sample) {
 }
 
 static void check_answer(life *l, slot *at) {
-  rm_request_view v;
+  tiny_request_view v;
   rm_error err = RM_ERROR_INIT;
-  tiny_must(rm_scheduler_view(rm_engine_scheduler(l->engine, at->id), at->id, &v, &err), &err);
+  tiny_must(tiny_view_request(rm_engine_scheduler(l->engine, at->id), at->id, &v, &err), &err);
   if (v.error &&
       (v.error != RM_E_NUMERICS || (at->set >= 0 && !at->mixed) || !v.message || !*v.message))
     wrong(l, "a request failed");
@@ -203,9 +203,9 @@ static void check_all(life *l, int may_finish) {
   int64_t running = 0;
   for (slot *at = l->slots; at < l->slots + SLOTS; at++) {
     if (at->state != LIVE) continue;
-    rm_request_view v;
+    tiny_request_view v;
     rm_error err = RM_ERROR_INIT;
-    if (rm_scheduler_view(rm_engine_scheduler(l->engine, at->id), at->id, &v, &err))
+    if (tiny_view_request(rm_engine_scheduler(l->engine, at->id), at->id, &v, &err))
       wrong(l, "a request is lost");
     for (int32_t i = 0; i < v.n && !v.finished; i++)
       running += sample_of(l, at, i).finish == RM_RUNNING;

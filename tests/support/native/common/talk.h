@@ -144,6 +144,17 @@ static inline rm_code talk_alone(rm_comm **out, rm_error *err) {
   return code;
 }
 
+// all_gather of bytes[r] bytes of each rank r. `send` may point to this rank's range of `out`.
+static inline rm_code talk_all_gather(rm_comm *comm, const void *send, void *out,
+                                      const size_t bytes[], rm_error *err) {
+  rm_block *recv = rm_comm_blocks(comm) + rm_comm_size(comm);
+  const size_t own = bytes[rm_comm_rank(comm)];
+  char *at = out;
+  for (int r = 0; r < rm_comm_size(comm); at += bytes[r++])
+    recv[r] = (rm_block){at, bytes[r] > 0, bytes[r], bytes[r]};
+  return rm_comm_gather(comm, (rm_block){(void *)(uintptr_t)send, own > 0, own, own}, recv, err);
+}
+
 // all_gather of columns, in place: rank r has bytes [first[r], first[r] + bytes[r]) of each of
 // `rows` rows, which are ld bytes apart.
 static inline rm_code talk_gather_columns(rm_comm *comm, void *matrix, int64_t rows, size_t ld,
@@ -175,7 +186,7 @@ static inline rm_code talk_gather(talk *t, uint64_t n, int columns, rm_error *er
   if (t->lie && bytes[me]) *(char *)(in_place ? own.base : copy.base) ^= 1;
   const rm_code code =
       columns ? talk_gather_columns(t->comm, t->received, rows, ld, first, bytes, err)
-              : rm_comm_all_gather(t->comm, in_place ? own.base : t->sent, t->received, bytes, err);
+              : talk_all_gather(t->comm, in_place ? own.base : t->sent, t->received, bytes, err);
   for (size_t at = 0; at < room && !code; at++) {
     const size_t row = ld ? at / ld : 0, column = ld ? at % ld : at;
     int r = 0;

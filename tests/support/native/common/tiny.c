@@ -142,7 +142,8 @@ tiny_weights *tiny_weights_create(const tiny_model *model, uint64_t seed) {
     void *data = weights->block + used;
     used += (size_t)n * sizeof(float);
     for (int64_t e = 0; e < n; e++) store(data, param->dtype, e, value_of(param, seed, i, e));
-    out->length = (size_t)rm_param_name(params, param, out->name, sizeof out->name);
+    snprintf(out->name, sizeof out->name, "%s", rm_param_name(params, param).text);
+    out->length = strlen(out->name);
     out->tensor = (rm_tensor){.data = data,
                               .dtype = param->dtype == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32,
                               .n_dims = param->n_dims};
@@ -193,11 +194,17 @@ rm_engine *tiny_engine(const tiny_model *model, int n_threads) {
 static rm_code send(rm_engine *engine, int skip_unknown, rm_entry *entry, int pushes,
                     rm_error *err) {
   rm_code code = RM_OK;
+  char *text = malloc(entry->length + 1); // the name with a NUL behind it
+  if (!text) tiny_die("no memory for a name");
+  memcpy(text, entry->name, entry->length);
+  text[entry->length] = 0;
+  entry->name = text;
   if (rm_store_is_open(rm_engine_store(engine)))
     code = rm_entry_resolve(rm_engine_params(engine), skip_unknown, entry, err);
   if (!code) code = rm_sync_check(rm_engine_store(engine), entry, &entry->tensor, err);
   if (!code && pushes) code = rm_engine_sync_push(engine, &(const rm_entry *){entry}, 1, err);
   rm_target_clear(&entry->target);
+  free(text);
   return code;
 }
 
@@ -271,8 +278,8 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
   const rm_spec *spec = rm_engine_params(engine)->spec;
   const int64_t per_token = spec->n_moe_layers * spec->top_k;
   rm_error err = RM_ERROR_INIT;
-  rm_request_view v;
-  tiny_must(rm_scheduler_view(rm_engine_scheduler(engine, id), id, &v, &err), &err);
+  tiny_request_view v;
+  tiny_must(tiny_view_request(rm_engine_scheduler(engine, id), id, &v, &err), &err);
   uint64_t hash = tiny_hash_bytes(0xCBF29CE484222325u, &v.error, sizeof v.error);
   hash = hash_array(hash, v.prompt_logprobs, v.n_prompt - 1, sizeof(float));
   hash = hash_array(hash, v.prompt_sampling_logprobs, v.n_prompt - 1, sizeof(float));
@@ -281,8 +288,8 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
   hash = hash_array(hash, v.prompt_top_logprobs, 2 * (v.n_prompt - 1), sizeof(float));
   hash = hash_array(hash, v.prompt_routed, v.n_prompt * per_token, sizeof(int16_t));
   for (int32_t s = 0; s < v.n; s++) {
-    rm_sample_view w;
-    tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, s, &w, &err), &err);
+    tiny_sample_view w;
+    tiny_must(tiny_view_sample(rm_engine_scheduler(engine, id), id, s, &w, &err), &err);
     const int64_t ends[3] = {w.finish, w.stop_token, w.n_tokens};
     hash = tiny_hash_bytes(hash, ends, sizeof ends);
     hash = hash_array(hash, w.tokens, w.n_tokens, sizeof(int32_t));

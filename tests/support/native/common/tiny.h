@@ -20,6 +20,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "common/views.h"
 #include "engine/engine.h"
 
 typedef enum tiny_kind {

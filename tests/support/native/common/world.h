@@ -44,8 +44,8 @@ static answer world_ask(rm_engine *engine, const rm_request *request) {
   tiny_must(tiny_drain(engine, &err), &err);
   answer a = {.hash = tiny_hash(engine, id)};
   for (int32_t i = 0; i < (request->kind == RM_SCORE ? 1 : request->n); i++) {
-    rm_sample_view v;
-    tiny_must(rm_scheduler_sample_view(rm_engine_scheduler(engine, id), id, i, &v, &err), &err);
+    tiny_sample_view v;
+    tiny_must(tiny_view_sample(rm_engine_scheduler(engine, id), id, i, &v, &err), &err);
     a.n_tokens[i] = v.n_tokens;
     if (!v.n_tokens) continue; // then the arrays do not exist either
     memcpy(a.tokens[i], v.tokens, (size_t)v.n_tokens * sizeof *v.tokens);
