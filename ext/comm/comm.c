@@ -270,24 +270,6 @@ out:
   return result;
 }
 
-// A rank without a buffer aborts the group, since the others would wait for it.
-static PyObject *comm_broadcast(comm_object *self, PyObject *args) {
-  PyObject *object;
-  Py_buffer view;
-  int root;
-  if (!PyArg_ParseTuple(args, "Oi:broadcast", &object, &root) || enter(self)) return NULL;
-  if (PyObject_GetBuffer(object, &view,
-                         root == rm_comm_rank(self->comm) ? PyBUF_SIMPLE : PyBUF_WRITABLE)) {
-    rm_comm_abort(self->comm, RM_E_CONFIG);
-    return NULL;
-  }
-  rm_error err = RM_ERROR_INIT;
-  const rm_code code =
-      RM_UNLOCKED(rm_comm_broadcast(self->comm, view.buf, (size_t)view.len, root, &err));
-  PyBuffer_Release(&view);
-  return rm_none(rm_module_of((PyObject *)self), code, &err);
-}
-
 static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
   const double value = PyFloat_AsDouble(seconds);
   if ((value == -1.0 && PyErr_Occurred()) || enter(self)) return NULL;
@@ -370,9 +352,6 @@ static PyMethodDef methods[] = {
         all_to_all, METH_VARARGS,
         "all_to_all(give, take): sends give[r] to rank r and receives from it into take[r]; sizes "
         "must match."),
-    METHOD(broadcast, METH_VARARGS,
-           "broadcast(buffer, root): copies the root's bytes to every rank's buffer, all of one "
-           "size."),
     METHOD(set_timeout, METH_O, "Seconds that each later call may wait for the others."),
     METHOD(look, METH_NOARGS,
            "Raises the exception of the next call if this rank can see that the group is dead."),

@@ -10,14 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from marks import full
 from test_native import MEMORY, note, passes, run
 
 import rollmesh as rm
-from rollmesh import _core
 
 Build = Callable[..., Path]
 
@@ -94,32 +92,6 @@ def test_a_killed_rank_is_named_without_pidfds(native: Build, pytestconfig: pyte
 @pytest.mark.slow
 def test_300_killed_ranks_are_named(native: Build, pytestconfig: pytest.Config) -> None:
     kill(native, pytestconfig, "--kills", "300", "--seed", "2")
-
-
-class Exchange:
-    """The exchange of a rank that must not send anything."""
-
-    aborts = 0
-
-    def __call__(self, *_: Any) -> list[bytes]:
-        raise AssertionError("nothing is to travel")
-
-    def abort(self) -> None:
-        self.aborts += 1
-
-
-@pytest.mark.parametrize(
-    "buffer, root",
-    [(b"read-only", 1), (None, 1), ("none", 0)],
-    ids=["read-only", "None", "of the root"],
-)
-def test_a_rank_without_a_buffer_tells_the_others(buffer: Any, root: int) -> None:
-    """Otherwise the others would wait for it in the broadcast until their deadline."""
-    exchange = Exchange()
-    comm = _core.Comm(exchange, 0, 2)
-    with pytest.raises((BufferError, TypeError)):
-        comm.broadcast(buffer, root)
-    assert exchange.aborts == 1
 
 
 @pytest.mark.parametrize(

@@ -443,6 +443,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             "shared_intermediate_size": np.int64(3),
         }.items()
     ),
+    ({"max_position_embeddings": 0, **rope_of(max_positions=0)}, "^max_position_embeddings: "
+                                                                 "expected an integer in "),
+    ({**EXPERTS_OFF, "intermediate_size": 8, "n_group": 0}, "^n_group: expected an integer in "),
     ({"vocab_size": None}, "^vocab_size: expected an integer, got None"),
     *(
         ({key: value}, f"^{key}: expected a bool, got ")

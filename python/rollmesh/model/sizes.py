@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from rollmesh import _core
 from rollmesh.model.placement import Placement, placements
@@ -14,7 +13,8 @@ from rollmesh.model.spec import ModelSpec
 TILE_ROWS, TILE_COLS = 16, 32
 
 
-class Matrix(NamedTuple):
+@dataclass(frozen=True)
+class Matrix:
     """The parameters of one kind, all of one shape."""
 
     kind: str  # as csrc/model/params.c calls it: "q", "expert_gate"
@@ -55,7 +55,7 @@ def matrices(spec: ModelSpec) -> list[Matrix]:
     for kind, name, shape in _core.parameters(spec.engine_values(1)):
         plain = re.sub(r"^model\.(layers\.\d+\.)?|\.\d+(?=\.)|\.weight$", "", name)
         known = kinds.get(kind, Matrix(kind, plain, 0, shape))
-        kinds[kind] = known._replace(count=known.count + 1)
+        kinds[kind] = replace(known, count=known.count + 1)
     return list(kinds.values())
 
 

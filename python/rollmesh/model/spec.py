@@ -285,13 +285,19 @@ _CHOICES = {
 }
 
 
+# Integers of a spec that the engine does not check in every model; the other ones may be 0 here.
+_AT_LEAST_1 = ("max_position_embeddings", "n_group", "topk_group")
+
+
 def _from_dict(values: Any) -> ModelSpec:
     known = _fields_of(ModelSpec, values, "")
     c = Reader(
         {**{f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}, **known}
     )
     read: dict[str, Any] = {
-        f.name: c.integer(f.name, 0) for f in fields(ModelSpec) if f.type == "int"
+        f.name: c.integer(f.name, int(f.name in _AT_LEAST_1))
+        for f in fields(ModelSpec)
+        if f.type == "int"
     }
     read |= {key: choice(key, c.values[key], words) for key, words in _CHOICES.items()}
     read |= {f.name: c.boolean(f.name, False) for f in fields(ModelSpec) if f.type == "bool"}

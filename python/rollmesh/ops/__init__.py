@@ -33,9 +33,9 @@ from rollmesh._core import DeviceArray, available_isas, best_isa, isa_states
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import (
     Array,
+    array_of,
     host_array,
     matrices_of,
-    matrix_of,
     new_array,
     numpy_dtype,
     packed_size,
@@ -508,7 +508,7 @@ def sample(
     kept: also count the tokens that the filters kept; 1 at temperature 0, 0 in a row without a
     token."""
     _, (logits,) = op_over(isa, threads, {"logits": logits})
-    rows = matrix_of("logits", logits).shape[0]
+    rows = array_of("logits", logits, 2).shape[0]
     given = params if isinstance(params, Sequence) else [params]
     each = [params] * rows if isinstance(params, SampleParams) else list(islice(given, rows + 1))
     if wrong := [p for p in each if not isinstance(p, SampleParams)]:

@@ -79,10 +79,6 @@ def host_array(name: str, array: Array, dims: int) -> Array:
     return array_of(name, array, dims)
 
 
-def matrix_of(name: str, array: Array) -> Array:
-    return array_of(name, array, 2)
-
-
 def matrices_of(name: str, array: Array) -> Array:
     if is_masked(array):
         raise UnsupportedTensorError(

@@ -79,13 +79,12 @@ class SampleParams:
     }
 
     def __post_init__(self) -> None:
-        for name in ("seed", "counter"):
-            integer_of(RequestError, name, getattr(self, name), 0, 2**64 - 1)
-        for name in ("top_k", "forced"):
-            integer_of(RequestError, name, getattr(self, name), -(2**31), 2**31 - 1)
-        for name in ("temperature", "top_p", "min_p"):
+        for name, dtype in self.COLUMNS.items():
             value = getattr(self, name)
-            if not is_real(value) or MAX_FLOAT32 < abs(value) < np.inf:
+            if issubclass(dtype, np.integer):
+                bounds = np.iinfo(dtype)
+                integer_of(RequestError, name, value, bounds.min, bounds.max)
+            elif not is_real(value) or MAX_FLOAT32 < abs(value) < np.inf:
                 raise RequestError(f"{name}: expected a float32 number, got {shown(value)}")
         try:
             object.__setattr__(

@@ -220,7 +220,9 @@ def _flash_gradients(
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(
-            *inputs,
+            inputs[0],
+            inputs[1],
+            inputs[2],
             attn_mask=mask,
             is_causal=mask is None,
             scale=heads.scale,

@@ -41,7 +41,7 @@ class TokenLogprobs(NamedTuple):
 class _LmHead(Linear):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: None, packed: Any, how: How, n: int, *weights: Tensor
+        ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, *weights)
         with in_turn(x):
