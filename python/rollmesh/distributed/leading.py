@@ -153,9 +153,12 @@ class LedEngine(PeerEngine):
             raise
         finally:
             self._call = IN_STREAMS
-        if failure is not None:
-            raise failure
-        return cast(T, result)
+        try:
+            if failure is not None:
+                raise failure
+            return cast(T, result)
+        finally:
+            failure = None  # it refers to this frame
 
     def _send(self, *operations: Any, end: Any = None) -> None:
         """Sends the queue and these operations. end: the end of a call, see lead_call."""
@@ -225,7 +228,10 @@ class LedEngine(PeerEngine):
             return result if own is None or isinstance(own, Exception) else own
         if outputs is not None:
             failure.outputs = outputs
-        raise own if isinstance(own, Exception) else failure
+        try:
+            raise own if isinstance(own, Exception) else failure
+        finally:
+            own = None  # it refers to this frame
 
     def _apply(self, operations: Operations, batch: list[Any]) -> Any:
         """Makes the operations of a message. Returns the last error, or the report of a sync."""
