@@ -618,8 +618,7 @@ class Generator:
         if not isinstance(engine, LedEngine):
             self._loop.check_alive()
         elif engine.rank > 0:
-            with engine.following():
-                engine.apply_calls(FOLLOW, self._operations(source), self._loop.lend)
+            engine.apply_calls(FOLLOW, self._operations(source), self._loop.lend)
             self.close()
         elif not engine.is_followed:
             engine.lead_call(FOLLOW, lambda: None, self._loop.call)
@@ -637,7 +636,6 @@ class Generator:
             return engine.lead_call(text, function, self._loop.call)
 
         def apply() -> Any:
-            engine.check_not_following()
             operations = self._operations(lambda version: values.get("source"))
             return engine.apply_calls(text, operations, lambda operation: operation())
 
@@ -645,19 +643,18 @@ class Generator:
         return result
 
     def _operations(self, source: Callable[[int | None], Any] | None) -> Operations:
-        """Returns the operations that rank 0 sends, by name. source: see follow."""
-        requests, weights, engine = self._requests, self._weights, self._engine
+        """Returns a function that finds an operation of rank 0 by its name. source: see follow."""
+        parts = (self._requests, self._weights, self._engine)
 
         def sync(options: SyncOptions) -> SyncReport:
             own = None if source is None else source_of_follower(source, options.version)
-            return weights.sync(options, source=own)
+            return self._weights.sync(options, source=own)
 
-        methods: tuple[Callable[..., Any], ...] = (
-            *(requests.add, requests.add_score, requests.step, requests.abort),
-            *(requests.forget, requests.release, weights.sleep, weights.wake),
-            *(requests.cut_off, engine.pause, engine.reset_prefix_cache, sync),
-        )
-        return {method.__name__: method for method in methods}
+        def operation(name: str) -> Callable[..., Any]:
+            owner = next(part for part in parts if hasattr(part, name))
+            return sync if name == "sync" else getattr(owner, name)
+
+        return operation
 
     # ------------------------------------------------------------------------- pause, sleep, close
     @_by_every_rank

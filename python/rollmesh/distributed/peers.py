@@ -34,7 +34,7 @@ from rollmesh.runtime.messages import reason
 T = TypeVar("T")
 # A push of begin_sync that succeeded is an empty message.
 PUSHES = "begin_sync"
-PUSHED = [PUSHES, "push", None, False]
+PUSHED: list[Any] = [PUSHES, "push", None, False]
 FOLLOW = "follow()"  # the call of a rank that makes every call of rank 0
 
 
