@@ -78,8 +78,8 @@ rm_range rm_placement_dim(const rm_spec *spec, const rm_placement *p, rm_dim dim
       const int64_t shared = p->heads.first % (spec->n_heads / spec->n_kv_heads) != 0;
       return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};
     }
+    default: return (rm_range){0, 0};
   }
-  return (rm_range){0, 0};
 }
 
 rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_dim dim) {
