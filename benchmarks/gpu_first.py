@@ -67,9 +67,10 @@ MMA_OPS = (
     "router",
     "embed",
     "pack",
-    "mma_tiles",
-    "mma_company",
 )
+TILES = tuple(
+    f"mma_tile{i}" for i in range(4)
+)  # families of checkops: the tiles of cuda_mma's gemm
 RESULTS = Path(__file__).with_name("results")
 TAIL = 6000  # characters of a log in the report
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-W", "default", "-q", "--durations=8"]
@@ -131,11 +132,20 @@ def figures(name: str, *words: str) -> str:
 def checks(ops: tuple[str, ...], family: str, *, touch: bool = False, before: str = "") -> str:
     """Returns a command that runs all checks, whatever the first returns; the part passes if all
     pass."""
-    words = f'{before}"$DIR/check_gpu" "$op" "$SEED" {family}{" touch" if touch else ""}'
-    return (
-        f'bad=0; for op in {" ".join(ops)}; do printf "%s " "$op"; {words} || bad=1; done; '
-        "exit $bad"
-    )
+    words = f'{before}"$DIR/checkops_gpu" --op "$op" --isa "cuda_$f" --seed "$SEED" --trials 40'
+    words += " --touch" if touch else ""
+    loops = [(ops, (family,))]
+    if family == "mma":
+        loops.append((("gemm", "gemm_swiglu"), TILES))
+    lines = ["bad=0"]
+    for names, families in loops:
+        lines.append(
+            f"for op in {' '.join(names)}; do for f in {' '.join(families)}; do "
+            f'printf "%s " "$op" "$f"; {words} || bad=1; done; done'
+        )
+    if family == "mma" and not touch:
+        lines.append('"$DIR/check_gpu" mma_company "$SEED" || bad=1')
+    return "; ".join([*lines, "exit $bad"])
 
 
 def sanitized(tool: str, ops: tuple[str, ...], family: str) -> str:
@@ -188,7 +198,7 @@ def parts() -> list[Part]:
         Part("machine", 60, machine),
         Part("build", 300, build, "", "lib/rollmesh/librollmesh_cuda.so"),
         Part("programs", 300, strict(python("tests/support/cuda_build.py gpu", '--into "$DIR"')),
-        "build", "check_gpu"),
+        "build", "checkops_gpu"),
         Part("probe", 30, '"$DIR/probe_mma"', "programs"),
         Part("wgmma", 40, '"$DIR/bench_wgmma"', "programs"),
         Part("check-fma", 120, checks(OPS, "fma"), "programs"),
@@ -211,14 +221,14 @@ def parts() -> list[Part]:
         Part("grpo", 150, grpo, "build"),
         Part("sync-start", 240, figures("sync-start", f"sync start {mma} --shapes "
                                                       "dense-8b,dense-0.6b"), "programs"),
-        Part("memcheck-mma", 200, sanitized("memcheck", MMA_OPS[:-1], "mma"), "programs"),
+        Part("memcheck-mma", 200, sanitized("memcheck", MMA_OPS, "mma"), "programs"),
         Part("memcheck-fma", 200, sanitized("memcheck", OPS, "fma"), "programs"),
-        Part("racecheck-mma", 240, sanitized("racecheck", MMA_OPS[:-1], "mma"), "programs"),
+        Part("racecheck-mma", 240, sanitized("racecheck", MMA_OPS, "mma"), "programs"),
         Part("decode-fma", 200, figures("decode-fma", f"decode prefill --prefill 512 {fma} "
                                                       "--shapes dense-8b,moe-30b-a3b"), "programs"),
         Part("ops-fma", 180, figures("ops-fma", f"ops {fma}"), "programs"),
         Part("racecheck-fma", 240, sanitized("racecheck", OPS, "fma"), "programs"),
-        Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS[:-1], "mma"), "programs"),
+        Part("synccheck-mma", 150, sanitized("synccheck", MMA_OPS, "mma"), "programs"),
         Part("decode-eager", 200, figures("decode-eager", f"decode {mma} --shapes dense-0.6b "
                                                           "--set enforce_eager=True"), "programs"),
         Part("gemm", 200, with_cublas(figures("gemm", "gemm --shapes dense-8b")), "build"),

@@ -4,35 +4,15 @@
 
 #include <string.h>
 
-static const char *type_name(int type) {
-  switch (type) {
-    case NPY_FLOAT32: return "float32";
-    case NPY_FLOAT64: return "float64";
-    case NPY_UINT8: return "uint8";
-    case NPY_INT8: return "int8";
-    case NPY_UINT16: return "uint16";
-    case NPY_INT16: return "int16";
-    case NPY_INT32: return "int32";
-    case NPY_UINT32: return "uint32";
-    case NPY_INT64: return "int64";
-    case NPY_UINT64: return "uint64";
-    default: return "another dtype";
-  }
-}
-
 static int check_shape(PyObject *module, PyArrayObject *array, rm_array_want *want) {
-  if (PyArray_NDIM(array) != want->n_dims) {
-    rm_raise_code(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims,
-                  PyArray_NDIM(array));
-    return -1;
-  }
+  if (PyArray_NDIM(array) != want->n_dims)
+    return rm_refuse(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims,
+                     PyArray_NDIM(array));
   for (int i = 0; i < want->n_dims; i++) {
     const long long size = (long long)PyArray_DIM(array, i);
-    if (want->shape[i] >= 0 && size != want->shape[i]) {
-      rm_raise_code(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name,
-                    (long long)want->shape[i], i, size);
-      return -1;
-    }
+    if (want->shape[i] >= 0 && size != want->shape[i])
+      return rm_refuse(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name,
+                       (long long)want->shape[i], i, size);
     want->shape[i] = size;
   }
   return 0;
@@ -46,9 +26,8 @@ static int check_layout(PyObject *module, PyArrayObject *array, const rm_array_w
   else if ((want->flags & RM_ARRAY_WRITE) && !PyArray_ISWRITEABLE(array))
     expected = "a writable", seen = "a read-only";
   if (!expected) return 0;
-  rm_raise_code(module, RM_E_LAYOUT, "%s: expected %s array, got %s one; copy it first", want->name,
-                expected, seen);
-  return -1;
+  return rm_refuse(module, RM_E_LAYOUT, "%s: expected %s array, got %s one; copy it first",
+                   want->name, expected, seen);
 }
 
 // Checks the class, since an array of records may have a field of that name.
@@ -56,26 +35,24 @@ int rm_array_is_masked(PyObject *object) {
   return !PyArray_CheckExact(object) && PyObject_HasAttrString((PyObject *)Py_TYPE(object), "mask");
 }
 
+static int refuse_type(PyObject *module, rm_code code, const rm_array_want *want, const char *what,
+                       void *got) {
+  RM_OWNED *wanted = (PyObject *)PyArray_DescrFromType(want->type);
+  return rm_refuse(module, code, "%s: expected %s %S, got %S", want->name, what, wanted, got);
+}
+
 int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void **data) {
   *data = NULL;
   if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
-  if (!PyArray_Check(object)) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected a NumPy array of %s, got %R",
-                  want->name, type_name(want->type), (PyObject *)Py_TYPE(object));
-    return -1;
-  }
-  if (rm_array_is_masked(object)) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
-                  "%s: expected a plain array, got a masked one; .filled(value) makes one",
-                  want->name);
-    return -1;
-  }
+  if (!PyArray_Check(object))
+    return refuse_type(module, RM_E_UNSUPPORTED_TENSOR, want, "a NumPy array of", Py_TYPE(object));
+  if (rm_array_is_masked(object))
+    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR,
+                     "%s: expected a plain array, got a masked one; .filled(value) makes one",
+                     want->name);
   PyArrayObject *array = (PyArrayObject *)object;
-  if (!PyArray_EquivTypenums(PyArray_TYPE(array), want->type)) {
-    rm_raise_code(module, RM_E_DTYPE, "%s: expected dtype %s, got %S", want->name,
-                  type_name(want->type), (PyObject *)PyArray_DESCR(array));
-    return -1;
-  }
+  if (!PyArray_EquivTypenums(PyArray_TYPE(array), want->type))
+    return refuse_type(module, RM_E_DTYPE, want, "dtype", PyArray_DESCR(array));
   if (want->n_dims >= 0 && check_shape(module, array, want)) return -1;
   if (check_layout(module, array, want)) return -1;
   *data = PyArray_DATA(array);
@@ -86,11 +63,9 @@ int rm_array_ids(PyObject *module, PyObject *object, const char *name, const int
                  int64_t *n_out) {
   PyArrayObject *array = (PyArrayObject *)object;
   if (!PyArray_Check(object) || !PyArray_EquivTypenums(PyArray_TYPE(array), NPY_INT32) ||
-      PyArray_NDIM(array) != 1 || !PyArray_ISCARRAY_RO(array)) {
-    rm_raise_code(module, RM_E_REQUEST,
-                  "%s: expected a C-contiguous int32 array of one dim, got %R", name, object);
-    return -1;
-  }
+      PyArray_NDIM(array) != 1 || !PyArray_ISCARRAY_RO(array))
+    return rm_refuse(module, RM_E_REQUEST,
+                     "%s: expected a C-contiguous int32 array of one dim, got %R", name, object);
   *ids = PyArray_DATA(array);
   *n_out = PyArray_DIM(array, 0);
   return 0;

@@ -1,16 +1,9 @@
 // attributes.c: see attributes.h.
 #include "attributes.h"
 
-#include <limits.h>
 #include <string.h>
 
 #include "kernels.h"
-
-static int out_of_range(const rm_attribute *attribute, PyObject *value, const char *type) {
-  PyErr_Format(PyExc_OverflowError, "%s: expected a number that fits %s, got %R", attribute->name,
-               type, value);
-  return -1;
-}
 
 // volatile keeps the compiler from moving the conversion out from between the two calls.
 static float to_float(volatile double wide) {
@@ -28,13 +21,15 @@ static int store_integer(const rm_attribute *attribute, PyObject *value, void *m
   const long long wide = PyLong_AsLongLong(value);
   if (wide == -1 && PyErr_Occurred()) return -1;
   if (attribute->type == RM_ATTR_I64) return *(int64_t *)member = wide, 0;
-  if (attribute->type == RM_ATTR_INT && (wide < INT_MIN || wide > INT_MAX))
-    return out_of_range(attribute, value, "an int");
-  if (wide < INT32_MIN || wide > INT32_MAX) return out_of_range(attribute, value, "32 bits");
+  if (wide < INT32_MIN || wide > INT32_MAX) {
+    PyErr_Format(PyExc_OverflowError, "%s: expected a number that fits 32 bits, got %R",
+                 attribute->name, value);
+    return -1;
+  }
   *(int32_t *)member = (int32_t)wide;
   return 0;
 }
-_Static_assert(sizeof(int) == sizeof(int32_t), "an int is stored as an int32_t");
+_Static_assert(sizeof(int) == sizeof(int32_t), "an int or an enum is an RM_ATTR_I32");
 
 static int store_text(PyObject *module, const rm_attribute *attribute, PyObject *value,
                       const char **member) {
@@ -43,9 +38,8 @@ static int store_text(PyObject *module, const rm_attribute *attribute, PyObject 
   if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_UnicodeError)) return -1;
   PyErr_Clear();
   if (value == Py_None || (*member && strlen(*member) == (size_t)length)) return 0;
-  rm_raise_code(module, RM_E_CONFIG, "%s: expected %s, got %R", attribute->name,
-                PyUnicode_Check(value) ? "UTF-8 text without NUL" : "str or None", value);
-  return -1;
+  return rm_refuse(module, RM_E_CONFIG, "%s: expected %s, got %R", attribute->name,
+                   PyUnicode_Check(value) ? "UTF-8 text without NUL" : "str or None", value);
 }
 
 static int store(PyObject *module, const rm_attribute *attribute, PyObject *value, void *member,
@@ -60,20 +54,16 @@ static int store(PyObject *module, const rm_attribute *attribute, PyObject *valu
     case RM_ATTR_F64: *(double *)member = PyFloat_AsDouble(value); return PyErr_Occurred() ? -1 : 0;
     default: break;
   }
-  PyObject *integer = PyNumber_Index(value);
-  const int failed = !integer || store_integer(attribute, integer, member);
-  Py_XDECREF(integer);
-  return failed ? -1 : 0;
+  RM_OWNED *integer = PyNumber_Index(value);
+  return integer ? store_integer(attribute, integer, member) : -1;
 }
 
 int rm_attributes_read(PyObject *module, PyObject *object, const rm_attribute *attributes, size_t n,
                        void *out, PyObject *held) {
   for (size_t i = 0; i < n; i++) {
-    PyObject *value = PyObject_GetAttrString(object, attributes[i].name);
-    const int failed =
-        !value || store(module, &attributes[i], value, (char *)out + attributes[i].offset, held);
-    Py_XDECREF(value);
-    if (failed) return -1;
+    RM_OWNED *value = PyObject_GetAttrString(object, attributes[i].name);
+    if (!value || store(module, &attributes[i], value, (char *)out + attributes[i].offset, held))
+      return -1;
   }
   return 0;
 }
@@ -81,7 +71,6 @@ int rm_attributes_read(PyObject *module, PyObject *object, const rm_attribute *a
 static PyObject *value_of(rm_attribute_type type, const void *member) {
   switch (type) {
     case RM_ATTR_BOOL: return PyBool_FromLong(*(const int *)member);
-    case RM_ATTR_INT:
     case RM_ATTR_I32: return PyLong_FromLong(*(const int32_t *)member);
     case RM_ATTR_I64: return PyLong_FromLongLong(*(const int64_t *)member);
     case RM_ATTR_U64: return PyLong_FromUnsignedLongLong(*(const uint64_t *)member);
@@ -94,9 +83,8 @@ static PyObject *value_of(rm_attribute_type type, const void *member) {
 PyObject *rm_attributes_dict(const void *from, const rm_attribute *attributes, size_t n) {
   PyObject *dict = PyDict_New();
   for (size_t i = 0; dict && i < n; i++) {
-    PyObject *value = value_of(attributes[i].type, (const char *)from + attributes[i].offset);
+    RM_OWNED *value = value_of(attributes[i].type, (const char *)from + attributes[i].offset);
     if (!value || PyDict_SetItemString(dict, attributes[i].name, value)) Py_CLEAR(dict);
-    Py_XDECREF(value);
   }
   return dict;
 }

@@ -8,6 +8,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdarg.h>
 
 #include "base/status.h"
 
@@ -27,6 +28,7 @@ typedef struct rm_module_state {
   PyObject *errors[RM_N_CODE];
   PyObject *error_base; // owned rollmesh.errors.Error
   PyObject *types[RM_N_TYPES]; // owned
+  PyObject *op_arguments; // owned: {op: {argument: role}} (ops/run.c)
   unsigned long interrupted; // the thread whose call ends because of a Ctrl-C; 0: none
 } rm_module_state;
 
@@ -43,6 +45,10 @@ rm_module_state *rm_state(PyObject *module); // view, never NULL for a module th
 enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIATION };
 #define RM_METHOD(name, function, flags, doc) \
   {name, (PyCFunction)(void (*)(void))function, flags, PyDoc_STR(doc)}
+
+// RM_OWNED *x = …: a reference, or NULL, that is dropped when its scope ends.
+static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }
+#define RM_OWNED __attribute__((cleanup(rm_drop))) PyObject
 
 // Runs `call`, which returns an rm_code, without the GIL.
 #define RM_UNLOCKED(call) \
@@ -76,6 +82,9 @@ PyObject *rm_raise(PyObject *module, rm_error *err);
 PyObject *rm_none(PyObject *module, rm_code code, rm_error *err); // None, or rm_raise
 // Raises an error that the extension finds itself. Formats are PyErr_Format's. Returns NULL.
 PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...);
+void rm_raise_va(PyObject *module, rm_code code, const char *format, va_list args);
+// The same, as the −1 of a function that returns an int.
+#define rm_refuse(...) (rm_raise_code(__VA_ARGS__), -1)
 
 // ----------------------------------------------------------------------------- tuples of integers
 PyObject *rm_tuple_of(const int64_t *numbers, int n);

@@ -8,15 +8,13 @@
 
 static PyObject *available_isas(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
-  PyObject *names = PyList_New(0);
+  RM_OWNED *names = PyList_New(0);
   for (int isa = 0; names && isa < RM_N_ISA; isa++) {
     if (!rm_kernels_for((rm_isa)isa)) continue;
-    PyObject *name = PyUnicode_FromString(rm_isa_name((rm_isa)isa));
+    RM_OWNED *name = PyUnicode_FromString(rm_isa_name((rm_isa)isa));
     if (!name || PyList_Append(names, name)) Py_CLEAR(names);
-    Py_XDECREF(name);
   }
   PyObject *tuple = names ? PyList_AsTuple(names) : NULL;
-  Py_XDECREF(names);
   return tuple;
 }
 
@@ -35,10 +33,9 @@ static PyObject *isa_states(PyObject *module, PyObject *unused) {
   PyObject *states = PyDict_New();
   for (int isa = 0; states && isa < RM_N_ISA; isa++) {
     const rm_isa_state s = rm_isa_ask((rm_isa)isa);
-    PyObject *state = Py_BuildValue("zOdd", s.refused, s.emulated ? Py_True : Py_False,
+    RM_OWNED *state = Py_BuildValue("zOdd", s.refused, s.emulated ? Py_True : Py_False,
                                     s.gflops_one_row, s.gflops_many_rows);
     if (!state || PyDict_SetItemString(states, rm_isa_name((rm_isa)isa), state)) Py_CLEAR(states);
-    Py_XDECREF(state);
   }
   return states;
 }
@@ -81,10 +78,9 @@ static PyObject *engine_limits(PyObject *module, PyObject *none) {
   for (int i = 0; dict && i < RM_N_ENGINE_OPTIONS; i++) {
     const rm_option *option = &rm_engine_option_table[i];
     if (!option->most) continue; // not an integer
-    PyObject *bounds =
+    RM_OWNED *bounds =
         Py_BuildValue("(LK)", (long long)option->least, (unsigned long long)option->most);
     if (!bounds || PyDict_SetItemString(dict, option->attribute.name, bounds)) Py_CLEAR(dict);
-    Py_XDECREF(bounds);
   }
   return dict;
 }

@@ -3,7 +3,6 @@
 #define RM_IMPORT_NUMPY
 #include "arrays.h"
 
-#include <stdarg.h>
 #include <string.h>
 
 #include "base/checksum.h"
@@ -76,10 +75,14 @@ PyObject *rm_none(PyObject *module, rm_code code, rm_error *err) {
   return code ? rm_raise(module, err) : Py_NewRef(Py_None);
 }
 
+void rm_raise_va(PyObject *module, rm_code code, const char *format, va_list args) {
+  PyErr_FormatV(class_of(module, code), format, args);
+}
+
 PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...) {
   va_list args;
   va_start(args, format);
-  PyErr_FormatV(class_of(module, code), format, args);
+  rm_raise_va(module, code, format, args);
   va_end(args);
   return NULL;
 }
@@ -108,6 +111,7 @@ static PyType_Spec *const types[RM_N_TYPES] = {
     [RM_TYPE_DEVICE_ARRAY] = &rm_device_array_spec, // gpu/gpu_array.c
     [RM_TYPE_GPUS] = &rm_gpus_spec, // gpu/loans.c
 };
+PyObject *rm_op_table(void); // ops/run.c
 extern PyMethodDef rm_hardware_functions[], rm_placement_functions[], rm_comm_functions[],
     rm_ops_functions[], rm_gpu_functions[];
 static PyMethodDef *const functions[] = {rm_hardware_functions, rm_placement_functions,
@@ -133,6 +137,7 @@ static int module_exec(PyObject *module) {
     if (!(state->types[i] = PyType_FromModuleAndSpec(module, types[i], NULL))) return -1;
     if (PyModule_AddType(module, (PyTypeObject *)state->types[i])) return -1;
   }
+  if (!(state->op_arguments = rm_op_table())) return -1;
   for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
     if (PyModule_AddFunctions(module, functions[i])) return -1;
   return 0;
@@ -144,6 +149,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   for (int code = 0; code < RM_N_CODE; code++) Py_VISIT(state->errors[code]);
   for (int i = 0; i < RM_N_TYPES; i++) Py_VISIT(state->types[i]);
   Py_VISIT(state->error_base);
+  Py_VISIT(state->op_arguments);
   return 0;
 }
 
@@ -153,6 +159,7 @@ static int module_clear(PyObject *module) {
   for (int code = 0; code < RM_N_CODE; code++) Py_CLEAR(state->errors[code]);
   for (int i = 0; i < RM_N_TYPES; i++) Py_CLEAR(state->types[i]);
   Py_CLEAR(state->error_base);
+  Py_CLEAR(state->op_arguments);
   return 0;
 }
 

@@ -22,26 +22,20 @@ static int64_t element_bytes(rm_src_dtype dtype) { return rm_elements[dtype].bit
 // Copies dims and shape and checks that every size is ≥ 0 and that their product is addressable.
 static int take_shape(PyObject *module, PyObject *name, int n_dims, const int64_t *shape,
                       rm_tensor *out) {
-  if (n_dims < 0 || n_dims > 4) {
-    rm_raise_code(module, RM_E_SHAPE, "%.200U: expected at most 4 dims, got %d", name, n_dims);
-    return -1;
-  }
+  if (n_dims < 0 || n_dims > 4)
+    return rm_refuse(module, RM_E_SHAPE, "%.200U: expected at most 4 dims, got %d", name, n_dims);
   out->n_dims = n_dims;
   int64_t bytes = element_bytes(out->dtype);
   for (int i = 0; i < n_dims; i++) {
-    if (shape[i] < 0) {
-      rm_raise_code(module, RM_E_SHAPE, "%.200U: expected sizes >= 0, got %lld in dim %d", name,
-                    (long long)shape[i], i);
-      return -1;
-    }
+    if (shape[i] < 0)
+      return rm_refuse(module, RM_E_SHAPE, "%.200U: expected sizes >= 0, got %lld in dim %d", name,
+                       (long long)shape[i], i);
     out->shape[i] = shape[i];
-    if (!rm_mul_i64(bytes, rm_max64(shape[i], 1), &bytes)) {
-      rm_raise_code(
+    if (!rm_mul_i64(bytes, rm_max64(shape[i], 1), &bytes))
+      return rm_refuse(
           module, RM_E_SHAPE,
           "%.200U: expected fewer than 2^63 bytes, got size %lld in dim %d after those before it",
           name, (long long)shape[i], i);
-      return -1;
-    }
   }
   return 0;
 }
@@ -60,17 +54,11 @@ static int text_is(PyObject *text, const char *want) {
 
 // Whether dtype.metadata["rollmesh"] == "bfloat16"; −1 with an exception.
 static int has_bf16_metadata(PyObject *dtype) {
-  PyObject *metadata = PyObject_GetAttrString(dtype, "metadata");
-  if (!metadata) return -1;
-  int is = 0;
-  if (metadata != Py_None) {
-    PyObject *word = PyMapping_GetItemString(metadata, "rollmesh");
-    if (!word) PyErr_Clear();
-    is = text_is(word, "bfloat16");
-    Py_XDECREF(word);
-  }
-  Py_DECREF(metadata);
-  return is;
+  RM_OWNED *metadata = PyObject_GetAttrString(dtype, "metadata");
+  if (!metadata || metadata == Py_None) return metadata ? 0 : -1;
+  RM_OWNED *word = PyMapping_GetItemString(metadata, "rollmesh");
+  if (!word) PyErr_Clear();
+  return text_is(word, "bfloat16");
 }
 
 static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, rm_src_dtype *out) {
@@ -84,16 +72,13 @@ static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, r
     if (is) return is < 0 ? -1 : 0;
   }
   if (PyTypeNum_ISUSERDEF(type) && PyArray_ITEMSIZE(array) == 2) {
-    PyObject *word = PyObject_GetAttrString(dtype, "name");
+    RM_OWNED *word = PyObject_GetAttrString(dtype, "name");
     if (!word) return -1;
-    const int is = text_is(word, "bfloat16");
-    Py_DECREF(word);
-    if (is) return 0;
+    if (text_is(word, "bfloat16")) return 0;
   }
-  rm_raise_code(module, RM_E_DTYPE,
-                "%.200U: expected " RM_WEIGHT_ELEMENTS " in native byte order, got %R", name,
-                dtype);
-  return -1;
+  return rm_refuse(module, RM_E_DTYPE,
+                   "%.200U: expected " RM_WEIGHT_ELEMENTS " in native byte order, got %R", name,
+                   dtype);
 }
 
 // Finds the memory behind an array: that of the last base that owns memory. as_strided inserts a
@@ -143,14 +128,12 @@ static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm
   const int64_t each = element_bytes(out->dtype);
   for (int i = 0; i < n_dims; i++) {
     const int64_t stride = PyArray_STRIDE(array, i);
-    if (stride % each && shape[i] > 1) {
-      rm_raise_code(
+    if (stride % each && shape[i] > 1)
+      return rm_refuse(
           module, RM_E_LAYOUT,
           "%.200U: expected strides that are multiples of %lld bytes (an element), got %lld bytes "
           "in dim %d",
           name, (long long)each, (long long)stride, i);
-      return -1;
-    }
     out->strides[i] = stride / each;
   }
   out->data = PyArray_DATA(array);
@@ -168,91 +151,65 @@ static PyObject *optional_attr(PyObject *object, const char *attr, int *failed) 
   return NULL;
 }
 
-static int attr_is_true(PyObject *object, const char *attr, int *failed) {
-  PyObject *value = optional_attr(object, attr, failed);
-  const int is = value == Py_True;
-  Py_XDECREF(value);
-  return is;
-}
-
-static int method_is_true(PyObject *object, const char *method, int *failed) {
-  PyObject *bound = optional_attr(object, method, failed);
-  if (!bound) return 0;
-  PyObject *value = PyObject_CallNoArgs(bound);
-  Py_DECREF(bound);
-  if (!value) *failed = 1;
-  const int is = value == Py_True;
-  Py_XDECREF(value);
-  return is;
-}
-
-// Whether str(object.attr) == want, or the attribute is missing.
-static int attr_reads(PyObject *object, const char *attr, const char *want, int *failed) {
-  PyObject *value = optional_attr(object, attr, failed);
-  if (!value) return 1;
-  PyObject *text = PyObject_Str(value);
-  Py_DECREF(value);
-  if (!text) *failed = 1;
-  const int is = text_is(text, want);
-  Py_XDECREF(text);
-  return is;
+// Whether str(object.attr), or str(object.attr()) of a method, is `text`. A missing attribute reads
+// as `missing`.
+static int attr_reads(PyObject *object, const char *attr, const char *text, int missing,
+                      int *failed) {
+  RM_OWNED *found = optional_attr(object, attr, failed);
+  if (!found) return missing;
+  RM_OWNED *value = PyCallable_Check(found) ? PyObject_CallNoArgs(found) : Py_NewRef(found);
+  RM_OWNED *read = value ? PyObject_Str(value) : NULL;
+  if (!read) *failed = 1;
+  return text_is(read, text);
 }
 
 // Returns why a torch tensor of this kind cannot be read from memory; NULL if it can, or if *failed
 // and an exception is set.
 static const char *torch_objection(PyObject *object, int *failed) {
-  PyObject *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
-  if (!type) *failed = 1;
-  const int fake = text_is(type, "FakeTensor") || text_is(type, "FunctionalTensor"),
-            distributed = text_is(type, "DTensor");
-  const int masked = text_is(type, "MaskedTensor");
-  Py_XDECREF(type);
-  if (fake) return "a fake tensor, which has no data";
-  if (masked) return "a masked tensor; send .to_tensor(value)";
-  if (distributed) return "a DTensor; send .full_tensor(), or .to_local() where it is replicated";
-  static const char *const attributes[][2] = {
-      {"is_quantized", "a quantized tensor"},
-      {"is_meta", "a meta tensor, which has no data"},
-      {"is_sparse", "a sparse tensor"},
-      {"is_nested", "a nested tensor"},
+  static const struct {
+    const char *attr, *text; // what `attr` of the tensor, or __name__ of its class, reads as
+    const char *what;
+  } refused[] = {
+      {NULL, "FakeTensor", "a fake tensor, which has no data"},
+      {NULL, "FunctionalTensor", "a fake tensor, which has no data"},
+      {NULL, "MaskedTensor", "a masked tensor; send .to_tensor(value)"},
+      {NULL, "DTensor", "a DTensor; send .full_tensor(), or .to_local() where it is replicated"},
+      {"is_quantized", "True", "a quantized tensor"},
+      {"is_meta", "True", "a meta tensor, which has no data"},
+      {"is_sparse", "True", "a sparse tensor"},
+      {"is_nested", "True", "a nested tensor"},
+      {"is_neg", "True", "a lazily negated view; send .resolve_neg()"},
   };
-  for (size_t i = 0; i < sizeof attributes / sizeof *attributes && !*failed; i++)
-    if (attr_is_true(object, attributes[i][0], failed)) return attributes[i][1];
-  if (!*failed && !attr_reads(object, "layout", "torch.strided", failed))
-    return "a tensor whose layout is not strided";
-  if (!*failed && method_is_true(object, "is_neg", failed))
-    return "a lazily negated view; send .resolve_neg()";
-  return NULL;
+  RM_OWNED *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+  const char *what = NULL;
+  *failed = !type;
+  for (size_t i = 0; i < sizeof refused / sizeof *refused && !*failed && !what; i++)
+    if (refused[i].attr ? attr_reads(object, refused[i].attr, refused[i].text, 0, failed)
+                        : text_is(type, refused[i].text))
+      what = refused[i].what;
+  if (!what && !*failed && !attr_reads(object, "layout", "torch.strided", 1, failed))
+    what = "a tensor whose layout is not strided";
+  return *failed ? NULL : what;
 }
 
 // Finds the storage behind a torch tensor. LayoutError if it was resized to 0 bytes, as FSDP does.
 static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out) {
   int failed = 0;
-  PyObject *method = optional_attr(object, "untyped_storage", &failed);
+  RM_OWNED *method = optional_attr(object, "untyped_storage", &failed);
   if (!method) return failed ? -1 : 0;
-  PyObject *storage = PyObject_CallNoArgs(method), *start = NULL, *bytes = NULL;
-  Py_DECREF(method);
-  int result = -1;
-  if (!storage) goto out;
-  if (!(start = PyObject_CallMethod(storage, "data_ptr", NULL)) ||
-      !(bytes = PyObject_CallMethod(storage, "nbytes", NULL)))
-    goto out;
+  RM_OWNED *storage = PyObject_CallNoArgs(method);
+  RM_OWNED *start = storage ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
+  RM_OWNED *bytes = start ? PyObject_CallMethod(storage, "nbytes", NULL) : NULL;
+  if (!bytes) return -1;
   const unsigned long long at = PyLong_AsUnsignedLongLong(start),
                            length = PyLong_AsUnsignedLongLong(bytes);
-  if (PyErr_Occurred()) goto out;
-  if (length == 0) {
-    rm_raise_code(module, RM_E_LAYOUT,
-                  "%.200U: expected a tensor with memory, got one whose storage is empty (0 bytes)",
-                  name);
-    goto out;
-  }
+  if (PyErr_Occurred()) return -1;
+  if (length == 0)
+    return rm_refuse(
+        module, RM_E_LAYOUT,
+        "%.200U: expected a tensor with memory, got one whose storage is empty (0 bytes)", name);
   take_span(out, (uintptr_t)at, (uintptr_t)(at + length));
-  result = 0;
-out:
-  Py_XDECREF(storage);
-  Py_XDECREF(start);
-  Py_XDECREF(bytes);
-  return result;
+  return 0;
 }
 
 // ----------------------------------------------------------------------------------------- DLPack
@@ -260,9 +217,8 @@ static int is_host(long type) { return type == DL_CPU || type == DL_CUDA_HOST; }
 static int is_cuda(long type) { return type == DL_CUDA || type == DL_CUDA_MANAGED; }
 
 static int refuse(PyObject *module, PyObject *name, const char *what) {
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a dense tensor, got %s", name,
-                what);
-  return -1;
+  return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a dense tensor, got %s", name,
+                   what);
 }
 
 // A producer's device: a CUDA device's number, or HOST.
@@ -271,7 +227,7 @@ enum { HOST = -1 };
 // Returns −1 with an exception if the extension cannot read the producer's device.
 static int check_device(PyObject *module, PyObject *object, PyObject *name,
                         const rm_tensor_reader *reader, int *ordinal) {
-  PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
+  RM_OWNED *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
   if (!device) return -1;
   int is_pair = PyTuple_Check(device) && PyTuple_Size(device) == 2;
   const long type = is_pair ? PyLong_AsLong(PyTuple_GetItem(device, 0)) : 0;
@@ -282,56 +238,44 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name,
     is_pair = 0;
   }
   if (!is_pair)
-    rm_raise_code(
+    return rm_refuse(
         module, RM_E_UNSUPPORTED_TENSOR,
         "%.200U: expected a __dlpack_device__ that returns two integers of 64 bits, got %.80R",
         name, device);
-  Py_DECREF(device);
   if (PyErr_Occurred()) return -1;
   *ordinal = is_cuda(type) ? (int)number : HOST;
   if (is_cuda(type) && (number < 0 || number > INT32_MAX))
     return refuse(module, name, "a __dlpack_device__ with an invalid number of a CUDA device");
   if (is_host(type) || (is_cuda(type) && reader)) return 0;
-  rm_raise_code(
+  return rm_refuse(
       module, RM_E_UNSUPPORTED_TENSOR,
       "%.200U: expected a tensor on the CPU%s, got one on DLPack device type %ld (2: CUDA, 8: "
       "Metal, 10: ROCm)",
       name, reader ? " or a CUDA device" : "", type);
-  return -1;
 }
 
 // Requests a versioned capsule; an old producer returns an unversioned one. With a stream, work
 // that is enqueued on it from now on reads the complete data.
 static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
                              const void *stream) {
-  PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *none = NULL, *version = NULL,
-           *capsule = NULL;
-  const unsigned long long handle = (uintptr_t)stream;
-  if (method && (none = PyTuple_New(0)) &&
-      (version = Py_BuildValue("{s:(ii)}", "max_version", 1, 1))) {
-    PyObject *number = stream ? PyLong_FromUnsignedLongLong(handle) : NULL;
-    if (!stream || (number && !PyDict_SetItemString(version, "stream", number)))
-      capsule = PyObject_Call(method, none, version);
-    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
-      PyErr_Clear();
-      if (!PyDict_DelItemString(version, "max_version"))
-        capsule = PyObject_Call(method, none, version);
-    }
-    Py_XDECREF(number);
+  RM_OWNED *method = PyObject_GetAttrString(object, "__dlpack__");
+  RM_OWNED *none = method ? PyTuple_New(0) : NULL;
+  RM_OWNED *options = none ? Py_BuildValue("{s:(ii)}", "max_version", 1, 1) : NULL;
+  RM_OWNED *handle = options ? PyLong_FromUnsignedLongLong((uintptr_t)stream) : NULL;
+  if (!handle || (stream && PyDict_SetItemString(options, "stream", handle))) return NULL;
+  PyObject *capsule = PyObject_Call(method, none, options);
+  if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
+    PyErr_Clear();
+    if (!PyDict_DelItemString(options, "max_version"))
+      capsule = PyObject_Call(method, none, options);
   }
-  Py_XDECREF(method);
-  Py_XDECREF(none);
-  Py_XDECREF(version);
   if (!capsule && PyErr_ExceptionMatches(PyExc_BufferError)) {
-    PyObject *type, *value, *trace;
+    RM_OWNED *type = NULL, *value = NULL, *trace = NULL;
     PyErr_Fetch(&type, &value, &trace);
     rm_raise_code(
         module, RM_E_UNSUPPORTED_TENSOR,
         "%.200U: expected a tensor that its library exports by DLPack, got BufferError: %S", name,
         value ? value : Py_None);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
   }
   return capsule;
 }
@@ -344,9 +288,8 @@ int rm_element_of(PyObject *module, PyObject *name, dl_dtype dtype, int n_expect
     if (rm_elements[i].code == dtype.code && rm_elements[i].bits == dtype.bits) return i;
   const char *kind =
       dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "DLPack type of bits ";
-  rm_raise_code(module, RM_E_DTYPE, "%.200U: expected %s, got %s%d%s", name, expected, kind,
-                (int)dtype.bits, dtype.lanes == 1 ? "" : " in vectors");
-  return -1;
+  return rm_refuse(module, RM_E_DTYPE, "%.200U: expected %s, got %s%d%s", name, expected, kind,
+                   (int)dtype.bits, dtype.lanes == 1 ? "" : " in vectors");
 }
 
 static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm_tensor *out) {
@@ -356,12 +299,10 @@ static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm
     next *= rm_max64(out->shape[i], 1); // checked in take_shape
   }
   uintptr_t data = (uintptr_t)t->data;
-  if (data && __builtin_add_overflow(data, t->byte_offset, &data)) {
-    rm_raise_code(module, RM_E_LAYOUT,
-                  "%.200U: expected a byte offset inside the address space, got %llu", name,
-                  (unsigned long long)t->byte_offset);
-    return -1;
-  }
+  if (data && __builtin_add_overflow(data, t->byte_offset, &data))
+    return rm_refuse(module, RM_E_LAYOUT,
+                     "%.200U: expected a byte offset inside the address space, got %llu", name,
+                     (unsigned long long)t->byte_offset);
   out->data = (const void *)data;
   return 0;
 }
@@ -371,11 +312,9 @@ static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int
   const dl_tensor *t;
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
-    if (managed->major != 1) {
-      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected DLPack 1.x, got %u.%u", name,
-                    managed->major, managed->minor);
-      return -1;
-    }
+    if (managed->major != 1)
+      return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected DLPack 1.x, got %u.%u",
+                       name, managed->major, managed->minor);
     t = &managed->tensor;
     out->read_only = (managed->flags & DL_READ_ONLY) != 0;
   } else if (PyCapsule_IsValid(capsule, "dltensor")) {
@@ -408,7 +347,7 @@ static int describe(PyObject *module, const rm_dlpack *from, PyObject *name, rm_
 // Returns a detached view of a tensor that records gradients, which DLPack does not export.
 static PyObject *detached(PyObject *object) {
   int failed = 0;
-  const int records = attr_is_true(object, "requires_grad", &failed);
+  const int records = attr_reads(object, "requires_grad", "True", 0, &failed);
   if (failed) return NULL;
   return records ? PyObject_CallMethod(object, "detach", NULL) : Py_NewRef(object);
 }
@@ -434,41 +373,34 @@ static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name,
   return capsule;
 }
 
-// *plain: the tensor that returned the capsule, owned by the caller.
-static int take_capsule(PyObject *module, PyObject *object, PyObject *name,
-                        const rm_tensor_reader *reader, rm_dlpack *out, PyObject **plain) {
+int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name,
+                   const rm_tensor_reader *reader, rm_dlpack *out) {
   int failed = 0, ordinal = HOST;
   const char *objection = torch_objection(object, &failed);
+  memset(out, 0, sizeof *out);
   if (failed) return -1;
   if (objection) return refuse(module, name, objection);
   if (check_device(module, object, name, reader, &ordinal)) return -1;
-  *plain = detached(object);
-  PyObject *capsule = *plain ? ask_reader(module, *plain, name, reader, ordinal) : NULL;
+  PyObject *plain = detached(object),
+           *capsule = plain ? ask_reader(module, plain, name, reader, ordinal) : NULL;
   if (capsule && !from_capsule(module, capsule, name, ordinal, out))
-    out->owner = PyTuple_Pack(2, capsule, *plain);
+    out->owner = PyTuple_Pack(2, capsule, plain);
   rm_tensor_release(capsule);
-  return out->owner ? 0 : -1;
-}
-
-int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name,
-                   const rm_tensor_reader *reader, rm_dlpack *out) {
-  PyObject *plain = NULL;
-  memset(out, 0, sizeof *out);
-  const int failed = take_capsule(module, object, name, reader, out, &plain);
   rm_tensor_release(plain);
-  return failed;
+  return out->owner ? 0 : -1;
 }
 
 static int from_dlpack(PyObject *module, PyObject *object, PyObject *name,
                        const rm_tensor_reader *reader, rm_tensor *out, PyObject **owner) {
-  rm_dlpack taken = {0};
-  PyObject *plain = NULL;
-  int failed = take_capsule(module, object, name, reader, &taken, &plain);
-  if (!failed) failed = describe(module, &taken, name, out) || torch_span(module, plain, name, out);
-  rm_tensor_release(plain);
-  if (failed) rm_tensor_release(taken.owner);
-  else *owner = taken.owner;
-  return failed ? -1 : 0;
+  rm_dlpack taken;
+  if (rm_dlpack_take(module, object, name, reader, &taken)) return -1;
+  PyObject *plain = PyTuple_GetItem(taken.owner, 1); // the tensor that returned the capsule
+  if (!plain || describe(module, &taken, name, out) || torch_span(module, plain, name, out)) {
+    rm_tensor_release(taken.owner);
+    return -1;
+  }
+  *owner = taken.owner;
+  return 0;
 }
 
 int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name,
@@ -485,12 +417,10 @@ int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name,
   int failed = 0;
   PyObject *method = optional_attr(object, "__dlpack_device__", &failed);
   if (failed) return -1;
-  if (!method) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
-                  "%.200U: expected a NumPy array or a DLPack tensor, got %R", name,
-                  (PyObject *)Py_TYPE(object));
-    return -1;
-  }
+  if (!method)
+    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR,
+                     "%.200U: expected a NumPy array or a DLPack tensor, got %R", name,
+                     (PyObject *)Py_TYPE(object));
   Py_DECREF(method);
   return from_dlpack(module, object, name, reader, out, owner);
 }

@@ -7,8 +7,9 @@
 // After RM_DEVICE_FAULT the device is dead: it drops enqueued work, every status is
 // RM_DEVICE_FAULT, and memory can only be freed.
 //
-// On the CPU host and device memory are the same (on_host), and every call is complete when it
-// returns.
+// On the CPU host and device memory are the same (on_host), every call is complete when it returns,
+// and the functions for pinned memory, copies between host and device or other devices, query_event
+// and those for other streams are NULL, except copy_to_host.
 #pragma once
 
 #include "kernels.h"
@@ -45,6 +46,7 @@ typedef struct rm_device {
   void (*free_pinned)(void *self, void *block, size_t bytes);
   size_t (*available)(void *self); // bytes that alloc can allocate now; SIZE_MAX: unknown
   // Ordinal of the device that has this memory, even if another library allocated it; −1: none.
+  // NULL on the CPU.
   int (*ordinal_of)(void *self, const void *address);
 
   // Enqueue a copy. Until it is complete, the host memory must not change (copy_to_device) or be

@@ -419,6 +419,9 @@ typedef enum rm_src_dtype {
   RM_SRC_F16 = 2,
   RM_SRC_F64 = 3
 } rm_src_dtype;
+RM_INLINE size_t rm_src_bytes(rm_src_dtype dtype) {
+  return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2;
+}
 typedef enum rm_layout {
   RM_PLAIN = 0,
   RM_PACKED = 1,

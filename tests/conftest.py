@@ -60,6 +60,12 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disables the curves of a run, which take longer to draw than a test's run."""
+    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
+
+
+@pytest.fixture
 def plain_signals() -> Iterator[None]:
     """Restores signals that the parent process may have ignored, such as a shell for background
     jobs, or nohup."""

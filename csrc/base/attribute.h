@@ -7,8 +7,7 @@
 
 typedef enum rm_attribute_type {
   RM_ATTR_BOOL, // an int, set to the object's truth value
-  RM_ATTR_INT,
-  RM_ATTR_I32,
+  RM_ATTR_I32, // also an int or an enum
   RM_ATTR_I64,
   RM_ATTR_U64,
   RM_ATTR_F32, // rounded to nearest even in any floating-point environment
@@ -21,3 +20,8 @@ typedef struct rm_attribute {
   rm_attribute_type type; // of the C member
   size_t offset;
 } rm_attribute;
+
+// A row of a table for a member, whose name in Python is the same or another.
+#define RM_ATTRIBUTE(object, type, member) RM_ATTRIBUTE_AS(object, type, member, member)
+#define RM_ATTRIBUTE_AS(object, type, name, member) \
+  {#name, RM_ATTR_##type, offsetof(object, member)}

@@ -23,11 +23,6 @@ static size_t cpu_available(void *self) {
   return rm_memory_available();
 }
 
-static int cpu_ordinal_of(void *self, const void *address) {
-  (void)self, (void)address;
-  return -1;
-}
-
 static void cpu_memcpy(void *self, void *to, const void *from, size_t bytes) {
   (void)self;
   memcpy(to, from, bytes);
@@ -38,12 +33,6 @@ static void cpu_copy_2d(void *self, void *to, size_t to_pitch, const void *from,
   (void)self;
   for (size_t r = 0; r < rows; r++)
     memcpy((char *)to + r * to_pitch, (const char *)from + r * from_pitch, width);
-}
-
-static void cpu_copy_2d_from_peer(void *self, void *to, size_t to_pitch, const void *from,
-                                  int ordinal, size_t from_pitch, size_t width, size_t rows) {
-  (void)ordinal;
-  cpu_copy_2d(self, to, to_pitch, from, from_pitch, width, rows);
 }
 
 static void cpu_zero_2d(void *self, void *at, size_t pitch, size_t width, size_t rows) {
@@ -62,13 +51,6 @@ static rm_device_status cpu_done(void *self) {
   (void)self;
   return RM_DEVICE_OK;
 }
-
-static const char *cpu_check_stream(void *self, void *stream) {
-  (void)self, (void)stream;
-  return NULL;
-}
-
-static void cpu_wait_stream(void *self, void *stream) { (void)self, (void)stream; }
 
 static int cpu_enter(void *self) {
   (void)self;
@@ -92,23 +74,14 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
       .kernels = kernels,
       .alloc = cpu_alloc,
       .free = cpu_free,
-      .alloc_pinned = cpu_alloc,
-      .free_pinned = cpu_free,
       .available = cpu_available,
-      .ordinal_of = cpu_ordinal_of,
-      .copy_to_device = cpu_memcpy,
       .copy_to_host = cpu_memcpy,
-      .copy_2d_from_peer = cpu_copy_2d_from_peer,
       .copy_2d = cpu_copy_2d,
       .zero_2d = cpu_zero_2d,
       .record_event = cpu_record_event,
       .wait_event = cpu_wait_event,
-      .query_event = cpu_wait_event,
       .wait = cpu_done,
       .poll = cpu_done,
-      .wait_stream = cpu_wait_stream,
-      .make_stream_wait = cpu_wait_stream,
-      .check_stream = cpu_check_stream,
       .enter = cpu_enter,
       .leave = cpu_leave,
       .message = cpu_message,

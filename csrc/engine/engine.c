@@ -1,4 +1,5 @@
 // engine.c: creation and destruction of an engine, jobs on all its workers, and statistics.
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -61,7 +62,7 @@ rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_err
 
 // ---------------------------------------------------------------------------------------- options
 #define ROW(name, type, member, least, most) \
-  {{#name, RM_ATTR_##type, offsetof(rm_engine_options, member)}, least, most},
+  {RM_ATTRIBUTE_AS(rm_engine_options, type, name, member), least, most},
 const rm_option rm_engine_option_table[RM_N_ENGINE_OPTIONS] = {RM_ENGINE_OPTIONS(ROW)};
 
 static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
@@ -69,7 +70,7 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
     const rm_option *option = &rm_engine_option_table[i];
     const void *member = (const char *)options + option->attribute.offset;
     int64_t value;
-    if (option->attribute.type == RM_ATTR_INT) value = *(const int *)member;
+    if (option->attribute.type == RM_ATTR_I32) value = *(const int *)member;
     else if (option->attribute.type == RM_ATTR_I64) value = *(const int64_t *)member;
     else continue;
     if (value < option->least || value > (int64_t)option->most)
@@ -93,9 +94,6 @@ static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options,
   if (code) return code;
   if (mesh->tp > RM_MAX_TP)
     return rm_fail(err, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP, mesh->tp);
-  if (options->dispatcher < 0 || options->dispatcher >= RM_N_DISPATCHER)
-    return rm_fail(err, RM_E_CONFIG, "ep_backend: expected a token dispatcher, got %d",
-                   (int)options->dispatcher);
   if (mesh->ep > 1 && options->dispatcher == RM_DISPATCH_DISABLED)
     return rm_fail(err, RM_E_CONFIG,
                    "ep_backend: expected a token dispatcher for ep=%d, got \"disabled\"", mesh->ep);
@@ -116,26 +114,19 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   const rm_endpoints *ends = options->endpoints;
   const int world = rm_mesh_world(&options->mesh);
   rm_code code = check_mesh(spec, options, err);
+  // The caller makes these from names and devices that it has checked.
+  assert(options->dispatcher >= 0 && options->dispatcher < RM_N_DISPATCHER);
+  assert(options->dtype == RM_BF16 || options->dtype == RM_F32);
+  assert(options->cuda_library || !(options->nccl_library || options->cublas_library));
+  assert(options->dtype == RM_BF16 || !options->cublas_library);
   if (code) return code;
   if (options->external_pages > 0 && !ends && world > 1)
     return rm_fail(err, RM_E_CONFIG,
                    "external_pages: expected one rank in each process, got %d in this one", world);
-  if (options->n_eos < 0 || (options->n_eos && !options->eos_ids))
-    return rm_fail(err, RM_E_CONFIG, "eos_token_id: expected an array of %lld ids, got none",
-                   (long long)options->n_eos);
   if ((code = check_ranges(spec, options, err))) return code;
   if (options->page_size % 16)
     return rm_fail(err, RM_E_CONFIG, "block_size: expected a multiple of 16, got %lld",
                    (long long)options->page_size);
-  if (options->dtype != RM_BF16 && options->dtype != RM_F32)
-    return rm_fail(err, RM_E_CONFIG, "dtype: expected bfloat16 or float32, got %d", options->dtype);
-  if (options->nccl_library && !options->cuda_library)
-    return rm_fail(err, RM_E_CONFIG, "NCCL: expected an engine on a GPU, got one on the CPU");
-  if (options->cublas_library && !options->cuda_library)
-    return rm_fail(err, RM_E_CONFIG,
-                   "fast=True (cuBLASLt): expected an engine on a GPU, got one on the CPU");
-  if (options->cublas_library && options->dtype != RM_BF16)
-    return rm_fail(err, RM_E_CONFIG, "fast=True: expected bfloat16, got float32");
   return RM_OK;
 }
 

@@ -65,7 +65,7 @@ typedef struct rm_engine_options {
   int enforce_eager; // do not capture graphs (gpu/graphs.c)
   int64_t external_pages; // > 0: number of pages of an external scheduler; kv_bytes is ignored
   int64_t n_eos;
-  const int32_t *eos_ids; // [n_eos] view during create
+  const int32_t *eos_ids; // [n_eos] view during create; may be NULL if n_eos is 0
   // views during create
   const char *nccl_library; // a libnccl.so.2, for exchanges between GPUs; NULL: through the host
   // A libcublasLt.so.13, for bf16 matmuls on a GPU, whose sums may depend on the batch
@@ -79,7 +79,7 @@ typedef struct rm_engine_options {
 // rm_engine_create checks them. max_model_len is exact in float32, in which rope multiplies
 // positions.
 #define RM_ENGINE_OPTIONS(OPTION) \
-  OPTION(threads, INT, n_threads, 0, RM_MAX_THREADS) \
+  OPTION(threads, I32, n_threads, 0, RM_MAX_THREADS) \
   OPTION(max_model_len, I64, max_model_len, 1, 1 << 24) \
   OPTION(max_num_seqs, I64, max_num_seqs, 1, 1 << 16) \
   OPTION(max_num_batched_tokens, I64, max_num_batched_tokens, 1, 1 << 20) \
@@ -92,7 +92,7 @@ typedef struct rm_engine_options {
   OPTION(profile, BOOL, profile, 0, 0) \
   OPTION(enforce_eager, BOOL, enforce_eager, 0, 0) \
   OPTION(sequence_parallel, BOOL, sequence_parallel, 0, 0) \
-  OPTION(cuda_ordinal, INT, cuda_ordinal, -1, INT32_MAX) \
+  OPTION(cuda_ordinal, I32, cuda_ordinal, -1, INT32_MAX) \
   OPTION(cuda_library, TEXT, cuda_library, 0, 0) \
   OPTION(cuda_family, TEXT, cuda_family, 0, 0) \
   OPTION(nccl_library, TEXT, nccl_library, 0, 0) \

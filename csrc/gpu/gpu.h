@@ -131,6 +131,37 @@ int64_t rm_graphs_replays(const rm_graphs *graphs); // since creation
 // Adds the exchanges of replays, which the groups do not count.
 void rm_graphs_add_traffic(const rm_graphs *graphs, rm_traffic *traffic);
 
+// ---------------------------------------------------------------------------------------- staging
+// staging.c: the copies of a push by the device's pack op. Host tensors go through a double-buffered
+// staging buffer: while the device reads one half, the host fills the other. The device copies
+// tensors of another GPU into the same halves.
+typedef struct rm_staging { // unused on the CPU
+  const rm_device *device; // view
+  size_t half_bytes; // max bytes of one copy's source
+  rm_mirrored_buffer halves; // [2][half_bytes]; owned; created at first use
+  rm_mirrored_buffer found; // rm_pack_found of each copy; owned; created at first use
+  int half; // the half being filled
+  size_t used; // its bytes in use
+} rm_staging;
+
+typedef struct rm_staged_tensor { // the source of a copy
+  const char *name; // for messages; of `length` bytes
+  size_t length;
+  int ordinal; // CUDA device whose memory holds it; −1: the host
+} rm_staged_tensor;
+
+enum { RM_STAGED_COPIES = 4096 }; // most copies between two waits for the device
+size_t rm_staging_bytes(const rm_staging *staging); // device memory that it takes once used
+void rm_staging_free(rm_staging *staging); // the device must be idle
+rm_code rm_staging_open(rm_staging *staging, rm_error *err); // no effect on an open one
+// Enqueues copy i since the last finish. RM_E_LIMIT, RM_E_LAYOUT: the source cannot be staged;
+// RM_E_DEVICE.
+rm_code rm_staging_pack(rm_staging *staging, int64_t i, const rm_pack_args *args,
+                        const rm_staged_tensor *from, const rm_ctx *ctx, rm_error *err);
+// Waits for the n copies, also after an error. *found: their results, a view until the next copy.
+rm_code rm_staging_finish(rm_staging *staging, int64_t n, const rm_pack_found **found,
+                          rm_error *err);
+
 // ----------------------------------------------------------------------------------- host offload
 // host_offload.c: copies a block of device memory to the host (sleep) and back (wake). Both leave
 // their source unchanged, and return when the device is done, on failure too.

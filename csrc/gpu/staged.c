@@ -19,72 +19,49 @@ typedef struct staged {
   size_t capacity;
   run out, in;
   rm_block *send, *recv; // [size] each, carved: blocks of the host exchange
+  char **from, **to; // [size] each, carved: their bytes on the device
 } staged;
 
 // --------------------------------------------------------------------------------------- one call
-static int is_one_block(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
-
-// Assigns consecutive ranges of `here` to the blocks of one direction. Returns their bytes.
-static size_t lay_out(const staged *s, const rm_block blocks[], int is_shared, char *here,
-                      rm_block placed[]) {
-  size_t used = 0;
-  for (int r = 0; r < s->size; r++) {
-    const size_t bytes = r == s->rank ? 0 : rm_block_bytes(&blocks[r]);
-    placed[r] = (rm_block){here + (is_shared ? 0 : used), bytes > 0, bytes, bytes};
-    if (!is_shared) used += bytes;
-    else if (bytes > used) used = bytes;
+// The blocks of the host exchange: the bytes in pinned memory of what was placed on the device.
+static void place_here(const staged *s, const run *r, const rm_block blocks[], char *const at[],
+                       rm_block here[]) {
+  for (int i = 0; i < s->size; i++) {
+    const size_t bytes = at[i] ? rm_block_bytes(&blocks[i]) : 0;
+    here[i] = (rm_block){at[i] ? r->here + (at[i] - r->there) : r->here, bytes > 0, bytes, bytes};
   }
-  return used;
-}
-
-static rm_code check_room(const staged *s, rm_comm_op op, size_t sent, size_t received,
-                          rm_error *err) {
-  const size_t most = sent > received ? sent : received;
-  if (most <= s->capacity) return RM_OK;
-  return rm_fail(
-      err, RM_E_CAPACITY, "%s: expected at most %zu bytes in one exchange, got %zu that rank %d %s",
-      rm_comm_op_name(op), s->capacity, most, s->rank, sent == most ? "sends" : "receives");
 }
 
 static rm_code copy_to_host(staged *s, const rm_block send[], size_t sent, rm_error *err) {
-  for (int r = 0; r < s->size && sent > 0; r++) {
-    const size_t at = (size_t)((char *)s->send[r].base - s->out.here);
-    if (r == s->rank || s->send[r].rows == 0) continue;
-    int is_packed = 0; // a gather has one block for all ranks
-    for (int i = 0; i < r && !is_packed; i++)
-      is_packed = i != s->rank && s->send[i].rows && s->send[i].base == s->send[r].base;
-    if (!is_packed) rm_device_pack(s->device, &send[r], s->out.there + at);
-  }
+  rm_device_pack_all(s->device, send, s->size, s->from);
   if (sent > 0) s->device->copy_to_host(s->device->self, s->out.here, s->out.there, sent);
   // Also waits for the previous exchange's copy from s->in.here.
   return rm_device_wait(s->device, err);
-}
-
-static void copy_to_device(staged *s, const rm_block recv[], size_t received) {
-  if (received > 0) s->device->copy_to_device(s->device->self, s->in.there, s->in.here, received);
-  for (int r = 0; r < s->size; r++)
-    if (r != s->rank)
-      rm_device_unpack(s->device, s->in.there + ((char *)s->recv[r].base - s->in.here), &recv[r]);
 }
 
 static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch, double timeout,
                         const rm_block send[], const rm_block recv[], rm_error *err) {
   staged *s = self;
   (void)sequence; // the host group counts its own calls
-  const size_t sent = lay_out(s, send, is_one_block(op), s->out.here, s->send);
-  const size_t received = lay_out(s, recv, 0, s->in.here, s->recv);
+  const size_t sent =
+      rm_device_place(send, s->size, s->rank, rm_is_one_block(op), 0, s->out.there, s->from);
+  const size_t received = rm_device_place(recv, s->size, s->rank, 0, 0, s->in.there, s->to);
   const rm_block *from = &send[s->rank], *to = &recv[s->rank];
   const size_t own = rm_device_own_needs_run(from, to) ? rm_block_bytes(to) : 0;
-  rm_code code = check_room(s, op, sent > own ? sent : own, received, err);
+  rm_code code = rm_device_check_room(op, "bytes", s->rank, s->capacity, sent > own ? sent : own,
+                                      received, err);
   if (!code) code = copy_to_host(s, send, sent, err);
   if (code) {
     rm_comm_abort(s->host, code); // other ranks wait in the call that this rank will not join
     return code;
   }
+  place_here(s, &s->out, send, s->from, s->send);
+  place_here(s, &s->in, recv, s->to, s->recv);
   rm_comm_set_epoch(s->host, epoch);
   rm_comm_set_timeout(s->host, timeout);
   if ((code = rm_comm_exchange(s->host, op, s->send, s->recv, err))) return code;
-  copy_to_device(s, recv, received);
+  if (received > 0) s->device->copy_to_device(s->device->self, s->in.there, s->in.here, received);
+  rm_device_unpack_all(s->device, recv, s->size, s->to);
   rm_device_own(s->device, from, to, s->out.there);
   return RM_OK;
 }
@@ -133,7 +110,7 @@ rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t cap
   *out = NULL;
   if (capacity < 1 || capacity > INT64_MAX)
     return rm_fail(err, RM_E_CONFIG, "capacity: expected 1 to 2^63 - 1 bytes, got %zu", capacity);
-  staged *s = rm_alloc(1, sizeof *s + 2 * (size_t)size * sizeof s->send[0]);
+  staged *s = rm_alloc(1, sizeof *s + 2 * (size_t)size * (sizeof *s->send + sizeof *s->from));
   if (!s) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
   *s = (staged){.host = host,
                 .device = device,
@@ -142,6 +119,8 @@ rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t cap
                 .capacity = capacity,
                 .send = (rm_block *)(s + 1)};
   s->recv = s->send + size;
+  s->from = (char **)(s->recv + size);
+  s->to = s->from + size;
   const rm_transport transport = {.name = "staged",
                                   .moves_own = 1,
                                   .self = s,

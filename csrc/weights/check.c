@@ -69,9 +69,6 @@ static const char *src_name(rm_src_dtype dtype) {
   return "unknown";
 }
 
-size_t rm_src_bytes(rm_src_dtype dtype) {
-  return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2;
-}
 const char *rm_dtype_name(rm_dtype dtype) { return dtype == RM_BF16 ? "bfloat16" : "float32"; }
 
 static rm_code check_dtype(rm_dtype want, const rm_tensor *tensor, int cast, const char *name,

@@ -9,7 +9,6 @@
 rm_code rm_tensor_check(const rm_params *params, const rm_target *want, const rm_tensor *tensor,
                         int cast, const char *name, rm_error *err);
 
-size_t rm_src_bytes(rm_src_dtype dtype);
 const char *rm_dtype_name(rm_dtype dtype); // "bfloat16", "float32"
 
 typedef struct rm_dims_text {

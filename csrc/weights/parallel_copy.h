@@ -3,27 +3,13 @@
 // least) that threads take from a shared counter: many small tensors wake the threads once, and a
 // thread that is scheduled late delays at most one task.
 //
-// On a GPU the device's pack op copies the tasks. Host tensors go through a double-buffered staging
-// buffer: while the device reads one half, the host fills the other. The device copies tensors of
-// another GPU into the same halves. Called only by the thread that owns the store (sync.h).
+// On a GPU the device's pack op copies the tasks (gpu/staging.c). Called only by the thread that
+// owns the store (sync.h).
 #pragma once
 
 #include "base/status.h"
-#include "device/devices.h"
+#include "gpu/gpu.h"
 #include "weights/sync.h"
-
-// Double-buffered pinned host-to-device staging. Unused on the CPU.
-typedef struct rm_staging {
-  const rm_device *device; // view
-  size_t half_bytes; // max bytes of one task's source
-  rm_mirrored_buffer halves; // [2][half_bytes]; owned; created at first use
-  rm_mirrored_buffer found; // rm_pack_found of each task; owned; created at first use
-  int half; // the half being filled
-  size_t used; // its bytes in use
-} rm_staging;
-
-size_t rm_staging_bytes(const rm_staging *staging); // device memory that it takes once used
-void rm_staging_free(rm_staging *staging); // the device must be idle
 
 typedef struct rm_copy_task {
   rm_pack_args args; // inputs, and results after the copy, with indices relative to args.index0

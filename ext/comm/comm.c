@@ -24,11 +24,9 @@ typedef struct comm_object {
 int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out) {
   *out = NULL;
   if (object == Py_None) return 0;
-  if (!rm_is(module, object, RM_TYPE_COMM) || !((comm_object *)object)->comm) {
-    rm_raise_code(module, RM_E_STATE, "expected a Comm that is open and not in use, got %R",
-                  object);
-    return -1;
-  }
+  if (!rm_is(module, object, RM_TYPE_COMM) || !((comm_object *)object)->comm)
+    return rm_refuse(module, RM_E_STATE, "expected a Comm that is open and not in use, got %R",
+                     object);
   *out = ((comm_object *)object)->comm;
   ((comm_object *)object)->comm = NULL;
   return 0;
@@ -94,25 +92,20 @@ static rm_code code_of_exception(comm_object *c, rm_error *err) {
   static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT,
                                   RM_E_MESH_MISMATCH, RM_E_MEMORY};
   rm_module_state *state = rm_state(rm_module_of((PyObject *)c));
-  PyObject *type, *value, *trace;
+  RM_OWNED *type = NULL, *value = NULL, *trace = NULL;
   rm_code code = RM_E_RANK_LOST;
   for (size_t i = 0; i < sizeof known / sizeof *known; i++)
     if (PyErr_ExceptionMatches(state->errors[known[i]])) code = known[i];
   const int interrupted = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
   if (interrupted) state->interrupted = PyThread_get_thread_ident();
   PyErr_Fetch(&type, &value, &trace);
-  PyObject *text = value ? PyObject_Str(value) : NULL,
-           *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+  RM_OWNED *text = value ? PyObject_Str(value) : NULL;
+  RM_OWNED *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
   rm_fail(err, code, "%.400s",
           interrupted ? "the exchange was interrupted"
           : bytes     ? PyBytes_AsString(bytes)
                       : "the exchange failed");
   PyErr_Clear();
-  Py_XDECREF(bytes);
-  Py_XDECREF(text);
-  Py_XDECREF(type);
-  Py_XDECREF(value);
-  Py_XDECREF(trace);
   return code;
 }
 
@@ -198,9 +191,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 // ------------------------------------------------------------------------------- Python's messages
 static int enter(comm_object *self) {
   if (self->comm) return 0;
-  rm_raise_code(rm_module_of((PyObject *)self), RM_E_STATE,
-                "expected a Comm that is open and not in use by an engine");
-  return -1;
+  return rm_refuse(rm_module_of((PyObject *)self), RM_E_STATE,
+                   "expected a Comm that is open and not in use by an engine");
 }
 
 static PyObject *comm_all_gather(comm_object *self, PyObject *args) {

@@ -138,28 +138,29 @@ static PyObject *rm_engine_py_close(rm_engine_object *self, PyObject *ignored) {
 }
 
 // --------------------------------------------------------------------------------------- requests
-#define REQUEST(python_name, type, member) {python_name, type, offsetof(rm_request, member)}
+#define REQUEST(type, member) RM_ATTRIBUTE(rm_request, type, member)
+#define REQUEST_AS(type, name, member) RM_ATTRIBUTE_AS(rm_request, type, name, member)
 static const rm_attribute request_fields[] = {
-    REQUEST("n", RM_ATTR_I32, n),
-    REQUEST("max_tokens", RM_ATTR_I64, max_tokens),
-    REQUEST("min_tokens", RM_ATTR_I64, min_tokens),
-    REQUEST("temperature", RM_ATTR_F32, temperature),
-    REQUEST("top_p", RM_ATTR_F32, top_p),
-    REQUEST("min_p", RM_ATTR_F32, min_p),
-    REQUEST("top_k", RM_ATTR_I32, top_k),
-    REQUEST("has_seed", RM_ATTR_BOOL, has_seed),
-    REQUEST("seed", RM_ATTR_U64, seed),
-    REQUEST("ignore_eos", RM_ATTR_BOOL, ignore_eos),
-    REQUEST("logprobs", RM_ATTR_I32, logprobs),
-    REQUEST("prompt_logprobs", RM_ATTR_I32, prompt_logprobs),
-    REQUEST("score", RM_ATTR_BOOL, kind),
-    REQUEST("score_sampling", RM_ATTR_BOOL, score_sampling),
-    REQUEST("ranks", RM_ATTR_BOOL, ranks),
-    REQUEST("external_draws", RM_ATTR_BOOL, external_draws),
-    REQUEST("kept_tokens", RM_ATTR_BOOL, kept_tokens),
-    REQUEST("repetition_penalty", RM_ATTR_F32, repetition_penalty),
-    REQUEST("frequency_penalty", RM_ATTR_F32, frequency_penalty),
-    REQUEST("presence_penalty", RM_ATTR_F32, presence_penalty),
+    REQUEST(I32, n),
+    REQUEST(I64, max_tokens),
+    REQUEST(I64, min_tokens),
+    REQUEST(F32, temperature),
+    REQUEST(F32, top_p),
+    REQUEST(F32, min_p),
+    REQUEST(I32, top_k),
+    REQUEST(BOOL, has_seed),
+    REQUEST(U64, seed),
+    REQUEST(BOOL, ignore_eos),
+    REQUEST(I32, logprobs),
+    REQUEST(I32, prompt_logprobs),
+    REQUEST_AS(BOOL, score, kind),
+    REQUEST(BOOL, score_sampling),
+    REQUEST(BOOL, ranks),
+    REQUEST(BOOL, external_draws),
+    REQUEST(BOOL, kept_tokens),
+    REQUEST(F32, repetition_penalty),
+    REQUEST(F32, frequency_penalty),
+    REQUEST(F32, presence_penalty),
 };
 _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int),
                "`score` is read as the kind");

@@ -11,13 +11,10 @@ typedef struct names { // attributes that are converted to other values
   int64_t tp, dp, ep;
 } names;
 
+#define NAME(type, member) RM_ATTRIBUTE(names, type, member)
 static const rm_attribute name_fields[] = {
-    {"dtype", RM_ATTR_TEXT, offsetof(names, dtype)},
-    {"isa", RM_ATTR_TEXT, offsetof(names, isa)},
-    {"ep_backend", RM_ATTR_TEXT, offsetof(names, ep_backend)},
-    {"tp", RM_ATTR_I64, offsetof(names, tp)},
-    {"dp", RM_ATTR_I64, offsetof(names, dp)},
-    {"ep", RM_ATTR_I64, offsetof(names, ep)},
+    NAME(TEXT, dtype), NAME(TEXT, isa), NAME(TEXT, ep_backend),
+    NAME(I64, tp),     NAME(I64, dp),   NAME(I64, ep),
 };
 
 static int is(const char *name, const char *word) { return name && strcmp(name, word) == 0; }

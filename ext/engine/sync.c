@@ -110,18 +110,16 @@ static PyObject *entry_release(PyObject *object, PyObject *ignored) {
 static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
   rm_engine_object *engine = ((entry_object *)object)->engine;
   const rm_target *target = &((entry_object *)object)->entry.target;
-  rm_parts parts = {0};
-  rm_error err = RM_ERROR_INIT;
   (void)ignored;
   if (rm_engine_enter(engine)) return NULL;
-  const rm_params *params = rm_engine_params(engine->engine);
   const rm_mesh mesh = rm_engine_mesh(engine->engine);
-  const rm_code code = rm_plan_wanted(params, target, &mesh, &parts, &err);
-  rm_engine_leave(engine);
   _Static_assert(sizeof(rm_part) == 9 * sizeof(int64_t), "a part is a row of the array");
-  PyObject *array = code ? rm_raise(rm_engine_module(engine), &err)
-                         : rm_array_new(NPY_INT64, 2, (const int64_t[]){parts.n, 9}, parts.list);
-  rm_parts_clear(&parts);
+  const int64_t shape[] = {rm_mesh_world(&mesh) * target->n_pieces, 9};
+  PyObject *array = rm_array_new(NPY_INT64, 2, shape, NULL);
+  if (array)
+    rm_list_wanted(rm_engine_params(engine->engine), target, &mesh,
+                   PyArray_DATA((PyArrayObject *)array));
+  rm_engine_leave(engine);
   return array;
 }
 
@@ -288,16 +286,17 @@ static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {
   return -1;
 }
 
-#define REPORT(key, type, member) {key, type, offsetof(rm_sync_report, member)}
+#define REPORT(type, member) RM_ATTRIBUTE(rm_sync_report, type, member)
+#define REPORT_AS(type, name, member) RM_ATTRIBUTE_AS(rm_sync_report, type, name, member)
 static const rm_attribute report_fields[] = {
-    REPORT("version", RM_ATTR_I64, version),
-    REPORT("num_tensors", RM_ATTR_I64, n_tensors),
-    REPORT("num_parameters", RM_ATTR_I64, n_parameters),
-    REPORT("num_skipped", RM_ATTR_I64, n_skipped),
-    REPORT("bytes", RM_ATTR_U64, bytes),
-    REPORT("seconds", RM_ATTR_F64, seconds),
-    REPORT("copy_seconds", RM_ATTR_F64, copy_seconds),
-    REPORT("digest", RM_ATTR_U64, digest),
+    REPORT(I64, version),
+    REPORT_AS(I64, num_tensors, n_tensors),
+    REPORT_AS(I64, num_parameters, n_parameters),
+    REPORT_AS(I64, num_skipped, n_skipped),
+    REPORT(U64, bytes),
+    REPORT(F64, seconds),
+    REPORT(F64, copy_seconds),
+    REPORT(U64, digest),
 };
 
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {

@@ -162,37 +162,38 @@ PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
       rm_array_new(NPY_INT32, 1, shape, shape[0] ? seq->ids + seq->group->n_prompt + from : NULL));
 }
 
-#define STAT(key, type, member) {key, type, offsetof(rm_engine_stats, member)}
+#define STAT(type, member) RM_ATTRIBUTE(rm_engine_stats, type, member)
+#define STAT_AS(type, name, member) RM_ATTRIBUTE_AS(rm_engine_stats, type, name, member)
 static const rm_attribute stats_fields[] = {
-    STAT("version", RM_ATTR_I64, version),
-    STAT("waiting", RM_ATTR_I64, waiting),
-    STAT("running", RM_ATTR_I64, running),
-    STAT("steps", RM_ATTR_I64, steps),
-    STAT("rows", RM_ATTR_I64, rows),
-    STAT("generated_tokens", RM_ATTR_I64, generated_tokens),
-    STAT("prompt_tokens", RM_ATTR_I64, prompt_tokens),
-    STAT("cached_tokens", RM_ATTR_I64, cached_tokens),
-    STAT("preemptions", RM_ATTR_I64, preemptions),
-    STAT("graph_replays", RM_ATTR_I64, replays),
-    STAT("kv_pages", RM_ATTR_I64, kv_pages),
-    STAT("kv_pages_free", RM_ATTR_I64, kv_pages_free),
-    STAT("prefix_hits", RM_ATTR_I64, prefix_hits),
-    STAT("prefix_misses", RM_ATTR_I64, prefix_misses),
-    STAT("evictions", RM_ATTR_I64, evictions),
-    STAT("weight_bytes", RM_ATTR_U64, weight_bytes),
-    STAT("kv_bytes", RM_ATTR_U64, kv_bytes),
-    STAT("workspace_bytes", RM_ATTR_U64, workspace_bytes),
-    STAT("threads", RM_ATTR_INT, n_threads),
-    STAT("asleep", RM_ATTR_INT, asleep),
-    STAT("device", RM_ATTR_TEXT, device),
-    STAT("isa", RM_ATTR_TEXT, isa),
-    STAT("family", RM_ATTR_TEXT, family),
-    STAT("forward_seconds", RM_ATTR_F64, forward_seconds),
-    STAT("schedule_seconds", RM_ATTR_F64, schedule_seconds),
-    STAT("commit_seconds", RM_ATTR_F64, commit_seconds),
-    STAT("comm_bytes", RM_ATTR_U64, comm_bytes),
-    STAT("comm_calls", RM_ATTR_I64, comm_calls),
-    STAT("comm_seconds", RM_ATTR_F64, comm_seconds),
+    STAT(I64, version),
+    STAT(I64, waiting),
+    STAT(I64, running),
+    STAT(I64, steps),
+    STAT(I64, rows),
+    STAT(I64, generated_tokens),
+    STAT(I64, prompt_tokens),
+    STAT(I64, cached_tokens),
+    STAT(I64, preemptions),
+    STAT_AS(I64, graph_replays, replays),
+    STAT(I64, kv_pages),
+    STAT(I64, kv_pages_free),
+    STAT(I64, prefix_hits),
+    STAT(I64, prefix_misses),
+    STAT(I64, evictions),
+    STAT(U64, weight_bytes),
+    STAT(U64, kv_bytes),
+    STAT(U64, workspace_bytes),
+    STAT_AS(I32, threads, n_threads),
+    STAT(I32, asleep),
+    STAT(TEXT, device),
+    STAT(TEXT, isa),
+    STAT(TEXT, family),
+    STAT(F64, forward_seconds),
+    STAT(F64, schedule_seconds),
+    STAT(F64, commit_seconds),
+    STAT(U64, comm_bytes),
+    STAT(I64, comm_calls),
+    STAT(F64, comm_seconds),
 };
 
 PyObject *rm_engine_py_stats(rm_engine_object *self) {
@@ -201,16 +202,11 @@ PyObject *rm_engine_py_stats(rm_engine_object *self) {
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
 }
 
+#define TIME(type, member) RM_ATTRIBUTE(rm_profile_entry, type, member)
 static const rm_attribute profile_fields[] = {
-    {"op", RM_ATTR_TEXT, offsetof(rm_profile_entry, op)},
-    {"n", RM_ATTR_I64, offsetof(rm_profile_entry, n)},
-    {"k", RM_ATTR_I64, offsetof(rm_profile_entry, k)},
-    {"calls", RM_ATTR_I64, offsetof(rm_profile_entry, calls)},
-    {"rows", RM_ATTR_I64, offsetof(rm_profile_entry, rows)},
-    {"seconds", RM_ATTR_F64, offsetof(rm_profile_entry, seconds)},
-    {"waited", RM_ATTR_F64, offsetof(rm_profile_entry, waited)},
-    {"flops", RM_ATTR_F64, offsetof(rm_profile_entry, flops)},
-    {"weight_bytes", RM_ATTR_F64, offsetof(rm_profile_entry, weight_bytes)},
+    TIME(TEXT, op),    TIME(I64, n),     TIME(I64, k),
+    TIME(I64, calls),  TIME(I64, rows),  TIME(F64, seconds),
+    TIME(F64, waited), TIME(F64, flops), TIME(F64, weight_bytes),
 };
 
 // Returns the times of rank 0 of this process since the last call.

@@ -3,16 +3,24 @@
 
 #include <float.h>
 #include <math.h>
+#include <stdarg.h>
 #include <string.h>
 
 #include "base/checked.h"
 #include "base/memory.h"
 
+void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...) {
+  va_list args;
+  if (c->failed) return;
+  c->failed = 1;
+  va_start(args, format);
+  rm_raise_va(c->module, code, format, args);
+  va_end(args);
+}
+
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen,
                   const char *expected, long long limit) {
-  if (!c->failed)
-    rm_raise_code(c->module, code, "%s: expected %s %lld, got %lld", name, expected, limit, seen);
-  c->failed = 1;
+  rm_op_raise(c, code, "%s: expected %s %lld, got %lld", name, expected, limit, seen);
 }
 
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
@@ -38,7 +46,7 @@ int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t
                       int64_t high) {
   int overflow = 0;
   if (c->failed) return -1;
-  PyObject *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
+  RM_OWNED *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
   const long long value = number ? PyLong_AsLongLongAndOverflow(number, &overflow) : -1;
   c->failed = !number || overflow || value < low || value > high;
   if (c->failed && is_refusal())
@@ -46,7 +54,6 @@ int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t
                   overflow ? "%s: expected an integer in [%lld, %lld], got one of more than 64 bits"
                            : "%s: expected an integer in [%lld, %lld], got %.60R",
                   name, (long long)low, (long long)high, object);
-  Py_XDECREF(number);
   return c->failed ? -1 : value;
 }
 
@@ -55,7 +62,7 @@ float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
   const int is_number = PyType_GetSlot(Py_TYPE(object), Py_nb_float) ||
                         PyType_GetSlot(Py_TYPE(object), Py_nb_index);   // excludes text
   const int is_bool = PyBool_Check(object) || PyArray_IsScalar(object, Bool);
-  PyObject *number =
+  RM_OWNED *number =
       is_number && !is_bool && !PyArray_Check(object) ? PyNumber_Float(object) : NULL;
   const double value = number ? PyFloat_AsDouble(number) : NAN;
   c->failed = !(value >= (double)low && value <= (double)FLT_MAX);
@@ -65,7 +72,6 @@ float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low) {
                       ? "%s: expected a finite float32%s, got %.60R"
                       : "%s: expected a finite float32%s, got an integer beyond it",
                   name, low == 0 ? " >= 0" : "", object);
-  Py_XDECREF(number);
   return c->failed ? 0 : (float)value;
 }
 
@@ -74,9 +80,8 @@ int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b) {
   int64_t out = 0;
   if (c->failed) return 0;
   if (rm_mul_i64(a, b, &out)) return out;
-  rm_raise_code(c->module, RM_E_SHAPE, "%s: expected fewer than 2^63 elements, got %lld times %lld",
-                name, (long long)a, (long long)b);
-  c->failed = 1;
+  rm_op_raise(c, RM_E_SHAPE, "%s: expected fewer than 2^63 elements, got %lld times %lld", name,
+              (long long)a, (long long)b);
   return 0;
 }
 
@@ -235,31 +240,22 @@ rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name) {
 void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected) {
   if (c->failed) return;
   c->failed = 1;
-  PyObject *dtype = PyArray_Check(object) || rm_is_device_array(c->module, object)
+  RM_OWNED *dtype = PyArray_Check(object) || rm_is_device_array(c->module, object)
                         ? PyObject_GetAttrString(object, "dtype")
                         : NULL;
   if (dtype) rm_raise_code(c->module, RM_E_DTYPE, "%s: expected %s, got %S", name, expected, dtype);
   else if (!PyErr_Occurred())
     rm_raise_code(c->module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s, got %R", name,
                   expected, (PyObject *)Py_TYPE(object));
-  Py_XDECREF(dtype);
 }
 
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low,
                     int64_t high) {
-  rm_op_in_range_from(c, name, a, 0, n, low, high);
-}
-
-void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t from, int64_t n,
-                         int64_t low, int64_t high) {
   a = rm_op_seen(c, a);
-  for (int64_t i = from; a && i < from + n && !c->failed; i++)
-    if (a[i] < low || a[i] >= high) {
-      rm_raise_code(c->module, RM_E_REQUEST,
-                    "%s: expected values in [%lld, %lld), got %d at index %lld", name,
-                    (long long)low, (long long)high, (int)a[i], (long long)i);
-      c->failed = 1;
-    }
+  for (int64_t i = 0; a && i < n && !c->failed; i++)
+    if (a[i] < low || a[i] >= high)
+      rm_op_raise(c, RM_E_REQUEST, "%s: expected values in [%lld, %lld), got %d at index %lld",
+                  name, (long long)low, (long long)high, (int)a[i], (long long)i);
 }
 
 void rm_op_apart(rm_op_call *c, const char *name, const void *out, size_t out_bytes, const void *x,
@@ -267,10 +263,8 @@ void rm_op_apart(rm_op_call *c, const char *name, const void *out, size_t out_by
   const uintptr_t first = (uintptr_t)out, other = (uintptr_t)x;
   if (c->failed || !out_bytes || !x_bytes || first >= other + x_bytes || other >= first + out_bytes)
     return;
-  rm_raise_code(c->module, RM_E_LAYOUT,
-                "%s: expected memory of its own, got an array that overlaps another argument",
-                name);
-  c->failed = 1;
+  rm_op_raise(c, RM_E_LAYOUT,
+              "%s: expected memory of its own, got an array that overlaps another argument", name);
 }
 
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit) {
@@ -327,14 +321,11 @@ static PyObject *finish_on_device(rm_op_call *c) {
 
 int rm_op_begin(rm_op_call *c, rm_limits limits) {
   rm_kernels_object *self = c->self;
-  if (!c->failed && getpid() != self->owner) {
-    rm_raise_code(
-        c->module, RM_E_STATE,
-        "expected kernels made in this process, got those of process %d; a forked child has to "
-        "make its own",
-        (int)self->owner);
-    c->failed = 1;
-  }
+  if (getpid() != self->owner)
+    rm_op_raise(c, RM_E_STATE,
+                "expected kernels made in this process, got those of process %d; a forked child "
+                "has to make its own",
+                (int)self->owner);
   if (c->failed) return end(c);
   limits.n_threads = self->op_device ? 1 : rm_team_threads(self->team);
   if (self->op_device) return begin_on_device(c, &limits);

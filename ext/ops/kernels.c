@@ -94,9 +94,14 @@ static PyObject *rope_table(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+static PyObject *op_arguments(PyObject *module, PyObject *ignored) {
+  (void)ignored;
+  return Py_NewRef(rm_state(module)->op_arguments);
+}
+
 PyMethodDef rm_ops_functions[] = {
     {"rope_table", rope_table, METH_VARARGS, "(cos, sin, inv_freq, scale, bfloat16)"},
-    {"op_arguments", rm_op_arguments, METH_NOARGS,
+    {"op_arguments", op_arguments, METH_NOARGS,
      "op_arguments(): {op: {argument: 'number', 'in', 'index', 'host', 'inout' or 'out'}}."},
     {0},
 };

@@ -6,13 +6,18 @@
 #include "base/memory.h"
 
 // ---------------------------------------------------------------------------------------- lm_head
+#define OP a.lm_head
 static void head_sizes(rm_op_call *c) {
-  c->v.elems = rm_op_packed_elems(c, "w", c->v.vocab, c->v.hidden);
-  c->v.n_blocks = rm_round_up(c->v.vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
+  rm_lm_head_args *a = &c->a.lm_head;
+  c->s.elems = rm_op_packed_elems(c, "w", a->vocab, a->hidden);
+  c->s.n_blocks = rm_round_up(a->vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
+  a->ldx = a->hidden;
+  a->ld_logits = a->vocab;
+  c->limits = (rm_limits){.max_rows = a->rows, .max_k = a->hidden, .vocab = a->vocab};
 }
 
 static void head_targets(rm_op_call *c) {
-  rm_op_in_range(c, "targets", c->v.targets, c->v.n_rows, -1, c->v.vocab);
+  rm_op_in_range(c, "targets", c->a.lm_head.targets, c->a.lm_head.rows, -1, c->a.lm_head.vocab);
 }
 
 // Outputs of targets are computed from targets.
@@ -21,44 +26,43 @@ static void targets_needed(rm_op_call *c, rm_op_argument *targets) {
     targets->flags = RM_ARRAY_IN;
 }
 
-#define TARGETS ADJUSTED(targets_needed, targets, I32, RM_ARRAY_OPTIONAL, n_rows)
+#define TARGETS ADJUSTED(targets_needed, targets, I32, RM_ARRAY_OPTIONAL, rows)
 static const rm_op_argument lm_head[] = {
     SIZE(vocab, 1),
-    IN(x, T, n_rows, hidden),
+    IN(x, T, rows, hidden),
     STEP(head_sizes),
     PACKED(w, elems),
     TARGETS,
     STEP(head_targets),
-    OPTIONAL_OUT(logits, F32, n_rows, vocab),
-    OUT(stats, F32, n_rows, two),
-    OPTIONAL_OUT(target_logprobs, F32, n_rows),
+    OPTIONAL_OUT(logits, F32, rows, vocab),
+    OUT(stats, F32, rows, two),
+    OPTIONAL_OUT(target_logprobs, F32, rows),
     ROW_FLAGS,
     {0},
 };
 
 static const rm_op_argument lm_head_pairs[] = {
     SIZE(vocab, 0),
-    IN(x, T, n_rows, hidden),
+    IN(x, T, rows, hidden),
     STEP(head_sizes),
     PACKED(w, elems),
     TARGETS,
     STEP(head_targets),
-    OPTIONAL_OUT(logits, F32, n_rows, vocab),
-    OUT(pairs, F32, n_blocks, n_rows, two),
-    OPTIONAL_OUT(target_logits, F32, n_rows),
+    OPTIONAL_OUT(logits, F32, rows, vocab),
+    OUT(pairs, F32, n_blocks, rows, two),
+    OPTIONAL_OUT(target_logits, F32, rows),
     ROW_FLAGS,
     {0},
 };
-RUN(lm_head, rm_lm_head_args, .logits = v->logits, .stats = v->stats,
-    .target_logprobs = v->target_logprobs, .pairs = v->pairs, .target_logits = v->target_logits,
-    .targets = v->targets, .row_flags = v->row_flags, .x = v->x, .w = v->w, .rows = v->n_rows,
-    .vocab = v->vocab, .hidden = v->hidden, .ldx = v->hidden, .ld_logits = v->vocab,
-    .dtype = v->dtype)
 
 // ------------------------------------------------------------------------------------ merge_pairs
+#undef OP
+#define OP a.merge_pairs
+#define SIZE_block_count ~, a.merge_pairs.n_blocks
 static void merge_check(rm_op_call *c) {
-  rm_op_at_least(c, "the blocks of pairs", c->v.n_blocks, 1);
-  rm_op_in_range(c, "targets", c->v.targets, c->v.n_rows, -1, c->v.n_blocks * RM_VOCAB_BLOCK);
+  const rm_merge_pairs_args *a = &c->a.merge_pairs;
+  rm_op_at_least(c, "the blocks of pairs", a->n_blocks, 1);
+  rm_op_in_range(c, "targets", a->targets, a->rows, -1, a->n_blocks * RM_VOCAB_BLOCK);
 }
 
 static void logits_needed(rm_op_call *c, rm_op_argument *target_logits) {
@@ -66,53 +70,52 @@ static void logits_needed(rm_op_call *c, rm_op_argument *target_logits) {
 }
 
 static const rm_op_argument merge_pairs[] = {
-    IN(pairs, F32, n_blocks, n_rows, two),
+    IN(pairs, F32, block_count, rows, two),
     TARGETS,
-    ADJUSTED(logits_needed, target_logits, F32, RM_ARRAY_OPTIONAL, n_rows),
+    ADJUSTED(logits_needed, target_logits, F32, RM_ARRAY_OPTIONAL, rows),
     STEP(merge_check),
-    OUT(stats, F32, n_rows, two),
-    OPTIONAL_OUT(target_logprobs, F32, n_rows),
+    OUT(stats, F32, rows, two),
+    OPTIONAL_OUT(target_logprobs, F32, rows),
     ROW_FLAGS,
     {0},
 };
-RUN(merge_pairs, rm_merge_pairs_args, .stats = v->stats, .target_logprobs = v->target_logprobs,
-    .targets = v->targets, .row_flags = v->row_flags, .pairs = v->pairs,
-    .target_logits = v->target_logits, .rows = v->n_rows, .n_blocks = v->n_blocks)
 
 // ----------------------------------------------------------------------------------------- sample
+#undef OP
+#define OP a.sample
 static void sample_sizes(rm_op_call *c) {
-  rm_op_at_least(c, "vocab", c->v.vocab, 1);
-  c->v.bounds = c->v.n_rows + 1;
+  rm_sample_args *a = &c->a.sample;
+  rm_op_at_least(c, "vocab", a->vocab, 1);
+  c->s.bounds = a->rows + 1;
+  a->ld_logits = a->vocab;
+  c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
 }
 
 static void check_columns(rm_op_call *c) {
-  const rm_op_values *v = &c->v;
-  const int32_t *starts = v->banned_starts;
-  rm_op_in_range(c, "forced", v->forced, v->n_rows, -1, v->vocab);
-  rm_op_in_range(c, "banned_starts", starts, v->bounds, 0, v->n_banned + 1);
-  for (int64_t r = 0; r < v->n_rows && !c->failed; r++) {
+  const rm_op_sizes *s = &c->s;
+  const int32_t *starts = s->banned_starts;
+  rm_op_in_range(c, "forced", s->forced, c->a.sample.rows, -1, c->a.sample.vocab);
+  rm_op_in_range(c, "banned_starts", starts, s->bounds, 0, s->n_banned + 1);
+  for (int64_t r = 0; r < c->a.sample.rows && !c->failed; r++) {
     if (starts[r + 1] < starts[r])
       rm_op_refuse(c, RM_E_REQUEST, "banned_starts", starts[r + 1], "ascending, at least",
                    starts[r]);
-    if (!(v->temperature[r] >= 0.0f && v->top_p[r] > 0.0f && v->top_p[r] <= 1.0f &&
-          v->min_p[r] >= 0.0f && v->min_p[r] <= 1.0f) &&
-        !c->failed) {
-      rm_raise_code(c->module, RM_E_REQUEST,
-                    "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got "
-                    "others in row %lld",
-                    (long long)r);
-      c->failed = 1;
-    }
+    if (!(s->temperature[r] >= 0.0f && s->top_p[r] > 0.0f && s->top_p[r] <= 1.0f &&
+          s->min_p[r] >= 0.0f && s->min_p[r] <= 1.0f))
+      rm_op_raise(c, RM_E_REQUEST,
+                  "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got "
+                  "others in row %lld",
+                  (long long)r);
   }
 }
 
 // The parameters of each row from their columns; on a device in a mirrored buffer.
 static void sample_params(rm_op_call *c) {
-  rm_op_values *v = &c->v;
+  const rm_op_sizes *s = &c->s;
   const int on_host = !c->self->op_device;
-  const size_t of_params = (size_t)v->bounds * sizeof *v->params,
-               of_banned = (size_t)v->n_banned * sizeof *v->banned;
-  const int32_t *banned = v->banned, *starts = v->banned_starts;
+  const size_t of_params = (size_t)s->bounds * sizeof *c->a.sample.params,
+               of_banned = (size_t)s->n_banned * sizeof *s->banned;
+  const int32_t *banned = s->banned, *starts = s->banned_starts;
   check_columns(c);
   if (c->failed) return;
   if (on_host) c->block = rm_alloc(of_params, 1);
@@ -124,89 +127,92 @@ static void sample_params(rm_op_call *c) {
   }
   if (!on_host && of_banned)
     banned = rm_op_there(c, memcpy((char *)params + of_params, banned, of_banned));
-  for (int64_t r = 0; r < v->n_rows; r++)
+  for (int64_t r = 0; r < c->a.sample.rows; r++)
     params[r] = (rm_sample_params){
-        .temperature = v->temperature[r],
-        .top_p = v->top_p[r],
-        .min_p = v->min_p[r],
-        .top_k = v->top_ks[r],
-        .seed = v->seed[r],
-        .counter = v->counter[r],
+        .temperature = s->temperature[r],
+        .top_p = s->top_p[r],
+        .min_p = s->min_p[r],
+        .top_k = s->top_k[r],
+        .seed = s->seed[r],
+        .counter = s->counter[r],
         .banned = banned + starts[r],
         .n_banned = starts[r + 1] - starts[r],
-        .forced = v->forced[r],
+        .forced = s->forced[r],
     };
-  v->params = on_host ? params : rm_op_there(c, params);
+  c->a.sample.params = on_host ? params : rm_op_there(c, params);
 }
 
-#define COLUMN(name, type, size) ARRAY(name, type, RM_ARRAY_OF_HOST, size)
+#define COLUMN(name_, type_, size) \
+  { \
+    .name = #name_, .type = RM_OP_##type_, .flags = RM_ARRAY_OF_HOST, \
+    .value = offsetof(rm_op_call, s.name_), .dims = {AT(size)} \
+  }
 static const rm_op_argument sample[] = {
-    IN(logits, F32, n_rows, vocab),
+    IN(logits, F32, rows, vocab),
     STEP(sample_sizes),
-    IN(stats, F32, n_rows, two),
-    ARRAY(row_flags, U8, RM_OP_NEW | RM_OP_ZERO, n_rows),
-    OUT(tokens, I32, n_rows),
-    OUT(logprobs, F32, n_rows),
-    OUT(sampling_logprobs, F32, n_rows),
-    OPTIONAL_OUT(kept, I32, n_rows),
-    COLUMN(temperature, F32, n_rows),
-    COLUMN(top_p, F32, n_rows),
-    COLUMN(min_p, F32, n_rows),
-    {.name = "top_k",
-     .type = RM_OP_I32,
-     .flags = RM_ARRAY_OF_HOST,
-     .value = AT(top_ks),
-     .dims = {AT(n_rows)}},
-    COLUMN(seed, U64, n_rows),
-    COLUMN(counter, U64, n_rows),
-    COLUMN(forced, I32, n_rows),
+    IN(stats, F32, rows, two),
+    ARRAY(row_flags, U8, RM_OP_NEW | RM_OP_ZERO, rows),
+    OUT(tokens, I32, rows),
+    OUT(logprobs, F32, rows),
+    OUT(sampling_logprobs, F32, rows),
+    OPTIONAL_OUT(kept, I32, rows),
+    COLUMN(temperature, F32, rows),
+    COLUMN(top_p, F32, rows),
+    COLUMN(min_p, F32, rows),
+    COLUMN(top_k, I32, rows),
+    COLUMN(seed, U64, rows),
+    COLUMN(counter, U64, rows),
+    COLUMN(forced, I32, rows),
     COLUMN(banned_starts, I32, bounds),
     COLUMN(banned, I32, n_banned),
     STEP(sample_params),
     {0},
 };
-RUN(sample, rm_sample_args, .tokens = v->tokens, .logprobs = v->logprobs,
-    .sampling_logprobs = v->sampling_logprobs, .kept = v->kept, .logits = v->logits,
-    .stats = v->stats, .params = v->params, .row_flags = v->row_flags, .rows = v->n_rows,
-    .vocab = v->vocab, .ld_logits = v->vocab)
 
-// ---------------------------------------------------------------------------- top_logprobs, ranks
+// ----------------------------------------------------------------------------------- top_logprobs
+#undef OP
+#define OP a.top_logprobs
 static void top_check(rm_op_call *c) {
-  if (c->v.k > c->v.vocab) rm_op_refuse(c, RM_E_SHAPE, "k", c->v.k, "at most", c->v.vocab);
+  rm_top_logprobs_args *a = &c->a.top_logprobs;
+  if (a->k > a->vocab) rm_op_refuse(c, RM_E_SHAPE, "k", a->k, "at most", a->vocab);
+  a->ld_logits = a->vocab;
+  c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
 }
 
 static const rm_op_argument top_logprobs[] = {
     SIZE(k, 0),
-    IN(logits, F32, n_rows, vocab),
+    IN(logits, F32, rows, vocab),
     STEP(top_check),
-    IN(stats, F32, n_rows, two),
-    OUT(ids, I32, n_rows, k),
-    OUT(logprobs, F32, n_rows, k),
+    IN(stats, F32, rows, two),
+    OUT(ids, I32, rows, k),
+    OUT(logprobs, F32, rows, k),
     {0},
 };
-RUN(top_logprobs, rm_top_logprobs_args, .ids = v->ids, .logprobs = v->logprobs, .logits = v->logits,
-    .stats = v->stats, .rows = v->n_rows, .vocab = v->vocab, .ld_logits = v->vocab, .k = v->k)
 
+// ------------------------------------------------------------------------------------------ ranks
+#undef OP
+#define OP a.ranks
 static void ranks_check(rm_op_call *c) {
-  rm_op_in_range(c, "tokens", c->v.tokens, c->v.n_rows, -1, c->v.vocab);
+  rm_ranks_args *a = &c->a.ranks;
+  rm_op_in_range(c, "tokens", a->tokens, a->rows, -1, a->vocab);
+  a->ld_logits = a->vocab;
+  c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
 }
 
 static const rm_op_argument ranks[] = {
-    IN(logits, F32, n_rows, vocab),
-    IN(tokens, I32, n_rows),
+    IN(logits, F32, rows, vocab),
+    IN(tokens, I32, rows),
     STEP(ranks_check),
-    OUT(ranks, I32, n_rows),
+    OUT(ranks, I32, rows),
     {0},
 };
-RUN(ranks, rm_ranks_args, .ranks = v->ranks, .logits = v->logits, .tokens = v->tokens,
-    .rows = v->n_rows, .vocab = v->vocab, .ld_logits = v->vocab)
 
 const rm_op rm_ops_logits[] = {
-    OP(lm_head),
-    {"lm_head_pairs", lm_head_pairs, run_lm_head},
-    OP(merge_pairs),
-    OP(sample),
-    OP(top_logprobs),
-    OP(ranks),
+    OP_OF_T(lm_head),
+    {"lm_head_pairs", lm_head_pairs, run_lm_head, offsetof(rm_op_call, a.lm_head.dtype)},
+    OP_OF_F32(merge_pairs),
+    OP_OF_F32(sample),
+    OP_OF_F32(top_logprobs),
+    OP_OF_F32(ranks),
     {0},
 };

@@ -6,9 +6,10 @@
 // of the op's outputs. rollmesh.ops is the public interface.
 //
 // The table (dense.c, attention.c, moe.c, logits.c) has an entry for each op. The entry lists the
-// arguments in the order in which they are taken: name, type, flags and shape, which names sizes of
-// rm_op_values. The first array that has a size sets it. A step between two arguments computes a
-// size or checks a value. Python reads names and roles from _core.op_arguments().
+// arguments in the order in which they are taken: name, type, flags and shape. An argument is a
+// member of the kernel's argument struct; a size of a shape is a member of that struct or of
+// rm_op_sizes. The first array that has a size sets it. A step between two arguments computes a
+// member or checks a value. Python reads names and roles from _core.op_arguments().
 //
 // A call (call.c) takes the arguments, begins, runs the op and finishes. The first error sets the
 // exception; later checks do nothing, and begin ends the call. Everything that kernels rely on is
@@ -46,33 +47,29 @@ typedef struct rm_kernels_object {
 
 // The largest size: sums of sizes and rounding up are exact in int64_t; products are checked.
 enum { RM_OP_MAX_SIZE = INT32_MAX };
-enum { RM_OP_MAX_INDICES = 4, RM_OP_MAX_DIMS = 3 }; // index arrays of one op; dims of an array
+// Index arrays and arguments of one op; dims of an array.
+enum { RM_OP_MAX_INDICES = 4, RM_OP_MAX_ARGUMENTS = 20, RM_OP_MAX_DIMS = 3 };
 
 // -------------------------------------------------------------------------------------- the table
-// The arguments of a call by name, and the sizes that follow from them.
-typedef struct rm_op_values {
-  void *out, *x, *x_gate, *w, *weight, *bias, *ids, *table, *rows, *residual, *group_rows, *gate_up;
-  void *qkv, *q_weight, *k_weight, *q_squares, *k_squares, *cos, *sin, *positions, *slots;
-  void *q, *k_cache, *v_cache, *seq_of_row, *block_tables, *row_flags;
-  void *gates, *x_out, *place, *y, *targets, *target_logprobs, *target_logits, *logits, *stats;
-  void *pairs, *tokens, *logprobs, *sampling_logprobs, *kept, *ranks;
-  const float *temperature, *top_p, *min_p; // the columns of rm_sample_params
-  const int32_t *top_ks, *forced, *banned_starts, *banned;
-  const uint64_t *seed, *counter;
-  const rm_sample_params *params; // made from the columns
-  int64_t n_rows, n, k, hidden, vocab, num_experts, top_k, num_groups, top_groups, bounds, choices;
-  int64_t num_heads, num_kv_heads, head_dim, page_size, window, group, head0, all_heads;
-  int64_t all_kv_heads, n_pages, n_seqs, max_pages, max_positions, n_positions, half;
+// The argument struct of every op.
+#define RM_OP_ARGS(name, args) args name;
+typedef union rm_op_args {
+  RM_OPS(RM_OP_ARGS)
+} rm_op_args;
+
+// Values of a call that no argument struct has: sizes, and the columns of rm_sample_params.
+typedef struct rm_op_sizes {
   int64_t x_rows, width, elems, k_elems, v_elems, q_width, k_width, both, n_blocks, n_banned, two;
-  int64_t group_stride, n_groups;
-  int activation, score, packed, float32_out, renormalize;
-  float eps, scale, route_scale;
-  rm_dtype dtype, out_dtype; // of RM_OP_T and RM_OP_OUT_T
-} rm_op_values;
+  int64_t bounds, choices, n_pages, n_positions, half;
+  int float32_out;
+  const float *temperature, *top_p, *min_p;
+  const int32_t *top_k, *forced, *banned_starts, *banned;
+  const uint64_t *seed, *counter;
+} rm_op_sizes;
 
 typedef enum rm_op_type {
   RM_OP_T, // an array of the op's dtype: bfloat16 or float32, decided by the first such array
-  RM_OP_OUT_T, // an array of out_dtype, which is decided by a step
+  RM_OP_OUT_T, // an array of out_dtype, which `adjust` decides
   RM_OP_F32,
   RM_OP_I32,
   RM_OP_I64,
@@ -95,54 +92,80 @@ struct rm_op_argument {
   const char *name; // NULL: a step alone
   rm_op_type type;
   int flags;
-  size_t value, dims[RM_OP_MAX_DIMS]; // offsets in rm_op_values; dims end with 0
+  size_t value, dims[RM_OP_MAX_DIMS]; // offsets in rm_op_call; dims end with 0
   int64_t low, high;
   void (*step)(rm_op_call *);
   void (*adjust)(rm_op_call *, rm_op_argument *); // changes a copy of the entry, which is then used
 };
 
-// The lines of an entry, in ext/ops/*.c. The name of an argument is that of its value.
-#define AT(value) offsetof(rm_op_values, value)
-#define DIMS_OF(a, b, c, ...) {AT(a), AT(b), AT(c)}
-#define DIMS(...) DIMS_OF(__VA_ARGS__, out, out, ) // `out` has the offset 0
-#define ADJUSTED(adjust_, name_, type_, flags_, ...) \
-  {.name = #name_, \
-   .type = RM_OP_##type_, \
-   .flags = flags_, \
-   .value = AT(name_), \
-   .dims = DIMS(__VA_ARGS__), \
-   .adjust = adjust_}
-#define ARRAY(name, type, flags, ...) ADJUSTED(NULL, name, type, flags, __VA_ARGS__)
+// The lines of an entry, in ext/ops/*.c, where OP is the path of the op's struct in rm_op_call. The
+// name of an argument is that of its member, except in the …_AT lines. A size is a member of OP, or
+// of rm_op_sizes if it is listed here.
+#define SIZE_x_rows ~, s.x_rows
+#define SIZE_width ~, s.width
+#define SIZE_elems ~, s.elems
+#define SIZE_k_elems ~, s.k_elems
+#define SIZE_v_elems ~, s.v_elems
+#define SIZE_q_width ~, s.q_width
+#define SIZE_k_width ~, s.k_width
+#define SIZE_both ~, s.both
+#define SIZE_n_blocks ~, s.n_blocks
+#define SIZE_n_banned ~, s.n_banned
+#define SIZE_two ~, s.two
+#define SIZE_bounds ~, s.bounds
+#define SIZE_choices ~, s.choices
+#define SIZE_n_pages ~, s.n_pages
+#define SIZE_n_positions ~, s.n_positions
+#define SIZE_half ~, s.half
+#define SECOND(a, b, ...) b
+#define SECOND_OF(...) SECOND(__VA_ARGS__)
+#define AT(member) offsetof(rm_op_call, SECOND_OF(SIZE_##member, OP.member, ))
+#define DIMS1(a) {AT(a)}
+#define DIMS2(a, b) {AT(a), AT(b)}
+#define DIMS3(a, b, c) {AT(a), AT(b), AT(c)}
+#define DIMS_N(a, b, c, name, ...) name
+#define DIMS(...) DIMS_N(__VA_ARGS__, DIMS3, DIMS2, DIMS1, )(__VA_ARGS__)
+#define ARRAY_AT(name_, member_, type_, flags_, ...) \
+  .name = #name_, .type = RM_OP_##type_, .flags = flags_, .value = AT(member_), \
+  .dims = DIMS(__VA_ARGS__)
+#define ADJUSTED(adjust_, name, type, flags, ...) \
+  {ARRAY_AT(name, name, type, flags, __VA_ARGS__), .adjust = adjust_}
+#define ARRAY(name, type, flags, ...) {ARRAY_AT(name, name, type, flags, __VA_ARGS__)}
 #define IN(name, type, ...) ARRAY(name, type, RM_ARRAY_IN, __VA_ARGS__)
 #define OPTIONAL(name, type, ...) ARRAY(name, type, RM_ARRAY_OPTIONAL, __VA_ARGS__)
 #define PACKED(name, ...) ARRAY(name, T, RM_ARRAY_PACKED, __VA_ARGS__)
-#define OUT(name, type, ...) ARRAY(name, type, RM_OP_OUT, __VA_ARGS__)
+#define OUT(name, type, ...) OUT_AT(name, name, type, __VA_ARGS__)
+#define OUT_AT(name, member, type, ...) {ARRAY_AT(name, member, type, RM_OP_OUT, __VA_ARGS__)}
 #define OPTIONAL_OUT(name, type, ...) ARRAY(name, type, RM_OP_OUT | RM_ARRAY_OPTIONAL, __VA_ARGS__)
-#define ROW_FLAGS ARRAY(row_flags, U8, RM_OP_OUT | RM_OP_ZERO, n_rows)
-#define NUMBER(name_, type_, flags_, low_, high_) \
+#define ROW_FLAGS ARRAY(row_flags, U8, RM_OP_OUT | RM_OP_ZERO, rows)
+#define NUMBER(name_, member_, type_, flags_, low_, high_) \
   {.name = #name_, \
    .type = RM_OP_##type_, \
    .flags = flags_, \
-   .value = AT(name_), \
+   .value = AT(member_), \
    .low = low_, \
    .high = high_}
-#define SIZE(name, low) NUMBER(name, SIZE, 0, low, RM_OP_MAX_SIZE)
-#define CHOICE(name, last) NUMBER(name, CHOICE, 0, 0, last)
-#define REAL(name, low) NUMBER(name, REAL, 0, low, 0)
-#define FLAG(name) NUMBER(name, FLAG, RM_ARRAY_OPTIONAL, 0, 0)
+#define SIZE_AT(name, member, low) NUMBER(name, member, SIZE, 0, low, RM_OP_MAX_SIZE)
+#define SIZE(name, low) SIZE_AT(name, name, low)
+#define CHOICE(name, last) NUMBER(name, name, CHOICE, 0, 0, last)
+#define REAL(name, low) NUMBER(name, name, REAL, 0, low, 0)
+#define FLAG(name) NUMBER(name, name, FLAG, RM_ARRAY_OPTIONAL, 0, 0)
 #define STEP(step_) {.step = step_}
 
 typedef struct rm_op {
   const char *name;
   const rm_op_argument *arguments; // the last has neither name nor step
-  void (*run)(const rm_kernels *, const rm_ctx *, const rm_op_values *);
+  void (*run)(const rm_kernels *, const rm_ctx *, const rm_op_args *);
+  size_t dtype; // offset in rm_op_call of the struct's dtype; 0: it has none
 } rm_op;
-// Calls the kernel of an op with the fields of its argument struct.
-#define RUN(name, args, ...) \
-  static void run_##name(const rm_kernels *kernels, const rm_ctx *ctx, const rm_op_values *v) { \
-    kernels->name(ctx, &(args){__VA_ARGS__}); \
+#define RM_OP_RUN(name, args) \
+  static inline void run_##name(const rm_kernels *kernels, const rm_ctx *ctx, \
+                                const rm_op_args *a) { \
+    kernels->name(ctx, &a->name); \
   }
-#define OP(name) {#name, name, run_##name}
+RM_OPS(RM_OP_RUN)
+#define OP_OF_T(name) {#name, name, run_##name, offsetof(rm_op_call, a.name.dtype)}
+#define OP_OF_F32(name) {#name, name, run_##name, 0}
 
 extern const rm_op rm_ops_dense[], rm_ops_attention[], rm_ops_moe[], rm_ops_logits[]; // then {0}
 
@@ -150,11 +173,15 @@ extern const rm_op rm_ops_dense[], rm_ops_attention[], rm_ops_moe[], rm_ops_logi
 struct rm_op_call {
   rm_kernels_object *self; // view; NULL in a function that runs no op
   PyObject *module; // view
-  PyObject *arguments; // view: the dict
+  const rm_op_argument *table; // the op's; view
+  PyObject *objects[RM_OP_MAX_ARGUMENTS]; // views: the argument of each entry; NULL: absent
   PyObject *outputs; // owned tuple
-  rm_op_values v;
-  int is_decided; // whether an array has decided v.dtype
-  int n_taken, n_outputs; // numbers so far
+  rm_op_args a;
+  rm_op_sizes s;
+  rm_limits limits; // set by a step if the op uses a workspace
+  rm_dtype dtype, out_dtype; // of RM_OP_T and RM_OP_OUT_T
+  int is_decided; // whether an array has decided dtype
+  int n_outputs; // so far
   int failed;
   void *copies[RM_OP_MAX_INDICES]; // owned, of index arrays of the host, until the call ends
   void *block; // owned: one more block of memory, until the call ends
@@ -169,10 +196,10 @@ struct rm_op_call {
 
 // run.c
 PyObject *rm_op_run(rm_kernels_object *self, PyObject *args); // Kernels.run
-PyObject *rm_op_arguments(PyObject *module, PyObject *ignored); // _core.op_arguments
+PyObject *rm_op_table(void); // new: the dict of _core.op_arguments
 
-// Whether an argument was given and is not None.
-int rm_op_given(const rm_op_call *c, const char *name);
+// The argument of an entry; NULL: absent or None.
+PyObject *rm_op_given(const rm_op_call *c, const char *name);
 // Returns the data of an array with n_dims sizes; for indices a copy. A size of exactly −1 is set
 // to the array's size.
 void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags,
@@ -191,6 +218,8 @@ const void *rm_op_seen(rm_op_call *c, const void *view);
 void *rm_op_mirrored(rm_op_call *c, size_t bytes);
 const void *rm_op_there(const rm_op_call *c, const void *here); // the device half
 
+// Raises an error and fails the call, unless it has failed. Formats are PyErr_Format's.
+void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...);
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen,
                   const char *expected, long long limit);
 // Converts a number argument: an integer in [low, high] (ShapeError; −1 after an error), or a
@@ -204,8 +233,6 @@ void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t un
 // Check that all a[i] are in [low, high).
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low,
                     int64_t high);
-void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t from, int64_t n,
-                         int64_t low, int64_t high);
 int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b); // 0 after an error
 int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n,
                            int64_t k); // rm_packed_elems, checked

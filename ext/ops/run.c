@@ -16,11 +16,12 @@ static int n_dims_of(const rm_op_argument *a) {
   return n;
 }
 
-static void *value_at(rm_op_call *c, size_t offset) { return (char *)&c->v + offset; }
+static void *value_at(rm_op_call *c, size_t offset) { return (char *)c + offset; }
 
-int rm_op_given(const rm_op_call *c, const char *name) {
-  PyObject *object = PyDict_GetItemString(c->arguments, name);
-  return object && object != Py_None;
+PyObject *rm_op_given(const rm_op_call *c, const char *name) {
+  int i = 0;
+  while (!is_last(&c->table[i]) && (!c->table[i].name || strcmp(c->table[i].name, name) != 0)) i++;
+  return c->objects[i] == Py_None ? NULL : c->objects[i];
 }
 
 // ----------------------------------------------------------------------------------- one argument
@@ -47,11 +48,11 @@ static int numpy_type(rm_op_call *c, const rm_op_argument *a, PyObject *object) 
                               [RM_OP_I64] = NPY_INT64,
                               [RM_OP_U8] = NPY_UINT8,
                               [RM_OP_U64] = NPY_UINT64};
-  if (a->type == RM_OP_OUT_T) return rm_op_numpy_type(c->v.out_dtype);
+  if (a->type == RM_OP_OUT_T) return rm_op_numpy_type(c->out_dtype);
   if (a->type != RM_OP_T) return types[a->type];
-  if (!c->is_decided) c->v.dtype = rm_op_dtype_of(c, object, a->name);
+  if (!c->is_decided) c->dtype = rm_op_dtype_of(c, object, a->name);
   c->is_decided = 1;
-  return rm_op_numpy_type(c->v.dtype);
+  return rm_op_numpy_type(c->dtype);
 }
 
 // Returns a new reference.
@@ -68,7 +69,7 @@ static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
     rm_op_at_least(c, a->name, *sizes[i], 0);
     dims[i] = (npy_intp)(shape[i] = *sizes[i]);
   }
-  PyObject *tuple = c->failed ? NULL : rm_tuple_of(shape, n_dims);
+  RM_OWNED *tuple = c->failed ? NULL : rm_tuple_of(shape, n_dims);
   if (!tuple) return NULL;
   PyObject *out = c->self->op_device
                       ? rm_device_array_zeros(c->module, c->self->op_device, names[type], tuple)
@@ -79,7 +80,6 @@ static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
     rm_raise_code(c->module, RM_E_SHAPE,
                   "%s: expected an output that can be addressed, got shape %R", a->name, tuple);
   }
-  Py_DECREF(tuple);
   return out;
 }
 
@@ -103,16 +103,13 @@ static void take_array(rm_op_call *c, const rm_op_argument *a, PyObject *object)
   memcpy(value_at(c, a->value), &data, sizeof data);
 }
 
-static void take(rm_op_call *c, const rm_op_argument *entry) {
-  rm_op_argument a = *entry;
-  PyObject *object = a.name ? PyDict_GetItemString(c->arguments, a.name) : NULL;
-  c->n_taken += object != NULL;
-  if (c->failed) return;
+static void take(rm_op_call *c, int i) {
+  rm_op_argument a = c->table[i];
   if (a.step) a.step(c);
   if (a.adjust) a.adjust(c, &a);
   if (c->failed || !a.name) return;
-  if (is_array(&a)) take_array(c, &a, object);
-  else take_number(c, &a, object);
+  if (is_array(&a)) take_array(c, &a, c->objects[i]);
+  else take_number(c, &a, c->objects[i]);
 }
 
 // --------------------------------------------------------------------------------------- the call
@@ -123,51 +120,46 @@ static const rm_op *op_named(const char *name) {
   return NULL;
 }
 
-// All sizes are unknown until an argument sets them.
-static int start(rm_op_call *c, const rm_op *op) {
-  int n_outputs = 0;
-  for (const rm_op_argument *a = op->arguments; !is_last(a); a++) {
+// Finds the argument of each entry. `names` has the names of the entries, in their order. All sizes
+// are unknown until an argument sets them.
+static int start(rm_op_call *c, const rm_op *op, PyObject *names, PyObject *arguments) {
+  int n_outputs = 0, n_found = 0;
+  Py_ssize_t at = 0;
+  PyObject *name;
+  c->table = op->arguments;
+  for (int i = 0; !is_last(&c->table[i]); i++) {
+    const rm_op_argument *a = &c->table[i];
     n_outputs += (a->flags & RM_OP_NEW) != 0;
-    for (int i = 0; i < n_dims_of(a); i++) *(int64_t *)value_at(c, a->dims[i]) = -1;
+    for (int d = 0; d < n_dims_of(a); d++) *(int64_t *)value_at(c, a->dims[d]) = -1;
+    if (a->name && PyDict_Next(names, &at, &name, NULL))
+      n_found += (c->objects[i] = PyDict_GetItemWithError(arguments, name)) != NULL;
   }
-  c->v.two = 2;
+  if (n_found != PyDict_Size(arguments)) {
+    PyErr_Format(PyExc_TypeError, "%s: expected arguments of the op, got %R", op->name, arguments);
+    return -1;
+  }
+  c->s.two = 2;
   c->outputs = PyTuple_New(n_outputs);
   return c->outputs ? 0 : -1;
 }
 
-static rm_limits limits_of(const rm_op_values *v) {
-  return (rm_limits){.max_rows = v->n_rows,
-                     .max_k = rm_max64(v->k, v->hidden),
-                     .max_n = v->n,
-                     .vocab = v->vocab,
-                     .n_heads = v->num_heads,
-                     .n_kv_heads = v->num_kv_heads,
-                     .head_dim = v->head_dim,
-                     .group = v->group,
-                     .max_positions = v->max_positions,
-                     .n_experts = v->num_experts,
-                     .top_k = v->top_k};
-}
-
 PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
   rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)};
+  PyObject *arguments, *names;
+  RM_OWNED *none = NULL;
   const char *name;
-  if (!PyArg_ParseTuple(args, "sO!:run", &name, &PyDict_Type, &c.arguments)) return NULL;
+  if (!PyArg_ParseTuple(args, "sO!:run", &name, &PyDict_Type, &arguments)) return NULL;
   const rm_op *op = op_named(name);
   if (!op) return PyErr_Format(PyExc_ValueError, "expected the name of an op, got '%.64s'", name);
-  if (start(&c, op)) return NULL;
-  for (const rm_op_argument *a = op->arguments; !is_last(a); a++) take(&c, a);
-  if (!c.failed && c.n_taken != PyDict_Size(c.arguments)) {
-    PyErr_Format(PyExc_TypeError, "%s: expected arguments of the op, got %R", name, c.arguments);
-    c.failed = 1;
-  }
-  PyObject *none = NULL;
-  if (!rm_op_begin(&c, limits_of(&c.v))) {
-    op->run(self->table, &c.ctx, &c.v);
+  names = PyDict_GetItem(rm_state(c.module)->op_arguments, PyTuple_GetItem(args, 0));
+  if (start(&c, op, names, arguments)) return NULL;
+  for (int i = 0; !c.failed && !is_last(&c.table[i]); i++) take(&c, i);
+  if (op->dtype) *(rm_dtype *)value_at(&c, op->dtype) = c.dtype;
+  if (!rm_op_begin(&c, c.limits)) {
+    op->run(self->table, &c.ctx, &c.a);
     none = rm_op_finish(&c);
   }
   if (!none) Py_CLEAR(c.outputs);
-  Py_XDECREF(none);
   return c.outputs;
 }
 
@@ -182,20 +174,17 @@ static const char *role_of(const rm_op_argument *a) {
                                                         : "in";
 }
 
-PyObject *rm_op_arguments(PyObject *module, PyObject *ignored) {
-  (void)module, (void)ignored;
+PyObject *rm_op_table(void) {
   PyObject *all = PyDict_New();
   for (int g = 0; all && g < N_GROUPS; g++)
     for (const rm_op *op = groups[g]; all && op->name; op++) {
-      PyObject *roles = PyDict_New();
+      RM_OWNED *roles = PyDict_New();
       int failed = !roles || PyDict_SetItemString(all, op->name, roles);
       for (const rm_op_argument *a = op->arguments; !failed && !is_last(a); a++) {
         if (!a->name) continue;
-        PyObject *role = PyUnicode_FromString(role_of(a));
+        RM_OWNED *role = PyUnicode_FromString(role_of(a));
         failed = !role || PyDict_SetItemString(roles, a->name, role);
-        Py_XDECREF(role);
       }
-      Py_XDECREF(roles);
       if (failed) Py_CLEAR(all);
     }
   return all;

@@ -133,6 +133,7 @@ class Generator:
         check_vocabulary(self.tokenizer, spec)
         self._codec = None if self.tokenizer is None else TextCodec(self.tokenizer)
         self.eos_token_ids = eos_ids(options.eos_token_ids, self.tokenizer, spec)
+        num_parameters = spec.num_parameters  # allocates, so before the engine exists
         self._engine = join(
             spec.engine_values(self.max_model_len),
             self._engine_options(options, where, nccl),
@@ -169,7 +170,7 @@ class Generator:
         _log.info(
             "generator: %s, %.2f B parameters, %s, tp=%d dp=%d ep=%d, %s (%s), %d KV pages of %d "
             "positions",
-            spec.model_type, spec.num_parameters / 1e9, dtype, self.mesh.tp, self.mesh.dp,
+            spec.model_type, num_parameters / 1e9, dtype, self.mesh.tp, self.mesh.dp,
             self.mesh.ep,
             options.device, stats["isa"], stats["kv_pages"], options.block_size,
         )  # fmt: skip
@@ -261,6 +262,7 @@ class Generator:
             return entry.shape, entry.wanted()
 
         shape, rows = wanted() if self._loop.is_inside else self._loop.call(wanted)
+        rows = rows[rows[:, 1 + BOX_DIMS :].all(axis=1)]  # without the parts that are empty
         needed = (
             rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
         )
@@ -616,8 +618,7 @@ class Generator:
         if not isinstance(engine, LedEngine):
             self._loop.check_alive()
         elif engine.rank > 0:
-            with engine.following():
-                engine.apply_calls(FOLLOW, self._operations(source), self._loop.lend)
+            engine.apply_calls(FOLLOW, self._operations(source), self._loop.lend)
             self.close()
         elif not engine.is_followed:
             engine.lead_call(FOLLOW, lambda: None, self._loop.call)
@@ -635,7 +636,6 @@ class Generator:
             return engine.lead_call(text, function, self._loop.call)
 
         def apply() -> Any:
-            engine.check_not_following()
             operations = self._operations(lambda version: values.get("source"))
             return engine.apply_calls(text, operations, lambda operation: operation())
 
@@ -643,19 +643,18 @@ class Generator:
         return result
 
     def _operations(self, source: Callable[[int | None], Any] | None) -> Operations:
-        """Returns the operations that rank 0 sends, by name. source: see follow."""
-        requests, weights, engine = self._requests, self._weights, self._engine
+        """Returns a function that finds an operation of rank 0 by its name. source: see follow."""
+        parts = (self._requests, self._weights, self._engine)
 
         def sync(options: SyncOptions) -> SyncReport:
             own = None if source is None else source_of_follower(source, options.version)
-            return weights.sync(options, source=own)
+            return self._weights.sync(options, source=own)
 
-        methods: tuple[Callable[..., Any], ...] = (
-            *(requests.add, requests.add_score, requests.step, requests.abort),
-            *(requests.forget, requests.release, weights.sleep, weights.wake),
-            *(requests.cut_off, engine.pause, engine.reset_prefix_cache, sync),
-        )
-        return {method.__name__: method for method in methods}
+        def operation(name: str) -> Callable[..., Any]:
+            owner = next(part for part in parts if hasattr(part, name))
+            return sync if name == "sync" else getattr(owner, name)
+
+        return operation
 
     # ------------------------------------------------------------------------- pause, sleep, close
     @_by_every_rank

@@ -40,16 +40,28 @@ from rollmesh.runtime.messages import shown
 
 DTYPES = ("bfloat16", "float32")
 MAX_GIB = 2**20
+OF_A_RANK = {"of_a_rank": True}  # ranks of a mesh may differ: results do not depend on the option
 P = ParamSpec("P")
 S = TypeVar("S")
 O = TypeVar("O")  # noqa: E741
 Check = Callable[[str, Any], Any]  # from a name for messages and a value to the value in plain form
 
 
-def option(default: Any, doc: str, check: Check | tuple[str, ...] | None = None) -> Any:
-    """Declares a row. check: a function, or the valid words. Without it the type is checked: bool,
-    or an integer within the engine's bounds; other types are checked where they are used."""
-    return field(default=default, metadata={"doc": doc, "check": check})
+def option(
+    default: Any,
+    doc: str,
+    check: Check | tuple[str, ...] | None = None,
+    command: str | None = None,
+    **more: Any,
+) -> Any:
+    """Declares a row.
+
+    check    a function, or the valid words. None checks the type: bool, or an integer within the
+             engine's bounds; values of other types are checked where they are used
+    command  group of options of `rollmesh` commands that has the row: "mesh" or "engine"
+    more     OF_A_RANK, if ranks of a mesh may differ in it
+    """
+    return field(default=default, metadata={"doc": doc, "check": check, "command": command, **more})
 
 
 # ----------------------------------------------------------------------------------------- checks
@@ -96,6 +108,7 @@ class SharedOptions:
         "bfloat16",
         'dtype of weights, activations and KV: "bfloat16", or "float32" for debugging',
         DTYPES,
+        command="engine",
     )
     ep_backend: str = option(
         "alltoall",
@@ -103,6 +116,7 @@ class SharedOptions:
         '"local_allreduce" (ep = tp). On GPUs the first two are the same in short steps, and in '
         "all steps with NCCL",
         lambda name, value: check_backend(value),
+        command="mesh",
     )
     sequence_parallel: bool = option(
         False, "compute norms and residuals on token shards; no effect if mesh.tp = 1"
@@ -125,6 +139,8 @@ class SharedOptions:
         "number of threads; None: one for each core that this process may use, by its affinity and "
         "the quota of its control groups",
         lambda name, value: thread_count(value, name),
+        command="engine",
+        **OF_A_RANK,
     )
     seed: int = option(
         0,
@@ -158,12 +174,14 @@ class GeneratorOptions(SharedOptions):
         '"cpu"; "cuda": rank r on GPU r modulo the number of GPUs; "cuda:N": all ranks of this '
         "process on GPU N",
         lambda name, value: device_name(value),
+        command="mesh",
     )
     isa: str | None = option(
         None,
         'CPU: an instruction set ("ref", "avx2", …); None: the fastest. GPU: "cuda_fma" (default) '
         'is bit-identical to the CPU; "cuda_mma" uses tensor cores for bfloat16 and rounds '
         "differently",
+        command="engine",
     )
     fast: bool = option(
         False,
@@ -186,11 +204,13 @@ class GeneratorOptions(SharedOptions):
         "has this length. None: 4096, or the config's max_position_embeddings for the rope types "
         "dynamic and longrope, whose frequencies depend on it. A warning is logged if it exceeds "
         "the number of positions in the config",
+        command="engine",
     )
     kv_cache_gib: float | None = option(
         1.0,
         "size of each rank's KV cache in units of 2^30 bytes; None: memory_fraction decides",
         _gib,
+        command="engine",
     )
     memory_fraction: float = option(
         0.9,
@@ -228,14 +248,24 @@ class EngineOptions(SharedOptions):
     kv_bytes: int = 0
     memory_fraction: float = 0.0  # decides if kv_bytes is 0
     external_pages: int = 0  # > 0: an external scheduler (vLLM's) hands out so many KV pages
-    isa: str | None = None  # of the CPU
-    cuda_library: str | None = None  # None: the CPU; runtime/devices.py
-    cuda_ordinal: int = -1
+    isa: str | None = field(default=None, metadata=OF_A_RANK)  # of the CPU
+    # None: the CPU. This and the next: runtime/devices.py
+    cuda_library: str | None = field(default=None, metadata=OF_A_RANK)
+    cuda_ordinal: int = field(default=-1, metadata=OF_A_RANK)
     cuda_family: str | None = None
-    nccl_library: str | None = None  # distributed/comm.py
-    nccl_gpu: str | None = None
-    cublas_library: str | None = None  # runtime/cublas.py
-    cublas_version: str | None = None  # compared among ranks
+    # This and the next: distributed/comm.py
+    nccl_library: str | None = field(default=None, metadata=OF_A_RANK)
+    nccl_gpu: str | None = field(default=None, metadata=OF_A_RANK)
+    cublas_library: str | None = field(default=None, metadata=OF_A_RANK)  # runtime/cublas.py
+    cublas_version: str | None = None
+
+    def shared_by_ranks(self) -> dict[str, Any]:
+        """Returns the options that must be equal on all ranks of a mesh."""
+        return {
+            row.name: getattr(self, row.name)
+            for row in fields(self)
+            if not row.metadata.get("of_a_rank")
+        }
 
 
 # --------------------------------------------------------------------------------- use of the rows

@@ -1,59 +1,25 @@
-"""The command line on tiny shapes: its output, its exit status, and its errors. Each command runs
-once as a separate program; the other tests call the command's function directly, which avoids the
-seconds of importing torch."""
+"""The command line on tiny shapes: its output and its exit status. Each command runs once as a
+separate program; the other tests call the command's function directly, which avoids the seconds of
+importing torch."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from cli_calls import MOE, SMALL, program, rollmesh
 from paths import ROOT
 
 import rollmesh as rm
-from rollmesh import _core
-from rollmesh.cli import bench, doctor
-from rollmesh.runtime import cublas
-from rollmesh.runtime.devices import device_of
-
-MOE = ROOT / "configs/qwen3_moe_debug.toml"
-SMALL = ["--kv-cache-gib", "0.01", "--threads", "1"]
-NO_GPU = "none found (nvidia-smi is absent or sees none)"
-
-
-def program(*args: object, cwd: Path | None = None) -> str:
-    """Returns the standard output of `python -m rollmesh args`."""
-    command = [sys.executable, "-m", "rollmesh", *map(str, args)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd
-    )
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-def rollmesh(*args: object, status: int = 0) -> str:
-    """Returns the standard output of `rollmesh args`, run in this process; standard error if a
-    failure is expected."""
-    from rollmesh.cli import main
-
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            got: object = main([str(arg) for arg in args])
-        except SystemExit as ended:  # of argparse
-            got = ended.code
-    assert got == status, f"exit status {got}\n{out.getvalue()}\n{err.getvalue()}"
-    return err.getvalue() if status else out.getvalue()
+from rollmesh.cli import bench
 
 
 @pytest.mark.parametrize(
@@ -98,184 +64,6 @@ def test_the_packages_names_are_there() -> None:
         _ = rm.Nothing
 
 
-def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
-    from helpers import tiny_spec
-
-    text = program("doctor")
-    with rm.Generator(tiny_spec(), kv_cache_gib=0.001, max_model_len=16) as generator:
-        isa = generator.metrics()["isa"]
-    assert f"chosen         {isa}: " in text
-    assert text.count("<- chosen") == 1
-    assert re.search(r'  device="cuda"  (works|no: device = .cuda.: expected .*)\n', text)
-    for name in (
-        "ref",
-        "NumPy",
-        "threads",
-        "shm",
-        "lost ranks",
-        "torch",
-        "transformers",
-        "nvcc",
-        "NCCL",
-        "vllm",
-    ):
-        assert f"\n  {name} " in text
-
-
-@pytest.mark.parametrize(
-    "free, words",
-    [
-        (2**34, "works for up to 64 ranks: 16.00 GiB of"),
-        (25 << 20, "works for up to 2 "),
-        (19 << 20, "no: "),
-    ],
-)
-def test_doctor_knows_how_many_ranks_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, words: str
-) -> None:
-    monkeypatch.setattr(
-        os,
-        "statvfs",
-        lambda path: SimpleNamespace(f_bavail=free >> 12, f_frsize=1 << 12, f_blocks=1 << 30),
-    )
-    assert doctor._shared_memory(tmp_path).startswith(words)
-
-
-def test_doctor_says_what_is_left_to_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 3)
-    monkeypatch.setattr(_core, "memory_pools", lambda: [(1, 5 << 30), (2, 3 << 29), (3, 7 << 30)])
-    rows = dict(doctor._processor())
-    assert rows["threads"].startswith("3 by default: ")
-    assert rows["memory"].endswith(
-        "GiB, of which 1.50 GiB are free and within this process's limits"
-    )
-
-
-def test_doctor_where_processes_cannot_be_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert doctor._shared_memory(tmp_path / "none").startswith("no: ")
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
-    assert "/proc" in doctor._process_ends()
-    monkeypatch.setattr(doctor, "_version", lambda package: None)
-    assert doctor._torch_groups().startswith("missing")
-
-
-def test_doctor_names_the_backends_that_torch_has() -> None:
-    """Oracle: torch, which doctor itself does not import."""
-    distributed = pytest.importorskip("torch.distributed")
-    assert ("Gloo" in doctor._torch_groups()) == distributed.is_gloo_available()
-    assert ("NCCL" in doctor._torch_groups()) == distributed.is_nccl_available()
-
-
-@pytest.mark.parametrize(
-    "devices, seen",
-    [
-        ("2", "2 devices here"),
-        ("1", "1 device here"),
-        ("0", "no driver here, and NVIDIA's is all they need"),
-    ],
-)
-def test_doctor_knows_the_kernels_of_this_build(
-    simt_library: Path, monkeypatch: pytest.MonkeyPatch, devices: str, seen: str
-) -> None:
-    """Runs on the simulated device. The CUDA runtime is part of the library, so the output has no
-    line about a missing runtime."""
-    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
-    monkeypatch.setenv("ROLLMESH_SIMT_DEVICES", devices)
-    monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)  # no nvidia-smi, no nvcc
-    rows = dict(doctor._gpu())
-    found = (
-        f"{seen.removesuffix(' here')}, says {simt_library.name}; nvidia-smi is absent or sees none"
-    )
-    assert rows["GPU"] == (NO_GPU if devices == "0" else found)
-    assert rows["nvcc"] == "missing: only needed to build CUDA kernels"
-    assert rows["CUDA kernels"] == f"for simt, in {simt_library.name}; {seen}"
-    missing = "no: device = 'cuda': expected an NVIDIA driver, got none on this machine"
-    assert rows['device="cuda"'] == ("works" if devices != "0" else missing)
-    assert not [text for text in rows if "runtime" in text]
-
-
-def test_a_driver_that_is_too_old_is_said(
-    simt_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
-    monkeypatch.setenv("ROLLMESH_SIMT_DRIVER", "12080")
-    rows = dict(doctor._gpu())
-    assert (
-        rows["CUDA kernels"]
-        == f"for simt, in {simt_library.name}; the driver here is too old, they need 580 or later"
-    )
-    assert (
-        rows['device="cuda"']
-        == "no: device = 'cuda': expected NVIDIA driver 580 or later (CUDA 13), got an older one"
-    )
-    with pytest.raises(
-        rm.ConfigError, match='device="cuda": expected an NVIDIA driver 580 or later'
-    ):
-        rm._core.cuda_available(str(simt_library), 0)
-
-
-def test_doctor_believes_nvidias_own_tool(
-    simt_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
-    monkeypatch.setattr(
-        doctor,
-        "_first_line",
-        lambda command, **_: "NVIDIA H200, 580.1" if command[0] == "nvidia-smi" else None,
-    )
-    assert dict(doctor._gpu())["GPU"] == "NVIDIA H200, 580.1"
-
-
-@pytest.mark.parametrize(
-    "environment, has_nvcc, words",
-    [
-        ({"ROLLMESH_CUDA": "0"}, True, "made with ROLLMESH_CUDA=0"),
-        ({}, False, "made where nvcc was not on PATH"),
-        ({}, True, "made with an nvcc that failed"),
-        ({"ROLLMESH_SANITIZE": "1"}, True, "made with ROLLMESH_SANITIZE"),
-    ],
-)
-def test_a_build_without_cuda_says_why(
-    environment: dict[str, str],
-    has_nvcc: bool,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Runs setup.py's own step beside an extension, and checks what doctor and a generator report.
-    nvcc is a program that fails."""
-    for name in ("ROLLMESH_CUDA", "ROLLMESH_SANITIZE", "ROLLMESH_CUDA_LIBRARY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "bin").mkdir()
-    if has_nvcc:
-        (tmp_path / "bin/nvcc").write_text("#!/bin/sh\nexit 1\n")
-        (tmp_path / "bin/nvcc").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    code = f"""
-import os, sys
-os.chdir({str(ROOT)!r})
-from pathlib import Path
-import setuptools
-from distutils.core import run_setup
-command = run_setup("setup.py", stop_after="init").get_command_obj("build_ext")
-command.ensure_finalized()
-command.build_temp = {str(tmp_path / "objects")!r}
-command.build_cuda_beside(Path({str(tmp_path / "_core.so")!r}))
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
-    monkeypatch.setattr(rm._core, "__file__", str(tmp_path / "_core.so"))
-    assert doctor._cuda_library() == (f"not in this build, {words}", 0)
-    with pytest.raises(
-        rm.ConfigError,
-        match=rf"^device = 'cuda': expected a build with librollmesh_cuda.so, got one {words}$",
-    ):
-        device_of("cuda")
-
-
 def test_help_of_bench_shows_its_defaults() -> None:
     parser = argparse.ArgumentParser(prog="bench")
     bench.add_arguments(parser)
@@ -287,42 +75,6 @@ def test_help_of_bench_shows_its_defaults() -> None:
         ("seed", values.seed),
     ):
         assert re.search(rf"--{name} [^-]*\(default: {value}\)", text), name
-
-
-def test_doctor_where_the_librarys_name_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Input: a missing file, and a file that is not a library. If cuBLASLt is not found, the output
-    names the extra that contains it."""
-    monkeypatch.setattr(cublas, "candidates", lambda *_: iter(()))
-    monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)
-    wrong = tmp_path / "none.so"
-    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(wrong))
-    rows = dict(doctor._gpu())
-    assert (rows["GPU"], rows["CUDA kernels"]) == (
-        NO_GPU,
-        f"ROLLMESH_CUDA_LIBRARY={wrong}: there is no such file",
-    )
-    assert rows["cuBLASLt"].endswith(
-        "(pip install '.[cuda]' in rollmesh's checkout); only needed for fast=True"
-    )
-    os.mkfifo(tmp_path / "fifo")  # opening it would block until a writer comes
-    for strange in (
-        f"/{'b' * 300}",
-        str(tmp_path / "fifo"),
-        str(tmp_path),
-        str(tmp_path / "a\nb\x1b[31m"),
-    ):
-        monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", strange)
-        rows = dict(doctor._gpu())
-        assert rows["CUDA kernels"].endswith(": there is no such file")
-        assert rows['device="cuda"'].startswith("no: ROLLMESH_CUDA_LIBRARY: expected")
-        assert all(row.isprintable() for row in rows.values())
-    monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(wrong))
-    wrong.write_text("no library")
-    rows = dict(doctor._gpu())
-    assert rows["GPU"] == NO_GPU
-    assert rows["CUDA kernels"].startswith("cannot be loaded: ")
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:
@@ -507,7 +259,7 @@ def test_bench_prints_figures() -> None:
     assert all(float(line.split()[1].replace(",", "")) > 0 for line in lines[1:])
 
 
-@pytest.mark.usefixtures("torch_as_it_was")
+@pytest.mark.usefixtures("torch_as_it_was", "no_pictures")  # of the second run
 def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
     small = [
         "--set",
@@ -537,209 +289,6 @@ def test_grpo_runs_refuses_and_resumes(tmp_path: Path) -> None:
     assert rollmesh("generate", folder, *greedy) == completion, (
         "a run folder stands for its newest checkpoint"
     )
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (("plan", "/no/such/folder.json"), "ConfigError: /no/such/folder.json: No such file"),
-        (("generate", MOE, "--random"), "ConfigError: no prompts"),
-        (
-            ("generate", MOE, "--random", "--file", "/no/such"),
-            "ConfigError: /no/such: No such file or directory\n",
-        ),
-        (
-            ("generate", MOE, "x,y", "--ids", "--random"),
-            "ConfigError: --ids: expected token ids such as 5,17,3, got 'x,y'",
-        ),
-        (
-            ("generate", MOE, "a", "--random", "--tp", "3"),
-            "ConfigError: tp: expected a divisor of num_attention_heads=",
-        ),
-        (("generate", MOE, "a", "--random", "--device", "cuda"), "ConfigError: device = 'cuda'"),
-        (
-            ("generate", MOE, "a", "--random", "--tp", "0"),
-            "ConfigError: mesh tp: expected an integer in [1, 65536], got 0",
-        ),
-        (
-            ("generate", MOE, "a", "--random", "--max-model-len", "0"),
-            "ConfigError: max_model_len: expected … got 0",
-        ),
-        (("bench", MOE, "--max-model-len", "0"), "ConfigError: max_model_len: expected … got 0"),
-        (
-            ("plan", MOE, "--device", "banana"),
-            "ConfigError: device: expected 'cpu', 'cuda' or 'cuda:N', got 'banana'",
-        ),
-        (
-            ("plan", MOE, "--device", ""),
-            "ConfigError: device: expected 'cpu', 'cuda' or 'cuda:N', got ''",
-        ),
-        (
-            ("bench", MOE, "--isa", "cuda_mma"),
-            "ConfigError: isa: expected one of ref … got 'cuda_mma'",
-        ),
-        (
-            ("generate", MOE, "a", "--random", "--isa", "x" * 100_000),
-            "ConfigError: isa: expected one of … got 'xxx",
-        ),
-        (("plan", MOE, "--tp", "0"), "ConfigError: tp: expected an integer in [1, 65536], got 0"),
-        (("plan", MOE, "--kv-cache-gib", "inf"), "ConfigError: --kv-cache-gib inf"),
-        (("plan", MOE, "--kv-cache-gib", "1e308"), "ConfigError: --kv-cache-gib 1e+308"),
-        (
-            ("plan", MOE, "--tp", "9" * 4000, "--ep", "9" * 4000),
-            "expected an integer in [1, 65536]",
-        ),
-        (("plan", "x" * 300), "File name too long"),
-        (("plan", "/proc/self/mem"), "ConfigError: /proc/self/mem: "),
-        (
-            ("generate", MOE, "a", "--random", "--tp", "9" * 4000),
-            "ConfigError: mesh tp: expected an integer in [1, 65536], got 999",
-        ),
-        (
-            ("generate", MOE, "a", "--random", "--device", "x" * 100_000),
-            "ConfigError: device: expected … got 'xxx",
-        ),
-        (
-            ("generate", MOE, "a", "--random", "--ep-backend", "x" * 100_000),
-            "ConfigError: ep_backend: expected one of … got 'xxx",
-        ),
-        (
-            ("generate", MOE, "x" * 100_000, "--ids", "--random"),
-            "ConfigError: --ids: expected token ids such as 5,17,3, got 'xxx",
-        ),
-        (
-            ("grpo", MOE, "--set", "train.lr=" + "x" * 100_000),
-            "ConfigError: [train] lr: expected a number, got 'xxx",
-        ),
-        (("grpo", MOE, "--set", "x" * 100_000), "expected KEY=VALUE"),
-        (("grpo", MOE, "--set", "x" * 100_000 + "=1"), "no such key"),
-        (("grpo", MOE, "--set", "train." + "x" * 100_000 + "=1"), "no such key"),
-        (("grpo", MOE, "--set", "train.lr=" + "[" * 5000), "ConfigError: --set train.lr=[["),
-        (("grpo", MOE, "--set", "train.steps=" + "9" * 5000), "ConfigError: --set train.steps=999"),
-        (
-            ("grpo", MOE, "--set", "train.lr=" + "9" * 400),
-            "ConfigError: [train] lr: expected a number of 64 bits, got 999",
-        ),
-        (
-            ("grpo", MOE, "--set", "train.steps=9223372036854775808"),
-            "ConfigError: [train] steps: expected a number of 64 bits",
-        ),
-        (("grpo", MOE, "--out", "/dev/null/x"), "ConfigError: /dev/null/x: Not a directory"),
-        (("grpo", MOE, "--tp", "0"), "ConfigError: [generator] tp"),
-        (
-            ("generate", MOE, "a", "--random", "--top-p", "2"),
-            "RequestError: top_p: expected a number in (0, 1], got 2.0",
-        ),
-        (
-            ("bench", MOE, "--batch", "0"),
-            "ConfigError: --prefill 512 --batch [0]: expected positive numbers",
-        ),
-        (
-            ("grpo", MOE, "--set", "train.lr=x"),
-            'ConfigError: [train] lr: expected a number, got "x"',
-        ),
-        (
-            ("grpo", MOE, "--tp", "3", "--out", "/tmp/never"),
-            "ConfigError: tp: expected a divisor of num_attention_heads=",
-        ),
-        (
-            ("grpo", MOE, "--resume", "/no/such"),
-            "ConfigError: --resume /no/such: no checkpoint there",
-        ),
-    ],
-)
-def test_errors_are_one_line_and_status_2(args: tuple[object, ...], message: str) -> None:
-    text = rollmesh(*args, status=2)
-    assert re.search(".*".join(map(re.escape, message.split(" … "))), text), text
-    assert "Traceback" not in text
-    assert text.count("\n") == 1
-    assert len(text) < 800
-
-
-def refused(*args: object) -> str:
-    """Returns the one line of `rollmesh args`."""
-    text = rollmesh(*args, status=2)
-    assert re.match(f"rollmesh {args[0]}: (Config|Format)Error: ", text), text
-    assert text.count("\n") == 1
-    return text
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("generation_config.json", "{"),
-        ("generation_config.json", "[]"),
-        ("generation_config.json", '{"eos_token_id": 1.5}'),
-        ("generation_config.json", '{"eos_token_id": {}}'),
-        ("tokenizer.json", "{}"),
-        ("tokenizer.json", "["),
-        ("config.json", "[" * 200_000),
-    ],
-)
-def test_broken_files_of_a_checkpoint(name: str, text: str, tmp_path: Path) -> None:
-    from helpers import tiny_config
-
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
-    (tmp_path / name).write_text(text)
-    refused("generate", tmp_path, "1,2", "--ids", "--random", *SMALL)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"num_hidden_layers": 10**30}, {"vocab_size": 2**70}, {"moe_intermediate_size": 2**70}],
-    ids=str,
-)
-def test_plan_of_what_no_machine_holds(change: dict[str, int], tmp_path: Path) -> None:
-    from helpers import tiny_config
-
-    (tmp_path / "config.json").write_text(json.dumps({**tiny_config(True), **change}))
-    assert f"{next(iter(change))}: expected" in refused("plan", tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x=" + "[" * 5000,
-        "seed=" + "9" * 5000,
-        "x = \xff",
-        "seed=",
-        "x" * 100_000 + "=1",
-        '"\\u001b\\n"=1',
-    ],
-    ids=["deep", "digits", "latin-1", "cut", "long key", "escape"],
-)
-def test_runs_that_cannot_be_read(text: str, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_bytes(text.encode("latin-1"))
-    said = refused("plan", tmp_path / "run.toml")
-    assert len(said) < 1000
-    assert said[:-1].isprintable()
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["foo", "\x1b[31mred\n  avx2 works", "x" * 3000, os.fsdecode(b"\xff\xfe")],
-    ids=["foo", "escape", "long", "bytes"],
-)
-def test_doctor_of_an_instruction_set_that_there_is_none_of(word: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rollmesh", "doctor"],
-        capture_output=True, text=True, timeout=240, check=False,
-        env={**os.environ, "RM_ISA": word},
-    )  # fmt: skip
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  chosen ")]
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "none: RM_ISA: expected an instruction set" in line
-    assert "capped" not in line
-    assert len(line) < 200
-    assert line.isprintable()
-
-
-@pytest.mark.full
-def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
-    rollmesh("grpo", MOE, "--tp", "3", "--out", tmp_path / "new", status=2)
-    (tmp_path / "old").mkdir()
-    rollmesh("grpo", MOE, "--tp", "3", "--out", tmp_path / "old", status=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def a_run(folder: Path, generator: str) -> Path:
@@ -852,18 +401,6 @@ def test_a_run_folders_newest_checkpoint(tmp_path: Path) -> None:
     assert checkpoint_of(tmp_path / "nowhere") == tmp_path / "nowhere"
 
 
-def test_an_exception_of_a_reward_names_it(tmp_path: Path) -> None:
-    from rollmesh.grpo.rewards import Rewards
-
-    (tmp_path / "reward_that_raises.py").write_text("def f(**columns):\n    return {}['oops']\n")
-    reward = Rewards(["reward_that_raises:f"], (), tmp_path)
-    with pytest.raises(
-        rm.ConfigError, match=r"^reward reward_that_raises:f raised KeyError: 'oops'\n"
-    ) as caught:
-        reward.judge(["p"], ["c"], [[1]], {})
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
 def test_prompts_may_stand_behind_an_option(tmp_path: Path) -> None:
     first = rollmesh(
         "generate", MOE, "1,2", "3,4", "--random", "--ids", "--max-tokens", 2, "--json", *SMALL
@@ -876,46 +413,6 @@ def test_prompts_may_stand_behind_an_option(tmp_path: Path) -> None:
     )
     assert "unrecognized arguments: --idz" in rollmesh("generate", MOE, "--idz", "1,2", status=2)
     assert "unrecognized arguments: more" in rollmesh("doctor", "more", status=2)
-
-
-@pytest.mark.parametrize("absent", ["tokenizers", "transformers"])
-def test_without_the_packages_of_training(absent: str) -> None:
-    """bench needs a shape, generate --ids numbers; grpo reports the missing packages."""
-
-    def run(*args: object) -> subprocess.CompletedProcess[str]:
-        hide = (
-            "import importlib.util as u, sys; f = u.find_spec\n"
-            f"sys.modules[{absent!r}] = None\n"
-            f"u.find_spec = lambda name, *a: None if name == {absent!r} else f(name, *a)\n"
-            f"from rollmesh.cli import main; sys.exit(main({[str(arg) for arg in args]!r}))"
-        )
-        return subprocess.run(
-            [sys.executable, "-c", hide], capture_output=True, text=True, timeout=240, check=False
-        )
-
-    assert run("bench", MOE, "--prefill", 4, "--batch", 1, *SMALL).returncode == 0
-    assert (
-        run("generate", MOE, "1,2", "--random", "--ids", "--max-tokens", 2, *SMALL).returncode == 0
-    )
-    refused = run("grpo", MOE)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert f"training needs {absent}: pip install" in refused.stderr
-
-
-def test_a_run_that_never_began_does_not_block_its_folder(tmp_path: Path) -> None:
-    from rollmesh.cli import grpo
-
-    args = argparse.Namespace(config=MOE, out=tmp_path, resume=None)
-    (tmp_path / "metrics.jsonl").touch()
-    assert grpo._folder(args) == tmp_path
-    (tmp_path / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
-    with pytest.raises(
-        rm.ConfigError, match="no checkpoint to continue from; choose another folder"
-    ):
-        grpo._folder(args)
-    (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
-    with pytest.raises(rm.ConfigError, match=r"--resume .* continues it"):
-        grpo._folder(args)
 
 
 def test_the_config_of_the_documents_is_whole(tmp_path: Path) -> None:

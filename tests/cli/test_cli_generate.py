@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import MOE, ROOT, SMALL, refused, rollmesh
+from cli_calls import MOE, SMALL, refused, rollmesh
+from paths import ROOT
 
 import rollmesh as rm
 

@@ -128,7 +128,7 @@ def test_a_fault_is_caught(tmp_path: Path) -> None:
 def test_mutants_of_a_module(tmp_path: Path) -> None:
     """A test that cannot fail kills no mutant, and the product's tests kill most."""
     file = "python/rollmesh/grpo/advantages.py"
-    result = mutate.run([file], 8, 1, ["tests/grpo/test_grpo.py"], tmp_path)
+    result = mutate.run([file], 8, 1, ["tests/grpo/test_grpo_by_hand.py"], tmp_path)
     assert result.killed >= 5
     result = mutate.run([file], 2, 1, ["tests/mesh/test_wire.py"], tmp_path)
     assert result.killed == 0

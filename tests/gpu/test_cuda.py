@@ -16,46 +16,24 @@ from pathlib import Path
 import cuda_build
 import pytest
 from cuda_device import no_gpu
-from marks import SUMMARY, full, some
+from marks import SUMMARY
 
-# The number of cases that tests/gpu/simt/check.cpp must reach: an output of an op, in one order of
-# the threads.
-OPS = {
-    "embed": 300,
-    "gather_rows": 900,
-    "rms_norm": 1000,
-    "gemm": 480,
-    "gemm_swiglu": 480,
-    "activate": 380,
-    "head_squares": 400,
-    "qk_rope_kv": 1000,
-    "attention": 350,
-    "router": 1200,
-    "permute": 800,
-    "static_dispatch": 1300,
-    "combine": 400,
-    "lm_head": 1728,
-    "merge_pairs": 580,
-    "sample": 1100,
-    "top_logprobs": 150,
-    "ranks": 160,
-    "pack": 1200,
-}
-# The same for the ops of the family cuda_mma that differ; the oracle is the reference with that
-# family's sums.
-MMA_OPS = {
-    name: OPS[name]
-    for name in (
-        "embed",
-        "gemm",
-        "gemm_swiglu",
-        "qk_rope_kv",
-        "attention",
-        "router",
-        "lm_head",
-        "pack",
-    )
-}
+OPS = (
+    *("embed", "gather_rows", "rms_norm", "gemm", "gemm_swiglu", "activate", "head_squares"),
+    *("qk_rope_kv", "attention", "router", "permute", "static_dispatch", "combine", "lm_head"),
+    *("merge_pairs", "sample", "top_logprobs", "ranks", "pack"),
+)
+# The ops of the family cuda_mma that differ; their oracle is the reference with that family's sums.
+MMA_OPS = (
+    *("embed", "gemm", "gemm_swiglu", "qk_rope_kv", "attention", "router", "lm_head", "pack"),
+)
+# The op chooses one of the tiles; each is compared, also where the op would not choose it.
+TILES = [f"cuda_mma_tile{i}" for i in range(4)]
+CASES = [
+    *(("cuda_fma", op) for op in OPS),
+    *(("cuda_mma", op) for op in MMA_OPS),
+    *((tile, op) for tile in TILES for op in ("gemm", "gemm_swiglu")),
+]
 needs_nvcc = pytest.mark.skipif(
     not shutil.which("nvcc"), reason="no nvcc here: kernels/cuda not compiled"
 )
@@ -63,7 +41,12 @@ needs_nvcc = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def check(cuda_folder: Path) -> Path:
-    return cuda_build.simt(cuda_folder)
+    return cuda_build.simt(cuda_folder, "check")
+
+
+@pytest.fixture(scope="module")
+def checkops(cuda_folder: Path) -> Path:
+    return cuda_build.simt(cuda_folder, "checkops")
 
 
 @pytest.fixture(scope="module")
@@ -83,42 +66,52 @@ def said(program: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-CASES = [("fma", *case) for case in OPS.items()] + [("mma", *case) for case in MMA_OPS.items()]
+def compare(program: Path, *words: str) -> None:
+    """Runs checkops, which ends with status 3 if it compares nothing."""
+    status, text = said(program, *words)
+    assert status == 0, text
+    assert re.search(r"^0 differences in [1-9]\d* elements", text, re.MULTILINE), text
 
 
-@pytest.mark.parametrize("share", ["few", full("all")])
-@pytest.mark.parametrize(
-    "family, op, least", some(CASES, lambda case: case[:2] != ("mma", "attention"), names=3)
-)
-def test_simt_gives_the_references_bits(
-    check: Path, family: str, op: str, least: int, share: str, seed: int
-) -> None:
+def test_simt_gives_the_references_bits(checkops: Path, seed: int) -> None:
     """The mma kernels are compared with a model of the instruction (tests/gpu/simt/mma_model.h):
     this checks order, layouts and barriers, but not the rounding of the hardware."""
-    status, text = said(check, op, str(seed), family, share)
-    found = re.fullmatch(r"OK cases=(\d+) elements=\d+\n", text)
-    assert status == 0, text
-    assert found, text
-    assert int(found[1]) >= (least // 32 if share == "few" else least)
+    compare(checkops, "--trials", "8", "--seed", str(seed))
 
 
-@pytest.mark.parametrize("op", ["gemm", full("sample")])
-def test_touch_makes_the_same_launches_once(check: Path, op: str) -> None:
-    """Under a memory checker, one order runs as many cases as the comparison runs in two."""
+@pytest.mark.full
+@pytest.mark.parametrize(("isa", "op"), CASES)
+def test_simt_gives_the_references_bits_over_many_shapes(
+    checkops: Path, isa: str, op: str, seed: int
+) -> None:
+    compare(checkops, "--isa", isa, "--op", op, "--trials", "100", "--seed", str(seed))
+
+
+def test_one_wrong_bit_is_seen(checkops: Path) -> None:
+    for op in OPS:
+        status, text = said(checkops, "--op", op, "--trials", "10", "--plant")
+        assert status == 1, text
+        assert f"again: checkops --op {op} --trial" in text
+
+
+def test_touch_makes_the_same_launches_once(checkops: Path) -> None:
+    """Under a memory checker, one order runs the trials that a comparison runs in two."""
+    words = ("--op", "gemm", "--trials", "5", "--seed", "3", "--isa", "cuda_fma")
     found = [
-        re.fullmatch(r"OK cases=(\d+) elements=\d+\n", said(check, op, "3", "fma", *words)[1])
-        for words in ((), ("touch",))
+        re.search(r"^(?:0 differences in )?(\d+) elements", said(checkops, *words, *more)[1], re.M)
+        for more in ((), ("--touch",))
     ]
-    assert found[0], op
-    assert found[1], op
-    assert int(found[0][1]) == 2 * int(found[1][1]) > 0
+    assert found[0]
+    assert found[1]
+    assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("what", ["mma_places", "mma_company", full("mma_tiles")])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("what", ["mma_places", "mma_company"])
 def test_properties_of_the_tensor_core_kernels(check: Path, what: str, seed: int) -> None:
     """Packings, units and places are bijections; a row's bits do not depend on the rows beside
     it."""
-    status, text = said(check, what, str(seed), "mma")
+    status, text = said(check, what, str(seed))
     assert status == 0, text
 
 
@@ -246,11 +239,9 @@ def test_gpu_gives_the_references_bits(library: Path, cuda_folder: Path, seed: i
     program = cuda_build.gpu(cuda_folder)  # compiled in any case
     if ctypes.CDLL(str(library)).rm_cuda_devices() < 1:
         no_gpu("no GPU here: kernels/cuda was compiled, never run on hardware")
-    for op, family in [(op, "fma") for op in OPS] + [
-        (op, "mma") for op in (*MMA_OPS, "mma_company", "mma_tiles")
-    ]:
-        status, text = said(program, op, str(seed), family)
-        assert status == 0, text
-        assert text.startswith("OK")
+    for isa, op in CASES:
+        compare(program, "--isa", isa, "--op", op, "--trials", "40", "--seed", str(seed))
+    status, text = said(cuda_folder / "check_gpu", "mma_company", str(seed))
+    assert status == 0, text
     status, text = said(cuda_folder / "probe_mma")
     assert status == 0, text

@@ -11,12 +11,12 @@ from typing import Any
 
 import helpers
 import pytest
+from device_traffic import device_step_bytes
 from marks import full, some
 from test_cuda_engine import library  # noqa: F401  (a fixture)
 from test_nccl_engine import Make, make, shares, where  # noqa: F401  (fixtures)
 
 import rollmesh as rm
-from rollmesh.distributed.traffic import step_traffic
 
 pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
@@ -98,7 +98,7 @@ def test_ranks_replay_captured_graphs(
     make: Make, family: str, mesh: rm.Mesh, options: dict[str, Any], seed: int
 ) -> None:
     """Over NCCL or its stand-in. A replayed step of four rows a replica transfers the bytes of
-    rollmesh.distributed.traffic."""
+    device_traffic."""
     model, found = test_families.cut(family, seed), []
     prompts, params = (
         [[i + 1] for i in range(4 * mesh.dp)],
@@ -114,5 +114,5 @@ def test_ranks_replay_captured_graphs(
         after = gen.metrics()
     assert found[0] == found[1]
     assert after["graph_replays"] - before["graph_replays"] == 4 * mesh.dp
-    want = step_traffic(gen.spec, mesh, 4, captured=True, **options)
-    assert after["comm_bytes"] - before["comm_bytes"] == 4 * sum(want)
+    want = device_step_bytes(gen.spec, mesh, 4, captured=True, **options)
+    assert after["comm_bytes"] - before["comm_bytes"] == 4 * want

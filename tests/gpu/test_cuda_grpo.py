@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from grpo_runs import DENSE, MOE
+from helpers import TIMES
 from marks import full
 from native_build import standin
 from test_cuda_engine import is_simt, library  # noqa: F401  (a fixture)
-from test_grpo import DENSE, MOE, TIMES, run, weights_of
+from test_grpo import run, weights_of
 from transformers import AutoConfig
 
 import rollmesh as rm

@@ -151,7 +151,7 @@ def test_weights_of_another_process(
         remote.free()
         assert report.num_tensors == len(state_of(config, seed))
         assert (report.digest, logits(gpu)) == from_the_host(make, config, state_of(config, seed))
-    with pytest.raises(rm.NotSyncedError, match="has no published version"):
+    with pytest.raises(rm.NotSyncedError, match="expected a published version"):
         reader.refresh()
 
 
@@ -238,7 +238,8 @@ def test_ranks_that_are_processes(
     remote.publish(MOE, 5, 2, readers)
     told = answers(remote.process.pid)
     assert any(
-        "RankLostError: the trainer that lends version 2 has ended" in answer[0] for answer in told
+        "RankLostError: version 2: expected the trainer that lends it" in answer[0]
+        for answer in told
     )
     assert all("RankLostError" in answer[0] or "SyncAbortedError" in answer[0] for answer in told)
 
@@ -264,7 +265,9 @@ def test_tensor_by_tensor(
     remote.publish(DENSE, 1, 4, 1)
     reader = sources.SharedReader(remote.address())
     reader.refresh()
-    with pytest.raises(rm.StateError, match=rf"{NAME} is lent: read it by sync_weights, or within"):
+    with pytest.raises(
+        rm.StateError, match=rf"{NAME}: .* is lent: read it by sync_weights, or within"
+    ):
         reader[NAME]
     with reader.lent() as still, gpu.begin_sync(version=4, cast=True) as sync:
         for name, tensor in reader.items():
@@ -321,9 +324,9 @@ def test_a_commit_that_fails_may_be_tried_again(
 @pytest.mark.parametrize(
     "what, kind, message",
     [
-        ("kill", rm.RankLostError, "the trainer that lends version 1 has ended"),
-        ("take_back", rm.StateError, "version 1 was taken back by its trainer"),
-        ("change", rm.StateError, "version 1 was taken back by its trainer"),
+        ("kill", rm.RankLostError, "version 1: expected the trainer that lends it"),
+        ("take_back", rm.StateError, "version 1: .*that its trainer took back"),
+        ("change", rm.StateError, "version 1: .*that its trainer took back"),
     ],
 )
 @pytest.mark.parametrize("in_the_middle", [False, True])
@@ -374,7 +377,7 @@ def test_a_reader_that_ends(
         r"ended",
     ):
         remote.wait(60)
-    with pytest.raises(RuntimeError, match="StateError: version 0 is lent to 1 readers"):
+    with pytest.raises(RuntimeError, match="version 0, which is lent to 1 readers"):
         remote.publish(DENSE, 1, 1, 1)
     reader = sources.SharedReader(remote.address())
     reader.refresh()
@@ -578,13 +581,12 @@ def test_lent_by_this_process(make: Callable[..., rm.Generator], library: Path) 
         reader = sources.SharedReader(writer.address)
         reader.refresh()
         with pytest.raises(
-            rm.StateError, match="lent by this process itself: pass the tensors themselves"
+            rm.StateError, match="got one of this process: pass the tensors themselves"
         ):
             make(DENSE).sync_weights(reader, cast=True)
         with pytest.raises(
             rm.StateError,
-            match=r"version 0 is lent to 1 readers; call wait_until_read\(\) or take_back\(\) "
-            r"first",
+            match=r"version 0, which is lent to 1 readers; call wait_until_read\(\) or take_back",
         ):
             writer.publish({}, lend_to=1)
     trainer.close()
@@ -698,7 +700,7 @@ def changed(*path: Any) -> dict[str, Any]:
 
 
 def test_a_good_description() -> None:
-    assert sorted(manifest.parse_loan(GOOD).tensors) == ["a", "b", "c"]
+    assert sorted(manifest.parse_loan(GOOD, set()).tensors) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -721,7 +723,7 @@ def test_a_good_description() -> None:
         (changed("tensors", 0, 3, [1]), "expected at most 4 sizes >= 1"),
         (changed("tensors", 0, 4, 1), "a: expected one of 1 allocations, got number 1"),
         (changed("tensors", 0, 1, "int8"), "expected a dtype of .*, got 'int8'"),
-        (changed("number", 0), r"the number of a loan: expected an integer in \[1, 2\^63\), got 0"),
+        (changed("number", 0), r"the number of a loan: expected an integer in .*, got 0"),
         (changed("number", True), "the number of a loan: .*, got True"),
         (changed("number", 2**63), "the number of a loan: .*, got 9223372036854775808"),
         ([], "expected a manifest of lent weights"),
@@ -729,12 +731,12 @@ def test_a_good_description() -> None:
 )
 def test_damaged_descriptions(value: Any, message: str) -> None:
     with pytest.raises(rm.FormatError, match=message):
-        manifest.parse_loan(value)
+        manifest.parse_loan(value, set())
 
 
 def test_a_description_with_a_name_twice() -> None:
-    with pytest.raises(rm.DuplicateKeyError, match="a comes twice"):
-        manifest.parse_loan(changed("tensors", 1, 0, "a"))
+    with pytest.raises(rm.DuplicateKeyError, match="a: expected it once"):
+        manifest.parse_loan(changed("tensors", 1, 0, "a"), set())
 
 
 def test_a_reader_without_a_version_is_refused_by_name(make: Callable[..., rm.Generator]) -> None:

@@ -267,7 +267,8 @@ def test_the_plan_names_what_there_is() -> None:
         for word in part.words.split():
             assert not word.startswith("tests/") or (ROOT / word).is_file()
     assert set(gpu_first.OPS) == set(test_cuda.OPS)
-    assert set(gpu_first.MMA_OPS) == {*test_cuda.MMA_OPS, "mma_company", "mma_tiles"}
+    assert set(gpu_first.MMA_OPS) == set(test_cuda.MMA_OPS)
+    assert [f"cuda_{tile}" for tile in gpu_first.TILES] == test_cuda.TILES
     behind = (
         "racecheck",
         "synccheck",

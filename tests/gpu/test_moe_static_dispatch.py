@@ -4,7 +4,7 @@ the CPU.
 
 Input: steps of one row and more per replica, ranks without rows and without any of the chosen
 experts, rows whose size is not a multiple of four bytes. Oracle: results of one rank on the CPU;
-byte counts from distributed/traffic.py, and from the CPU's mesh if the dispatch is the dynamic one.
+byte counts from device_traffic.py, and from the CPU's mesh if the dispatch is the dynamic one.
 Bound: equality.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
+from device_traffic import device_step_bytes
 from marks import some
 from test_cuda_engine import bits, library  # noqa: F401  (a fixture)
 
 import rollmesh as rm
-from rollmesh.distributed.traffic import step_traffic
 
 TRAVELLING = ("alltoall", "allgather_reducescatter")
 BACKENDS = (*TRAVELLING, "local_allreduce")
@@ -109,16 +109,15 @@ def test_a_step_of_few_rows_moves_what_its_rows_say(
     }
     with generator(config, helpers.numpy_state_dict(config, seed=1), **how) as made:
         steps, sent, _ = moved(made, [[i + 1] for i in range(FEW * mesh.dp)], max_tokens=4)
-    want = step_traffic(
+    want = device_step_bytes(
         rm.ModelSpec.from_hf(config),
         mesh,
         FEW,
         ep_backend=backend,
         sequence_parallel=sequence_parallel,
-        static=True,
     )
     assert steps == 4
-    assert sent / steps == sum(want)
+    assert sent / steps == want
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,6 +16,7 @@ from typing import Any
 import helpers
 import numpy as np
 import pytest
+from device_traffic import device_step_bytes
 from marks import full
 from test_cuda_engine import MOE, told
 from test_cuda_graphs import PARAMS, PROMPTS
@@ -24,7 +25,6 @@ from test_mesh_processes import results
 from test_nccl_engine import Make, Run, make, ranks, shares, simt, where  # noqa: F401  (fixtures)
 
 import rollmesh as rm
-from rollmesh.distributed.traffic import step_traffic
 
 TWO, FOUR = rm.Mesh(dp=2, ep=2), rm.Mesh(dp=2, tp=2, ep=4)
 WIDE = {"max_num_seqs": 7, "kv_cache_gib": 0.004}
@@ -249,7 +249,7 @@ def test_updates_in_mid_generation(make: Make, how: dict[str, Any]) -> None:
 )
 def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[str, Any]) -> None:
     """Each replica steps eight times with four rows: the first step is enqueued and the second
-    recorded. Every step transfers the bytes of rollmesh.distributed.traffic. Each rank also sends
+    recorded. Every step transfers the bytes of device_traffic. Each rank also sends
     one byte to its group to report that it has memory for a graph."""
     gpu = make(MOE, mesh, **WIDE, **changes)
     gpu.sync_weights(helpers.numpy_state_dict(MOE, seed=1), cast=True)
@@ -265,8 +265,8 @@ def test_a_replay_counts_what_it_moves(make: Make, mesh: rm.Mesh, changes: dict[
     assert [replays for _, _, replays in moved] == [3 * mesh.dp, 4 * mesh.dp]
     groups, size = (1, mesh.dp * mesh.tp) if mesh.ep > mesh.tp else (mesh.dp, mesh.tp)
     assert moved[0][:2] == [moved[1][0] + groups * size * (size - 1), moved[1][1] + 1]
-    want = step_traffic(rm.ModelSpec.from_hf(MOE), mesh, 4, captured=True, **changes)
-    assert moved[1][0] == 4 * sum(want)
+    want = device_step_bytes(rm.ModelSpec.from_hf(MOE), mesh, 4, captured=True, **changes)
+    assert moved[1][0] == 4 * want
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ TABLES = [
 ]
 BY_MODE = pytest.mark.parametrize("table", TABLES, ids=lambda t: t.importance_sampling)
 LENGTHS = [1, 7, 3, 13]
-pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+pytestmark = pytest.mark.usefixtures("torch_as_it_was", "no_pictures")
 
 
 # --------------------------------------------------------------------------------------- formulas
@@ -288,11 +288,6 @@ def test_a_checkpoint_from_before_the_table_goes_on(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ the trainer
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
-
-
 def prepared(changes: list[str]) -> loop.Run:
     this = loop.prepare(config.load(MOE, [*TINY, *changes]))
     assert this.trainer is not None

@@ -31,7 +31,7 @@ from rollmesh.run.samples import Rollout, Scores
 CONFIGS = {"moe": ROOT / "configs/qwen3_moe_debug.toml", "dense": ROOT / "configs/qwen3_debug.toml"}
 FILTER = "rollout.filter_groups=true"
 TOLD = ("num_gen_batches", "groups_left_out", "drawn_reward_mean")
-pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+pytestmark = pytest.mark.usefixtures("torch_as_it_was", "no_pictures")
 
 REWARD = """
 def half(prompts, completions, **_):
@@ -49,7 +49,6 @@ def none(completions, **_):
 def _rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "groups_of_test.py").write_text(REWARD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
 
 
 def ran(

@@ -43,7 +43,7 @@ TINY = [
 BFLOAT16 = ['generator.dtype="bfloat16"', "sync.cast=true"]
 FILTERS = ["rollout.top_k=20", "rollout.top_p=0.9", "rollout.min_p=0.01"]
 ZERO = ("logprob_diff_max", "logprob_diff_mean", "kl_k1", "kl_k3", "tokens_differ")
-pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+pytestmark = pytest.mark.usefixtures("torch_as_it_was", "no_pictures")
 
 
 SIZES = (
@@ -224,11 +224,9 @@ def test_a_routers_bias_is_synced_saved_and_resumed(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- gradient checkpointing
 def trained(name: str, out: Path, *changes: str) -> tuple[list[dict[str, Any]], bytes]:
     """Returns the metrics of a run, and its last weights."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
-        return ran(name, out, *changes, "train.steps=2"), (
-            out / "checkpoints/step_000002/model.safetensors"
-        ).read_bytes()
+    return ran(name, out, *changes, "train.steps=2"), (
+        out / "checkpoints/step_000002/model.safetensors"
+    ).read_bytes()
 
 
 OTHER = [*BFLOAT16, "sync.self_test=0.0", 'train.kernels="torch"']

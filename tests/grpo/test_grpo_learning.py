@@ -7,7 +7,7 @@ its control. The long runs take about ten minutes on two cores:
     pytest -m slow tests/grpo/test_grpo_learning.py
 
 Chance is at most 0.1 here (the first line of each run is asserted), and a completion that ignores
-the prompt scores at most 0.3 (tests/grpo/test_grpo.py computes this), so 0.5 requires that the
+the prompt scores at most 0.3 (tests/run/test_grpo_data.py computes this), so 0.5 requires that the
 model reads the prompt."""
 
 from __future__ import annotations

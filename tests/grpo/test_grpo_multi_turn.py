@@ -43,7 +43,7 @@ TEMPLATE = (
 )
 TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 CHAT = [{"role": "user", "content": "ab"}]
-pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+pytestmark = pytest.mark.usefixtures("torch_as_it_was", "no_pictures")
 
 ENVIRONMENT = """
 def text(prompt, completion, answer):
@@ -67,7 +67,6 @@ def tokenizer() -> Any:
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> Any:
     """Returns, for a config's name, the folder of a random model with many end tokens."""
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "turns_of_test.py").write_text(ENVIRONMENT)
 

@@ -49,7 +49,7 @@ SHORT = [
 ]
 BFLOAT16 = ["generator.dtype=bfloat16", "sync.cast=true", "sync.self_test=0.5"]
 REPLAY = "correction.routing_replay=true"
-pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+pytestmark = pytest.mark.usefixtures("torch_as_it_was", "no_pictures")
 WORKS = all(
     importlib.util.find_spec(name) for name in ("vllm", "rich", "matplotlib", "tensorboard")
 )

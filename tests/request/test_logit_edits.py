@@ -498,7 +498,10 @@ def test_numbers_of_numpy_are_taken_without_a_warning() -> None:
             {"allowed_token_ids": []},
             "allowed_token_ids: expected at least one token id, or None, got none",
         ),
-        ({"allowed_token_ids": [1.5]}, "allowed_token_ids: token id: expected an integer in .*, got 1.5"),
+        (
+            {"allowed_token_ids": [1.5]},
+            "allowed_token_ids: token id: expected an integer in .*, got 1.5",
+        ),
         (
             {"kept_tokens": True, "top_k": 3, "presence_penalty": 0.5},
             "kept_tokens=True: expected no presence_penalty, got 0.5; leave one",

@@ -27,7 +27,7 @@ from rollmesh.run import config, data, metrics
 
 DENSE = ROOT / "configs/qwen3_debug.toml"
 HELDOUT = ROOT / "data/upper_heldout.jsonl"
-pytestmark = pytest.mark.usefixtures("torch_as_it_was")
+pytestmark = pytest.mark.usefixtures("torch_as_it_was", "no_pictures")
 
 CHATS = [
     [{"role": "user", "content": "ab"}],
@@ -148,7 +148,6 @@ def test_each_side_takes_its_split(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_a_run_has_the_bits_of_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     rows = [
         json.loads(line) for line in (ROOT / "data/upper_train.jsonl").read_text().splitlines()[:50]
     ]

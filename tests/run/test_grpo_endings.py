@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo_runs import DENSE, SMALL, lines_of, state_of, whole  # noqa: F401 (a fixture)
+from grpo_runs import run as run_whole
 from marks import full
+from paths import ROOT
 
 from rollmesh.cli import main
 from rollmesh.run.signals import SIGNALS, Interrupts
@@ -30,15 +33,13 @@ from rollmesh.run.signals import SIGNALS, Interrupts
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_grpo_faults import DENSE, ROOT, SMALL, lines_of, state_of, whole  # noqa: F401 (a fixture)
-from test_grpo_faults import run as run_whole
 
 from rollmesh.grpo import loop
 from rollmesh.run import config, metrics, progress
 from rollmesh.run import folder as run_folder
 
 SETS = [word for change in SMALL for word in ("--set", change)]
-pytestmark = pytest.mark.usefixtures("torch_as_it_was", "plain_signals")
+pytestmark = pytest.mark.usefixtures("torch_as_it_was", "plain_signals", "no_pictures")
 
 
 def partial_files(folder: Path) -> list[str]:
@@ -89,9 +90,6 @@ def test_a_signal_ends_the_command(
 ) -> None:
     where, name, number, waits, told = MOMENTS[moment]
     call, calls = getattr(where, name), iter(range(100))
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
-    if moment == "curves":
-        call = run_folder.draw_curves
 
     def after_a_signal(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 0:
@@ -129,7 +127,6 @@ def test_a_signal_before_a_checkpoint_is_renamed_waits_for_it(
                 signal.raise_signal(signal.SIGTERM)
         replace(source, target)
 
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     monkeypatch.setattr(os, "replace", signalled)
     changes = [*SMALL, "checkpoint.every=1"]
     for resume, first, left in (
@@ -300,8 +297,6 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
     """The later checkpoints are moved, so that --resume continues the new run, even if it ended
     before its first checkpoint. A second time they get other names, and a moved checkpoint can be
     resumed."""
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
-
     trained(tmp_path, "train.lr=0.01")
     older = [f"checkpoints/step_00000{step}" for step in (1, 2, 3, 4)]
     assert checkpoints(tmp_path) == older
@@ -331,10 +326,7 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints_aside(
     assert checkpoints(tmp_path) == [*twice, *(name for name in older if not name.endswith("3"))]
 
 
-def test_a_new_run_leaves_checkpoints_without_metrics_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
+def test_a_new_run_leaves_checkpoints_without_metrics_aside(tmp_path: Path) -> None:
     trained(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     trained(tmp_path, "train.steps=2")
@@ -357,7 +349,6 @@ def test_a_checkpoint_names_its_run(
 ) -> None:
     """The run is found by any path: from its own folder, and by a link. A copy elsewhere has no
     run."""
-    monkeypatch.setattr("rollmesh.run.folder.draw_curves", lambda lines, path: path.touch())
     (tmp_path / "link").symlink_to("out/checkpoints/step_000002")
     places = (
         ("out", "checkpoints/step_000002"),

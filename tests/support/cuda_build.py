@@ -1,8 +1,9 @@
-"""Builds what the tests of kernels/cuda run: the library with ptxas' reports, and
-tests/gpu/simt/check*.cpp over the fibres of tests/gpu/simt/simt.cpp or over a GPU.
+"""Builds what the tests of kernels/cuda run: the library with ptxas' reports, and `checkops`
+(tests/support/native/checkops) and `check` (tests/gpu/simt/check*.cpp) over the fibres of
+tests/gpu/simt/simt.cpp or over a GPU.
 
-    python tests/support/cuda_build.py simt | simt_library | gpu | library [--into DIR]
-        prints the path of the program or library
+    python tests/support/cuda_build.py simt | check | simt_library | gpu | library [--into DIR]
+        prints the path of the program or library; simt is checkops over the fibres
     python tests/support/cuda_build.py report [--into DIR]
         prints what ptxas reports of each kernel, for each of ROLLMESH_CUDA_ARCHS
 """
@@ -21,15 +22,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import native_build
 from native_build import ROOT, once, run
 
 SIMT = ROOT / "tests" / "gpu" / "simt"
+CHECKOPS = sorted((native_build.FOLDER / "checkops").glob("*.c"))
+PROGRAMS = {
+    "check": [SIMT / "check.cpp", SIMT / "check_mma.cpp"],
+    "checkops": [
+        SIMT / "checkops_cuda.cpp",
+        *(path for path in CHECKOPS if path.stem not in ("cpu", "machine")),
+    ],
+}
 INCLUDE = [
     "-Ikernels",
     "-Ikernels/cpu",
     "-Ikernels/cuda",
     f"-I{SIMT}",
-    f"-I{ROOT / 'tests' / 'support' / 'native'}",
+    f"-I{ROOT / 'tests' / 'support'}",
+    f"-I{native_build.FOLDER}",
 ]
 CPU_FLAGS = [
     "-std=c++20",
@@ -121,18 +132,24 @@ def simt_sources() -> list[Path]:
     return [*sorted((ROOT / "kernels" / "cuda").glob("*.cu")), *sorted(SIMT.glob("simt*.cpp"))]
 
 
+def c_object(into: Path, source: Path, *flags: str) -> str:
+    """Compiles a source of checkops, or one of the reference."""
+    target = into / f"{source.stem}.o"
+    words = [*native_build.FLAGS, "-mfma", "-fno-math-errno", "-fPIC", *INCLUDE, *flags]
+    command = [*native_build.compiler(), *words, "-c", str(source), "-o", str(target)]
+    return str(once(target, lambda: run(command, dict(os.environ))))
+
+
 @functools.cache
-def simt(into: Path) -> Path:
-    """Builds the kernels as C++ with threads as fibres: does not need CUDA."""
-    objects = simt_objects(into, [*simt_sources(), *sorted(SIMT.glob("check*.cpp"))])
-    program = into / "check_simt"
-    link = [os.environ.get("CXX", "g++"), *objects]
-    return once(
-        program,
-        lambda: run(
-            [*link, str(reference(into)), "-lm", "-pthread", "-o", str(program)], dict(os.environ)
-        ),
-    )
+def simt(into: Path, name: str = "check") -> Path:
+    """Builds `check` or `checkops` over the kernels as C++ with threads as fibres: does not need
+    CUDA."""
+    own = PROGRAMS[name]
+    objects = simt_objects(into, [*simt_sources(), *(p for p in own if p.suffix == ".cpp")])
+    objects += [c_object(into, path) for path in own if path.suffix == ".c"]
+    target = into / f"{name}_simt"
+    link = [os.environ.get("CXX", "g++"), *objects, str(reference(into)), "-lm", "-pthread"]
+    return once(target, lambda: run([*link, "-o", str(target)], dict(os.environ)))
 
 
 @functools.cache
@@ -154,12 +171,11 @@ def simt_library(into: Path) -> Path:
 
 
 def gpu(into: Path) -> Path:
-    """Builds the kernels as in the library, called by the same check; also probe_mma, which tests
-    the hardware properties that the family cuda_mma relies on, bench_mma, which times ops one by
-    one, and bench_wgmma, which measures the gain from wgmma. Needs nvcc to build and a GPU to
-    run."""
+    """Builds checkops_gpu and check_gpu over the kernels as in the library; also probe_mma, which
+    tests the hardware properties that the family cuda_mma relies on, bench_mma, which times ops one
+    by one, and bench_wgmma, which measures the gain from wgmma. Needs nvcc to build and a GPU to
+    run. Returns checkops_gpu."""
     objects = sorted(library(into).parent.glob("kernels/cuda/*.o"))
-    program = into / "check_gpu"
     flags = [
         "-std=c++20",
         "-O2",
@@ -172,68 +188,51 @@ def gpu(into: Path) -> Path:
         flags.append("-Werror=all-warnings")
     for arch in os.environ.get("ROLLMESH_CUDA_ARCHS", "sm_90a").split(","):
         flags.append(f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}")
-    sources = [*sorted(SIMT.glob("check*.cpp")), SIMT / "gpu.cu"]
-    made = [str(into / f"{source.stem}.gpu.o") for source in sources]
+    own = {path for paths in PROGRAMS.values() for path in paths if path.suffix == ".cpp"}
+    made = {path: str(into / f"{path.stem}.gpu.o") for path in [*sorted(own), SIMT / "gpu.cu"]}
     alone = [[str(SIMT / "probe_mma.cu"), "-o", str(into / "probe_mma")]]
     alone += [
         [str(SIMT / f"{name}.cu"), *map(str, objects), "-o", str(into / name)]
         for name in ("bench_mma", "bench_wgmma")
     ]
     commands = [
-        ["nvcc", *flags, "-x", "cu", "-c", str(source), "-o", to]
-        for source, to in zip(sources, made)
+        ["nvcc", *flags, "-x", "cu", "-c", str(source), "-o", to] for source, to in made.items()
     ]
     commands += [["nvcc", *flags, "-cudart=static", *words] for words in alone]
     with ThreadPoolExecutor(int(os.environ.get("ROLLMESH_JOBS", "0")) or os.cpu_count()) as pool:
         list(pool.map(lambda command: run(command, dict(os.environ)), commands))
-    oracle = str(reference(into, on_gpu=True))
-    run(
-        ["nvcc", "-cudart=static", *made, *map(str, objects), oracle, "-lm", "-o", str(program)],
-        dict(os.environ),
-    )
-    return program
+    shared = [made[SIMT / "gpu.cu"], *map(str, objects), str(reference(into, on_gpu=True)), "-lm"]
+    for name, paths in PROGRAMS.items():
+        parts = [made.get(path) or c_object(into, path) for path in paths]
+        to = str(into / f"{name}_gpu")
+        run(["nvcc", "-cudart=static", *parts, *shared, "-o", to], dict(os.environ))
+    return into / "checkops_gpu"
 
 
+@functools.cache
 def reference(into: Path, on_gpu: bool = False) -> Path:
     """Builds the reference table, the oracle; and as rm_table_ref_mma the same files with the sums
     of the family cuda_mma, whose one instruction is a model's, or the GPU's own."""
     cpu = ROOT / "kernels" / "cpu"
-    objects = []
-    for source in (*sorted(cpu.glob("ref*.c")), cpu / "fp.c", SIMT / "mma_dot.c"):
-        objects.append(str(into / f"{source.stem}.o"))
-        flags = [
-            "-std=gnu11",
-            "-O2",
-            "-g1",
-            "-mfma",
-            "-ffp-contract=off",
-            "-fno-math-errno",
-            "-fPIC",
-            "-Ikernels",
-            "-Ikernels/cpu",
-        ]
-        flags += ["-DRM_ON_GPU"] if on_gpu else []
+    at = into / ("reference_gpu" if on_gpu else "reference")
+    archive = at / "libref.a"
+
+    def make() -> None:
+        parts = [c_object(at, path) for path in (*sorted(cpu.glob("ref*.c")), cpu / "fp.c")]
+        mma = str(at / "ref_mma.o")
+        mma_dot = c_object(at, SIMT / "mma_dot.c", *(["-DRM_ON_GPU"] if on_gpu else []))
+        shared = ("ref_dot.o", "fp.o")
         run(
-            [os.environ.get("CC", "gcc"), *flags, "-c", str(source), "-o", objects[-1]],
+            ["ld", "-r", *(p for p in parts if Path(p).name not in shared), mma_dot, "-o", mma],
             dict(os.environ),
         )
-    mma_dot = objects.pop()
-    mma = str(into / "ref_mma.o")
-    parts = [name for name in objects if Path(name).name not in ("ref_dot.o", "fp.o")]
-    run(["ld", "-r", *parts, mma_dot, "-o", mma], dict(os.environ))
-    run(
-        [
-            "objcopy",
-            "--keep-global-symbol=rm_table_ref_mma",
-            "--redefine-sym=rm_table_ref=rm_table_ref_mma",
-            mma,
-        ],
-        dict(os.environ),
-    )
-    archive = into / "libref.a"
-    archive.unlink(missing_ok=True)
-    run(["ar", "rcs", str(archive), *objects, mma], dict(os.environ))
-    return archive
+        symbols = ["--keep-global-symbol=rm_table_ref_mma"]
+        symbols += ["--redefine-sym=rm_table_ref=rm_table_ref_mma"]
+        run(["objcopy", *symbols, mma], dict(os.environ))
+        archive.unlink(missing_ok=True)
+        run(["ar", "rcs", str(archive), *parts, mma], dict(os.environ))
+
+    return once(archive, make)
 
 
 class Kernel(NamedTuple):
@@ -339,19 +338,23 @@ def demangled(names: list[str]) -> list[str]:
     ]
 
 
+MAKES: dict[str, Callable[[Path], object]] = {
+    "simt": lambda into: simt(into, "checkops"),
+    "check": simt,
+    "simt_library": simt_library,
+    "gpu": gpu,
+    "library": library,
+    "report": report,
+}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description="Build the CUDA library or a program that checks it."
     )
-    parser.add_argument("what", choices=("simt", "simt_library", "gpu", "library", "report"))
+    parser.add_argument("what", choices=tuple(MAKES))
     parser.add_argument("--into", type=Path, default=ROOT / "build" / "cuda")
     options = parser.parse_args()
     options.into.mkdir(parents=True, exist_ok=True)
-    made = {
-        "simt": simt,
-        "simt_library": simt_library,
-        "gpu": gpu,
-        "library": library,
-        "report": report,
-    }[options.what](options.into)
+    made = MAKES[options.what](options.into)
     sys.stdout.write(f"{made}\n")

@@ -42,13 +42,12 @@ from grpo_mistakes import (
     Failure,
     command,
     is_number,
-    prompts,
-    rewards,
     toml_bytes,
     toml_key,
     toml_value,
     write_toml,
 )
+from grpo_prompt_mistakes import prompts, rewards
 
 SECONDS = 60.0  # a run takes a second; a machine may be loaded
 MEMORY = 8 << 30  # of address space, beyond what the process has before the fork

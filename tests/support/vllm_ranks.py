@@ -20,12 +20,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import vllm_standin
 
 os.environ.setdefault("VLLM_PLUGINS", "rollmesh")
 
 import rollmesh as rm
-import rollmesh.vllm.transfer  # vLLM is imported once, before ranks are forked
 from rollmesh.vllm.weight_updates import WeightUpdates, replies
 from rollmesh.weights.transport.loans import Borrowed
 
@@ -184,7 +182,7 @@ class Processes(Client):
         executor: str = "mp",
         device: str = "cpu",
     ):
-        """On a GPU the processes are spawned with the current environment and without vLLM."""
+        """On a GPU the processes are spawned with the current environment."""
         context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu":
             context.set_forkserver_preload(["vllm_ranks"])
@@ -192,8 +190,7 @@ class Processes(Client):
         for rank in range(world):
             ours, theirs = context.Pipe()
             made = (theirs, model, dtype, world, rank, name, executor, "rollmesh", device)
-            target = serve if device == "cpu" else vllm_standin.serve
-            process = context.Process(target=target, args=made, daemon=True)
+            process = context.Process(target=serve, args=made, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -377,7 +377,7 @@ REFUSED: list[tuple[Callable[[Config], None], str]] = [
     ),
     (
         in_all_layers("num_expert_groups", 7),
-        r"num_expert_groups=7, num_limited_groups=None: expected at most 64 groups of equal size",
+        r"router.num_expert_groups: expected integers, or None, got 7 with num_limited_groups=None",
     ),
     (
         set_of("moe.router._debug_force_load_balance", True),

@@ -1,8 +1,7 @@
 """WeightSender(lend=True): a trainer's tensors on a GPU, read there by vLLM's workers in other
 processes. Runs on the simulated devices (test_cuda_loans.py), which end a process that frees memory
-which another process has open. A worker in this process uses vLLM's base class of weight transfer
-engines, or the stand-in for it if vLLM is not installed; ranks that are processes always use the
-stand-in (test_vllm_plugin.py has the whole engine).
+which another process has open. The workers run without vLLM (test_vllm_plugin.py has the whole
+engine).
 
 Oracle: the logits of a Generator on the CPU with the same weights. Bound: 0 differing bits."""
 
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import vllm_standin
 from helpers import numpy_state_dict, tiny_config
 from marks import full
 from test_cuda_sources import library
@@ -107,12 +105,6 @@ class Workers:
         self.hold()
 
 
-@pytest.fixture(scope="module")
-def standin() -> Iterator[None]:
-    with vllm_standin.installed():
-        yield
-
-
 def ranks() -> Any:
     import vllm_ranks
 
@@ -120,7 +112,7 @@ def ranks() -> Any:
 
 
 @pytest.fixture(scope="module")
-def two(standin: None, simt_library: Path) -> Iterator[Workers]:
+def two(simt_library: Path) -> Iterator[Workers]:
     """Two ranks on separate GPUs."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(LIBRARY_SWITCH, str(simt_library))
@@ -130,9 +122,7 @@ def two(standin: None, simt_library: Path) -> Iterator[Workers]:
 
 
 @pytest.fixture
-def workers(
-    request: pytest.FixtureRequest, standin: None, library: Path
-) -> Iterator[Callable[..., Workers]]:
+def workers(request: pytest.FixtureRequest, library: Path) -> Iterator[Callable[..., Workers]]:
     """One worker in this process; the two of this file; or two that end with the test."""
     made: list[Workers] = []
 
@@ -254,7 +244,7 @@ def test_names_that_come_twice(
 ) -> None:
     served = workers()
     remote = served.trainer()
-    with pytest.raises(RuntimeError, match=r"DuplicateKeyError: .*a comes twice"):
+    with pytest.raises(RuntimeError, match=r"DuplicateKeyError: .*a: expected it once"):
         remote.send(served.client, pairs, 1, command="send_pairs")
     served.hold()
     served.push(remote)
@@ -269,7 +259,7 @@ def test_a_trainer_that_dies_before_its_block_is_read(workers: Callable[..., Wor
     remote.kill()
     with pytest.raises(
         rm.RankLostError,
-        match=r"the trainer that lends bucket 1 of /dev/shm/rollmesh-weights-\w+ has ended",
+        match=r"bucket 1 of /dev/shm/rollmesh-weights-\w+: expected the trainer that lends it",
     ):
         served.client.update_weights(*asked.args)
     served.hold()
@@ -297,7 +287,9 @@ def test_a_trainer_that_dies_while_it_is_read(
     while_reading(monkeypatch, 20, remote.kill)
     remote.begin("send", CONFIG, 1, 1)
     asked = remote.until(served.client, "update_weights")
-    with pytest.raises(rm.RankLostError, match=r"the trainer that lends bucket 1 of .* has ended"):
+    with pytest.raises(
+        rm.RankLostError, match=r"bucket 1 of .*: expected the trainer that lends it"
+    ):
         served.client.update_weights(*asked.args)
     with pytest.raises(rm.StateError, match="without an open update"):
         served.client.finish_weight_update()
@@ -321,7 +313,7 @@ def test_a_trainer_that_dies_while_its_memory_is_opened(
     with monkeypatch.context() as patched:
         patched.setattr(loans, "Borrowed", fails)
         with pytest.raises(
-            rm.RankLostError, match=r"the trainer that lends bucket 1 of .* has ended"
+            rm.RankLostError, match=r"bucket 1 of .*: expected the trainer that lends it"
         ):
             served.client.update_weights(*asked.args)
     served.hold()
@@ -361,7 +353,7 @@ def test_a_call_that_is_given_up_while_its_block_is_read(
     while_reading(monkeypatch, 20, give_up)
     remote.begin("send", CONFIG, 1, 1)
     asked = remote.until(served.client, "update_weights")
-    with pytest.raises(rm.StateError, match=r"bucket 1 of .* was taken back by its trainer"):
+    with pytest.raises(rm.StateError, match=r"bucket 1 of .* that its trainer took back"):
         served.client.update_weights(*asked.args)
     assert remote.next() is None
     with pytest.raises(RuntimeError, match=r"RuntimeError: timed out$"):
@@ -395,7 +387,7 @@ def test_a_worker_that_keeps_what_was_lent(
         while_reading(monkeypatch, 20, lambda answer=answer: outwait(answer))
         remote.begin("send", CONFIG, 1, 1)
         asked = remote.until(served.client, "update_weights")
-        with pytest.raises(rm.StateError, match="was taken back by its trainer"):
+        with pytest.raises(rm.StateError, match="that its trainer took back"):
             served.client.update_weights(*asked.args)
         with pytest.raises(RuntimeError, match=words):
             remote.result()
@@ -491,7 +483,7 @@ def test_a_trainer_that_closes_its_block(readers: Callable[..., tuple[Connection
     assert pipe.recv() == "reads"
     block.close()
     pipe.send("")
-    assert pipe.recv().startswith("RankLostError: the trainer that lends bucket 1 of ")
+    assert "expected the trainer that lends it" in pipe.recv()
 
 
 # ------------------------------------------------------------------------------------- who cannot
@@ -602,7 +594,7 @@ def test_a_loan_is_opened_after_its_tensors_were_written_and_described() -> None
     assert numbers == [1, 0, 1]
 
 
-def test_a_worker_closes_what_was_lent_though_the_set_cannot_be_dropped(standin: None) -> None:
+def test_a_worker_closes_what_was_lent_though_the_set_cannot_be_dropped() -> None:
     from rollmesh.vllm.weight_updates import WeightUpdates
 
     def fails(*_: Any, **__: Any) -> None:
@@ -611,7 +603,7 @@ def test_a_worker_closes_what_was_lent_though_the_set_cannot_be_dropped(standin:
     closed: list[bool] = []
     updates: Any = WeightUpdates.__new__(WeightUpdates)
     updates._set, updates.weights = object(), SimpleNamespace(reset=fails)
-    updates._transfer = SimpleNamespace(end_weight_update=lambda: closed.append(True))
+    updates._segment = SimpleNamespace(close=lambda: closed.append(True))
     with pytest.raises(rm.RankLostError):
         updates.drop("it was refused")
     assert closed == [True]
@@ -649,8 +641,8 @@ NOTHING = {**GOOD, "allocations": [], "tensors": []}
     [
         (5, rm.FormatError, "expected a manifest of lent weights"),
         ({}, rm.FormatError, "expected a manifest of lent weights"),
-        (GOOD, rm.DuplicateKeyError, "a comes twice"),
-        (NOTHING, rm.StateError, "bucket 1 of .* was taken back by its trainer"),
+        (GOOD, rm.DuplicateKeyError, "a: expected it once"),
+        (NOTHING, rm.StateError, "bucket 1 of .* that its trainer took back"),
         ({**NOTHING, "number": 2}, rm.UnexpectedKeyError, "a"),
     ],
 )

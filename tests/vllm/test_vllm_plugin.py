@@ -410,7 +410,7 @@ def refused(configure: Configure, *args: Any, **options: Any) -> str:
         ({"hf_overrides": {"attention_sinks": 4}}, "attention_sinks=4"),
         (
             {"attention_backend": "FLASH_ATTN"},
-            "attention_config.backend: expected None, got <AttentionBackendEnum.FLASH_ATTN",
+            "attention_config.backend: expected None, False or 0, got <AttentionBackendEnum.FLASH_ATTN",
         ),
         (
             {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},

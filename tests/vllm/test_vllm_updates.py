@@ -159,7 +159,7 @@ def test_versions_in_a_folder(served: Served, tmp_path: Path) -> None:
         served.oracle.serve(served.weights(served.version))
 
     calls.init_weight_transfer_engine({"transport": "folder", "folder": str(tmp_path)})
-    with pytest.raises(Exception, match=r"NotSyncedError: .* has no whole set of weights yet"):
+    with pytest.raises(Exception, match=r"NotSyncedError: .* expected a whole set, got none yet"):
         update()
     served.hold()
     # A whole set, a delta, and three deltas of which two were skipped by the reader.

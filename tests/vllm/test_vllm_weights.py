@@ -126,7 +126,7 @@ BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
     ),
     "nonce": (
         lambda b: b.info.update(nonce="0" * 32),
-        "AuthError: .* was not written by the sender",
+        "AuthError: .* expected a file of the sender",
     ),
     "no such file": (
         lambda b: b.info.update(segment="rollmesh-weights-" + "0" * 32),
@@ -175,7 +175,7 @@ BLOCKS: dict[str, tuple[Callable[[Block], Any], str]] = {
     "a byte": (_changed_byte, "FormatError: .* expected checksum "),
     "offset": (
         lambda b: b.described(lambda t: t.update(offset=1 << 40)),
-        "FormatError: .* bytes at 1099511627776",
+        "FormatError: .* at 1099511627776",
     ),
     "offset below 0": (lambda b: b.described(lambda t: t.update(offset=-64)), "FormatError"),
     "shape": (lambda b: b.described(lambda t: t.update(shape=[1 << 40, 1 << 40])), "FormatError"),
@@ -299,7 +299,7 @@ def test_what_one_rank_refuses_all_refuse(two: Served) -> None:
         two.client.init_weight_transfer_engine({})
         two.client.start_weight_update()
         with pytest.raises(
-            RuntimeError, match="CollectiveMismatchError: rank 1 begins a bucket of weights with"
+            RuntimeError, match="CollectiveMismatchError: rank 1 is in a bucket of weights of"
         ):
             two.client.update_weights([block.info, block.info | spoil])
         assert two.client.left_over() == 0
@@ -608,16 +608,6 @@ def test_infos_are_plain() -> None:
         values = dict(vars(info))
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(values)) == values
         assert type(info)(**json.loads(json.dumps(values))) == info
-
-
-def test_registering_again_does_nothing() -> None:
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-    from rollmesh.vllm.weight_updates import register_engine
-
-    register_engine()
-    register_engine()
-    assert WeightTransferEngineFactory._registry["rollmesh"]().__name__ == "TransferEngine"
 
 
 def test_checksums(served: Served) -> None:

@@ -21,9 +21,9 @@ import rollmesh as rm
 from rollmesh.model.placement import placements
 from rollmesh.weights import reshard_plan
 from rollmesh.weights.reshard_plan import Copy, plan_copies
+from rollmesh.weights.resharding import wanted_boxes
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
-Parts = NDArray[np.int64]
 
 
 Held = list[tuple[int, Box]]
@@ -38,10 +38,6 @@ def boxes(listed: Held) -> list[tuple[int, reshard_plan.Box]]:
 
 def plan(held: Held, wanted: Held) -> list[Copy]:
     return plan_copies("x", boxes(held), boxes(wanted))
-
-
-def slices(box: NDArray[np.int64], n_dims: int) -> tuple[slice, ...]:
-    return tuple(slice(first, first + n) for first, n in zip(box[:n_dims], box[4:], strict=False))
 
 
 def chunk(n: int, parts_: int, index: int) -> tuple[int, int]:
@@ -264,18 +260,19 @@ def held(p: Any, expert: int, rows: range) -> set[int]:
 
 def check_wanted(
     engine: Any, name: str, shape: tuple[int, ...], expected: list[list[tuple[int, set[int]]]]
-) -> Parts:
+) -> list[tuple[int, reshard_plan.Box]]:
     entry = engine.sync_resolve(name)
     assert entry.shape == shape
-    table = entry.wanted()
-    assert table[:, 0].tolist() == sorted(table[:, 0].tolist())
+    table = wanted_boxes(entry.wanted(), len(shape))
+    assert [rank for rank, _ in table] == sorted(rank for rank, _ in table)
     for rank, outers in enumerate(expected):
         times = np.zeros(shape, int)
         want = np.zeros(shape, int)
-        for row in table[table[:, 0] == rank]:
-            times[slices(row[1:], len(shape))] += 1
+        for at, box in table:
+            if at == rank:
+                times[tuple(slice(*ends) for ends in box)] += 1
         for outer, rows in outers:
-            at = want[outer] if len(shape) == 3 else want
-            at[sorted(rows)] = 1
+            at_outer = want[outer] if len(shape) == 3 else want
+            at_outer[sorted(rows)] = 1
         assert np.array_equal(times, want), (name, rank)
-    return table  # type: ignore[no-any-return]
+    return table

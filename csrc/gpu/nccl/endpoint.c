@@ -181,50 +181,11 @@ static char *whole_of(const rm_nccl_endpoint *end, const rm_block recv[], size_t
   return recv[0].base;
 }
 
-// Sets at[] to each rank's block, if it is contiguous, else to a range of `run`. Returns the bytes
-// of `run` used.
-static size_t place(const rm_nccl_endpoint *end, const rm_block blocks[], int is_shared, char *run,
-                    char *at[]) {
-  size_t used = 0;
-  char *shared = NULL;
-  for (int r = 0; r < end->size; r++) {
-    at[r] = NULL;
-    if (r == end->rank || rm_block_bytes(&blocks[r]) == 0) continue;
-    if (rm_block_is_flat(&blocks[r])) at[r] = blocks[r].base;
-    else if (shared) at[r] = shared;
-    else {
-      at[r] = run + used;
-      used += rm_block_bytes(&blocks[r]);
-      if (is_shared) shared = at[r];
-    }
-  }
-  return used;
-}
-
 static rm_code check_room(rm_nccl_endpoint *end, rm_comm_op op, size_t sent, size_t received,
                           rm_error *err) {
-  const size_t most = sent > received ? sent : received;
-  if (most <= end->capacity) return RM_OK;
-  rm_fail(
-      err, RM_E_CAPACITY,
-      "%s: expected at most %zu bytes of strided blocks in one exchange, got %zu that rank %d %s",
-      rm_comm_op_name(op), end->capacity, most, end->rank, sent == most ? "sends" : "receives");
-  return fail_and_abort(end, RM_E_CAPACITY, RM_NCCL_ABORTS_HOST);
-}
-
-static void pack_all(rm_nccl_endpoint *end, const call *c) {
-  for (int r = 0; r < end->size; r++) {
-    int is_packed = !end->from[r] || rm_block_is_flat(&c->send[r]);
-    for (int i = 0; i < r && !is_packed; i++)
-      is_packed = end->from[i] == end->from[r]; // a broadcast or gather has one block for all ranks
-    if (!is_packed) rm_device_pack(end->device, &c->send[r], end->from[r]);
-  }
-}
-
-static void unpack_all(rm_nccl_endpoint *end, const call *c) {
-  for (int r = 0; r < end->size; r++)
-    if (end->to[r] && !rm_block_is_flat(&c->recv[r]))
-      rm_device_unpack(end->device, end->to[r], &c->recv[r]);
+  const rm_code code = rm_device_check_room(op, "bytes of strided blocks", end->rank, end->capacity,
+                                            sent, received, err);
+  return code ? fail_and_abort(end, code, RM_NCCL_ABORTS_HOST) : RM_OK;
 }
 
 // Starts with the next rank, so that ranks do not all begin with the same peer.
@@ -306,18 +267,18 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
     if ((code = meet(end, timeout, err))) rm_nccl_abort_comm(end);
     return code;
   }
-  size_t sent = c.gathered ? 0
-                           : place(end, send, op == RM_COMM_GATHER || op == RM_COMM_BROADCAST,
-                                   end->out, end->from);
-  const size_t received = c.gathered ? 0 : place(end, recv, 0, end->in, end->to), own_at = sent;
+  const int n = c.gathered ? 0 : end->size;
+  size_t sent = rm_device_place(send, n, end->rank, rm_is_one_block(op), 1, end->out, end->from);
+  const size_t received = rm_device_place(recv, n, end->rank, 0, 1, end->in, end->to),
+               own_at = sent;
   if (rm_device_own_needs_run(from, to)) sent += rm_block_bytes(to);
   if ((code = check_room(end, op, sent, received, err))) return code;
   if (c.gathered) code = all_gather(end, &c, what, timeout, err);
   else {
-    for (int r = 0; r < end->size; r++) moves |= r != end->rank && (end->from[r] || end->to[r]);
-    pack_all(end, &c);
+    for (int r = 0; r < n; r++) moves |= end->from[r] || end->to[r];
+    rm_device_pack_all(end->device, send, n, end->from);
     if (moves) code = issue(end, &c, what, timeout, err);
-    if (!code) unpack_all(end, &c);
+    if (!code) rm_device_unpack_all(end->device, recv, n, end->to);
   }
   if (!code && (!c.gathered || c.whole == end->in))
     rm_device_own(end->device, from, to, end->out + own_at);

@@ -8,7 +8,6 @@ import argparse
 import ctypes
 import importlib.metadata
 import importlib.util
-import mmap
 import os
 import platform
 import re
@@ -166,15 +165,11 @@ def _torch_groups() -> str:
     if version is None or spec is None or spec.origin is None:
         return "missing: rm.comm.torch needs it (ranks on several machines); threads and shm do not"
     try:
-        library = Path(spec.origin).parent / "lib/libtorch_python.so"
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as text:
-            built = [
-                name
-                for name in ("Gloo", "MPI", "UCC", "NCCL", "XCCL")
-                if text.find(f"ProcessGroup{name}\0".encode()) >= 0
-            ]
-    except (OSError, ValueError) as error:
+        library = (Path(spec.origin).parent / "lib/libtorch_python.so").read_bytes()
+    except OSError as error:
         return f"torch {version}; its backends are unknown: {plain(error)}"
+    names = ("Gloo", "MPI", "UCC", "NCCL", "XCCL")
+    built = [name for name in names if f"ProcessGroup{name}\0".encode() in library]
     return (
         f"torch {version} with {', '.join(built) or 'no backend'}; "
         f"{'rm.comm.torch works over Gloo' if 'Gloo' in built else 'no Gloo'}"

@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         with suppress(OSError):  # the reader of the output may be gone
             print(f"{args.config} → {folder}: reading data and model", flush=True)
         begin = "no step was made; the same command begins again"
-        with _noting(KeyboardInterrupt, lambda: begin), _memory_errors():
+        with _noting(KeyboardInterrupt, lambda: begin):
             interrupts.release()
             _set_environment()
             from rollmesh.grpo.loop import prepare
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         began = time.monotonic()
         this.interrupts = interrupts
         try:
-            with _noting(BaseException, lambda: _how_to_continue(out, words)), _memory_errors():
+            with _noting(BaseException, lambda: _how_to_continue(out, words)):
                 interrupts.release()
                 lines = _train(args, this, out)
         finally:
@@ -267,26 +267,22 @@ def _created(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _noting(kind: type[BaseException], note: Callable[[], str]) -> Iterator[None]:
-    """Adds a note to an exception."""
+    """Adds a note to an exception. Raises torch's two errors of too little memory as
+    MemoryError."""
     try:
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            is_memory = "can't allocate memory" in str(error)
+            if type(error).__name__ != "OutOfMemoryError" and not is_memory:
+                raise
+            text = plain(str(error).partition("DefaultCPUAllocator: ")[2] or error)
+            raise MemoryError(
+                f"{text}; [train] micro_batch, [rollout] prompts and samples make a step smaller"
+            ) from error
     except kind as error:
         error.add_note(note())
         raise
-
-
-@contextmanager
-def _memory_errors() -> Iterator[None]:
-    """Raises torch's two errors of too little memory as MemoryError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError" and "can't allocate memory" not in str(error):
-            raise
-        text = plain(str(error).partition("DefaultCPUAllocator: ")[2] or error)
-        raise MemoryError(
-            f"{text}; [train] micro_batch, [rollout] prompts and samples make a step smaller"
-        ) from error
 
 
 def _set_environment() -> None:

@@ -28,8 +28,10 @@ TRAIN = (
 )
 INSTALL_TRAIN = "pip install '.[train]' in rollmesh's checkout"
 # Rows of rollmesh.options that are options of commands.
-PLACE = ("device", "ep_backend")
-ENGINE = ("dtype", "isa", "threads", "kv_cache_gib", "max_model_len")
+PLACE, ENGINE = (
+    tuple(name for name, row in ROWS.items() if row.metadata["command"] == group)
+    for group in ("mesh", "engine")
+)
 GENERATOR_KEYS = (*PLACE, "tp", "dp", "ep", "dtype", "threads")
 
 
@@ -38,7 +40,8 @@ def add_options(group: Any, *names: str, **docs: str) -> None:
     for name in names:
         row, kind = ROWS[name], kind_of(name)
         words = row.metadata["check"]
-        doc = row.metadata["doc"].replace("None:", "default:" if row.default is None else "none:")
+        doc = row.metadata["doc"]
+        doc = doc.replace("None:", "default:") if row.default is None else doc.split("; None:")[0]
         group.add_argument(
             f"--{name.replace('_', '-')}",
             **({"action": "store_true"} if kind is bool else {"type": kind}),
@@ -108,9 +111,7 @@ def take_run_settings(args: argparse.Namespace) -> None:
     """Fills options that were not given: from the [generator] table if MODEL is a run's TOML, then
     with their defaults."""
     if args.model.suffix == ".toml" and args.model.is_file():
-        from rollmesh.run import config as run_config
-
-        config = run_config.load(args.model)
+        config = _run_config(args.model)
         table = config.generator
         args.ignore = args.ignore or list(config.model.ignore)
         for name in (*PLACE, "dtype", "kv_cache_gib"):
@@ -160,10 +161,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return config
 
 
-def _from_toml(file: Path) -> dict[str, Any]:
-    from rollmesh.run import config as run_config
+def _run_config(file: Path) -> Any:
+    from rollmesh.run import config  # only here: it needs more packages
 
-    config = run_config.load(file)
+    return config.load(file)
+
+
+def _from_toml(file: Path) -> dict[str, Any]:
+    config = _run_config(file)
     if config.model.path is not None:
         return read_json(config.path(config.model.path) / "config.json")
     fields = {"model_type": config.model.architecture, **config.model.hf_fields()}
@@ -176,9 +181,7 @@ def read_tokenizer(where: Path) -> Any:
     """Returns the tokenizer of a folder (as Generator.from_hf reads it), of a tokenizer.json, or of
     the [tokenizer] path of a run's TOML. Returns None if there is no tokenizer."""
     if where.suffix == ".toml":
-        from rollmesh.run import config as run_config
-
-        config = run_config.load(where)
+        config = _run_config(where)
         where = config.path(config.tokenizer.path or config.model.path or "")
     if where.is_dir():
         return tokenizer_of_folder(where)

@@ -30,8 +30,8 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import ref
@@ -52,7 +52,7 @@ from rollmesh.errors import (
 from rollmesh.runtime.threads import starting
 
 T = TypeVar("T")
-Operations = Mapping[str, Callable[..., Any]]
+Operations = Callable[[str], Callable[..., Any]]
 Run = Callable[[Callable[[], Any]], Any]
 CLOSE = "close"  # in place of the end of a call
 IN_STREAMS = "agenerate()"  # the call of rank 0 while no thread waits in one
@@ -105,7 +105,7 @@ class LedEngine(PeerEngine):
 
     # -------------------------------------------------------------------------------------- rank 0
     def lead(self, kind: Lead, name: str, args: tuple[Any, ...], run: Callable[[], T]) -> T:
-        if self._is_inside or (self.rank > 0 and kind != Lead.EVERY_RANK):
+        if self._is_inside:
             return run()
         if kind == Lead.EVERY_RANK:
             self.check_not_following()
@@ -115,22 +115,21 @@ class LedEngine(PeerEngine):
                     "rank 0; call sync_weights there"
                 )
         sent = [sorted(value) if isinstance(value, (set, frozenset)) else value for value in args]
+
+        def send_and_run() -> T:
+            if self.rank == 0 and kind == Lead.COLLECTIVE:
+                self._send([name, sent, None])
+            return run()
+
         with self._lock:
             self._is_inside = True
             try:
-                if kind != Lead.COLLECTIVE:
-                    result = super().lead(kind, name, args, run)
-                else:
-                    result = super().lead(kind, name, args, lambda: self._sent(name, sent, run))
-                if kind == Lead.QUEUED:
+                result = super().lead(kind, name, args, send_and_run)
+                if self.rank == 0 and kind == Lead.QUEUED:
                     self._queue.append([name, sent, result])
                 return result
             finally:
                 self._is_inside = False
-
-    def _sent(self, name: str, args: list[Any], run: Callable[[], T]) -> T:
-        self._send([name, args, None])
-        return run()
 
     def lead_call(self, call: str, function: Callable[[], T], run: Run) -> T:
         """Makes a public call that every rank makes. run: runs a function with exclusive use of the
@@ -146,7 +145,7 @@ class LedEngine(PeerEngine):
             # After a mismatch no rank is in the call.
             if not (self.is_followed or isinstance(failure, CollectiveMismatchError)):
                 end = [result, failure, getattr(failure, "outputs", None)]
-                with suppress(() if failure is None else ENDED):
+                with suppress(*(() if failure is None else ENDED)):
                     run(partial(self._send, end=end))
         except BaseException as error:
             if not isinstance(error, Exception) and not self.is_followed:
@@ -200,8 +199,10 @@ class LedEngine(PeerEngine):
         """Applies the operations of rank 0 until it ends `call`, and returns its result or raises
         its error. A sync's report and error are this rank's own. FOLLOW: until rank 0 closes.
 
-        operations: functions by their names. run: runs a function with exclusive use of the
+        operations: returns the function of a name. run: runs a function with exclusive use of the
         engine."""
+        self.check_not_following()
+        self._is_following = call == FOLLOW
         own: Any = None  # the last error or report of this rank
         try:
             while True:
@@ -217,6 +218,8 @@ class LedEngine(PeerEngine):
         except BaseException as error:
             self.abort_unless_shared(error)
             raise
+        finally:
+            self._is_following = False
         result, failure, outputs = end
         if failure is None:
             return result if own is None or isinstance(own, Exception) else own
@@ -229,9 +232,11 @@ class LedEngine(PeerEngine):
         own: Any = None
         for name, args, expected in batch:
             try:
-                result = operations[name](*args)
+                result = operations(name)(*args)
             except Exception as error:
-                if self.abort_unless_shared(error):
+                if expected is not None:  # rank 0 has made this operation
+                    self.give_up()
+                if expected is not None or self.abort_unless_shared(error):
                     raise
                 own = error
                 continue
@@ -241,16 +246,6 @@ class LedEngine(PeerEngine):
                 )
             own = result if name == "sync" else own
         return own
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Returns a context in which this rank makes no calls of its own."""
-        self.check_not_following()
-        self._is_following = True
-        try:
-            yield
-        finally:
-            self._is_following = False
 
     # ------------------------------------------------------------------------------------ requests
     def add(self, *args: Any) -> int:
@@ -265,10 +260,8 @@ class LedEngine(PeerEngine):
         if not self._has_replicas:
             return super().step(watch, result_of)
         rows, fault = 0, None
-        is_asleep = bool(self._engine.stats()["asleep"])
         try:
-            if not is_asleep:
-                rows = super().step(watch, result_of)
+            rows = super().step(watch, result_of)
         except (*ALONE, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
@@ -278,11 +271,9 @@ class LedEngine(PeerEngine):
             if number in self.foreign:
                 self.foreign[number] = result
         faults = [its for _, its, _ in everyone if its is not None]
-        if faults:
+        if faults and self.unfinished():
             self._known_error = fault or faults[0]
             raise self._known_error
-        if is_asleep and not self.paused and self.unfinished():
-            self._engine.step()  # raises
         return sum(its for its, _, _ in everyone[:: self._tp])
 
     def _results(self, result_of: Callable[[int], Any]) -> list[Any]:

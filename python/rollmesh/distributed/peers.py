@@ -32,19 +32,9 @@ from rollmesh.runtime.engine_views import CONTRACT_VERSION
 from rollmesh.runtime.messages import reason
 
 T = TypeVar("T")
-# Options that may differ between ranks, since results do not depend on them.
-OF_A_RANK = (
-    "threads",
-    "isa",
-    "cuda_library",
-    "cuda_ordinal",
-    "nccl_library",
-    "nccl_gpu",
-    "cublas_library",
-)
 # A push of begin_sync that succeeded is an empty message.
 PUSHES = "begin_sync"
-PUSHED = [PUSHES, "push", None, False]
+PUSHED: list[Any] = [PUSHES, "push", None, False]
 FOLLOW = "follow()"  # the call of a rank that makes every call of rank 0
 
 
@@ -138,9 +128,9 @@ def join(
     may_differ: Iterable[str] = (),
 ) -> RankEngine:
     """Makes the engine of this rank, after all ranks have connected and compared spec and options.
-    Ranks may differ in OF_A_RANK and in the options listed in may_differ. comm may be None in a
-    world of one rank. make: makes the PeerEngine. Raises this rank's own error, MeshMismatchError,
-    or RankLostError if another rank failed."""
+    The options must be equal on all ranks, except those of a rank and those in may_differ. comm may
+    be None in a world of one rank. make: makes the PeerEngine. Raises this rank's own error,
+    MeshMismatchError, or RankLostError if another rank failed."""
     ends = None if comm is None else comm.connect(mesh)
     if comm is None or ends is None or ends.control is None:
         return RankEngine(_core.Engine(values, options))
@@ -160,14 +150,10 @@ def join(
         raise
     peer = make(engine, comm, ends.control)
     try:
-        facts = {
-            name: value
-            for name, value in asdict(options).items()
-            if name not in {*OF_A_RANK, *may_differ}
-        }
+        facts = options.shared_by_ranks()
         peer.handshake(
             {
-                **facts,
+                **{name: facts[name] for name in facts.keys() - set(may_differ)},
                 "spec": asdict(values),
                 "contract": CONTRACT_VERSION,
                 "family": engine.stats()["family"],

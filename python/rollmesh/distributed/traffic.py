@@ -5,9 +5,8 @@ The numbers are for the whole world and one step, in which each of `rows` sequen
 gets one token. A gather counts once for each receiver. Tokens are assumed to choose experts evenly;
 everything else is exact for ranks in one process and is tested against the engine's own count. If
 ranks are processes, each pair of ranks of a replica also compares a digest of the batch, 8 bytes.
-`static`: GPU steps with few rows, whose exchanges have sizes that do not depend on the routing
-(csrc/model/moe/static_dispatch.c). `captured`: steps that replay a CUDA graph over NCCL
-(csrc/gpu/graphs.c); `rows` is then the padded batch size.
+GPU steps with few rows send more, in exchanges whose sizes do not depend on the routing
+(csrc/model/moe/static_dispatch.c).
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rollmesh.distributed.mesh import Mesh
-from rollmesh.model.placement import Placement, placements
+from rollmesh.model.placement import placements
 from rollmesh.model.spec import ModelSpec
 
 # Dispatchers that move rows between the ranks' home shards.
 TRAVELLING = ("alltoall", "allgather_reducescatter")
 VOCAB_BLOCK = 128
-# Bytes that two ranks exchange once a step to compare their NCCL calls (csrc/comm/comm.c).
-ACCOUNT = 32
 
 
 class Traffic(NamedTuple):
@@ -38,41 +35,33 @@ def step_traffic(
     dtype: str = "bfloat16",
     ep_backend: str = "alltoall",
     sequence_parallel: bool = False,
-    static: bool = False,
-    captured: bool = False,
 ) -> Traffic:
     """Returns the bytes that one decode step sends."""
-    step = _Step(
-        spec,
-        mesh,
-        rows,
-        2 if dtype == "bfloat16" else 4,
-        ep_backend,
-        sequence_parallel and mesh.tp > 1,
-        static,
-        captured,
-    )
+    elem = 2 if dtype == "bfloat16" else 4
+    shards = sequence_parallel and mesh.tp > 1
+    step = Step(spec, mesh, rows, elem, ep_backend, shards)
     return Traffic(mesh.dp * step.tp_bytes(), step.ep_bytes())
 
 
-class _Step:
-    def __init__(
-        self,
-        spec: ModelSpec,
-        mesh: Mesh,
-        rows: int,
-        elem: int,
-        backend: str,
-        sequence_parallel: bool,
-        static: bool,
-        captured: bool,
-    ):
-        self.spec, self.mesh, self.rows, self.elem = spec, mesh, rows, elem
-        self.backend, self.sp = backend, sequence_parallel
-        self.static, self.captured = static or captured, captured
-        self.travels = mesh.ep > 1 and backend in TRAVELLING
-        self.replica: list[Placement] = placements(spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
-        self.num_moe, self.hidden = sum(spec.is_moe_layer), spec.hidden_size
+class Step(NamedTuple):
+    spec: ModelSpec
+    mesh: Mesh
+    rows: int
+    elem: int  # bytes of an element
+    backend: str
+    sp: bool
+
+    @property
+    def travels(self) -> bool:
+        return self.mesh.ep > 1 and self.backend in TRAVELLING
+
+    @property
+    def num_moe(self) -> int:
+        return sum(self.spec.is_moe_layer)
+
+    @property
+    def hidden(self) -> int:
+        return self.spec.hidden_size
 
     def gathered(self, width: int, rows: int | None = None) -> int:
         """Returns the bytes to gather a [rows, width] activation on every rank of a replica."""
@@ -87,11 +76,17 @@ class _Step:
         or to the home rows with sequence parallelism."""
         if not self.sp:
             return self.gathered(self.hidden)
-        kept = sum(
-            rows * len(rank.hidden)
-            for rows, rank in zip(self.home_rows(), self.replica, strict=True)
+        return (self.rows * self.hidden - self.kept("hidden")) * self.elem
+
+    def kept(self, cut: str) -> int:
+        """Returns the elements that the ranks of a replica compute of their own home rows. cut: the
+        field of Placement that divides the columns."""
+        mesh = self.mesh
+        ranks = placements(self.spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
+        return sum(
+            rows * len(getattr(rank, cut))
+            for rows, rank in zip(self.home_rows(), ranks, strict=True)
         )
-        return (self.rows * self.hidden - kept) * self.elem
 
     def tp_bytes(self) -> int:
         if self.mesh.tp == 1:
@@ -131,14 +126,10 @@ class _Step:
         )
         last = self.gathered(self.hidden) if self.sp else 0
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
-        kept = sum(
-            rows * len(rank.vocab)
-            for rows, rank in zip(self.home_rows(), self.replica, strict=True)
-        )
-        head = 4 * (self.rows * spec.vocab_size - kept) + self.rows * (blocks * 8 + 16) * (tp - 1)
-        compared = ACCOUNT if self.captured else 0
-        looked_up = self.gathered(self.hidden) * (tp if self.static else 1)
-        return looked_up + layers + routed + last + head + (compared + self.rows) * pairs
+        unsent = self.kept("vocab")
+        head = 4 * (self.rows * spec.vocab_size - unsent) + self.rows * (blocks * 8 + 16) * (tp - 1)
+        looked_up = self.gathered(self.hidden)
+        return looked_up + layers + routed + last + head + self.rows * pairs
 
     def ep_bytes(self) -> float:
         mesh, top_k = self.mesh, self.spec.num_experts_per_tok
@@ -148,9 +139,7 @@ class _Step:
         # Bytes of a row, and number of rows in one ep group.
         row = self.hidden * self.elem
         rows = self.rows * (mesh.dp if mesh.ep > mesh.tp else 1)
-        together = (8 + ACCOUNT * self.captured) * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
-        if self.static:
-            return groups * (self.num_moe * self.slots() + together)
+        together = 8 * pairs if mesh.dp > 1 and mesh.ep > mesh.tp else 0
         away = rows * top_k * row * (1 - 1 / mesh.ep)
         if not self.travels:
             return groups * self.num_moe * away
@@ -158,15 +147,3 @@ class _Step:
         return groups * (
             self.num_moe * ((self.spec.num_experts + 1) * 4 * pairs + out + away) + together
         )
-
-    def slots(self) -> int:
-        """Returns the bytes of one layer in one ep group. Rows and their expert ids go to all
-        ranks; each rank returns one slot for each of its experts that a row can choose."""
-        ep, top_k, row = self.mesh.ep, self.spec.num_experts_per_tok, self.hidden * self.elem
-        each, pairs = min(top_k, self.spec.num_experts // ep), ep * (ep - 1)
-        if not self.travels:
-            return self.rows * each * row * (ep - 1)
-        unit = 2 if row % 4 else 1  # ids are words of four bytes
-        home = -(-max(self.home_rows()) // unit) * unit
-        pitch = -(-(home - (-home * top_k * 4 // row)) // unit) * unit
-        return pairs * (pitch + home * each) * row

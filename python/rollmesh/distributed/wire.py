@@ -132,8 +132,8 @@ class _Reader:
             return _error(plain["name"], plain["message"])
         if kind not in ("dict", "object"):
             raise TypeError(f"a value of kind {kind!r:.80}")
-        items = {name: self.value(item) for name, item in plain["items"].items()}
-        return items if kind == "dict" else DATACLASSES[plain["name"]](**items)
+        members = {name: self.value(item) for name, item in plain["items"].items()}
+        return members if kind == "dict" else DATACLASSES[plain["name"]](**members)
 
     def _array(self, name: Any, shape: Any) -> Array:
         dtype = DTYPES.get(name) if isinstance(name, str) else None

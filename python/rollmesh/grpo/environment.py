@@ -49,8 +49,8 @@ def converse(
         began = time.perf_counter()
         replies = environment.replies([(completions[i].prompt, completions[i].text) for i in asked])
         environment_s += time.perf_counter() - began
-        given, left, running = [], [], []
-        continued = []
+        continued: dict[int, Completion] = {}
+        left: dict[int, int] = {}
         for i, reply in zip(asked, replies, strict=True):
             if reply is None:
                 continue
@@ -63,16 +63,15 @@ def converse(
             if room <= 0:
                 completions[i] = dataclasses.replace(c, stopped=False)
                 continue
-            running.append(i)
-            left.append(room)
-            continued.append(_with_reply(c, reply, ids))
-            given.append(Prompt("", (*c.prompt.ids, *continued[-1].token_ids), {}))
-        if not running:
+            left[i], continued[i] = room, _with_reply(c, reply, ids)
+        if not left:
             break
-        answers = draw(turn, running, given, left)
+        running = list(left)
+        given = [Prompt("", (*c.prompt.ids, *c.token_ids), {}) for c in continued.values()]
+        answers = draw(turn, running, given, list(left.values()))
         seconds += answers.seconds
-        for i, c, answer in zip(running, continued, answers.completions, strict=True):
-            completions[i] = _with_turn(c, answer)
+        for i, answer in zip(running, answers.completions, strict=True):
+            completions[i] = _with_turn(continued[i], answer)
     return Rollout(completions, seconds, environment_s)
 
 

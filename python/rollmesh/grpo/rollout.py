@@ -140,8 +140,8 @@ def sample_groups(
         scores.append(score(rollouts[-1]))
         drawn += prompts
         differ += rewards_differ(np.reshape(scores[-1].total, (-1, table.samples))).tolist()
-    flat = [i for i, yes in enumerate(differ) if not yes]
-    chosen = sorted([*(i for i, yes in enumerate(differ) if yes), *flat[:missing]])
+    # All groups whose rewards differ, then the first ones of equal rewards.
+    chosen = sorted(sorted(range(len(drawn)), key=lambda i: not differ[i])[: table.prompts])
     taken = [c for i in chosen for c in range(i * table.samples, (i + 1) * table.samples)]
     completions = [c for rollout in rollouts for c in rollout.completions]
     rollout = Rollout(

@@ -59,7 +59,13 @@ def _layer_types(c: Reader, layers: int) -> tuple[str, ...] | None:
     return tuple(types)
 
 
-def _by_type(types: tuple[str, ...], window: int) -> tuple[int, ...]:
+def _windows(
+    c: Reader, layers: int, has_window: Callable[[int], bool], default: int | None = 4096
+) -> tuple[int, ...]:
+    """The windows of layer_types, else a window in the layers for which has_window holds."""
+    window, types = _switched_window(c, default), _layer_types(c, layers)
+    if types is None:
+        return tuple(window if has_window(i) else 0 for i in range(layers))
     if "sliding_attention" in types and not window:
         raise ConfigError(
             "layer_types: expected use_sliding_window and sliding_window with sliding_attention, "
@@ -70,11 +76,14 @@ def _by_type(types: tuple[str, ...], window: int) -> tuple[int, ...]:
 
 def windows_from_a_layer_on(c: Reader, layers: int) -> tuple[int, ...]:
     """Qwen2, Qwen3: as layer_types says, else from max_window_layers on."""
-    window, types = _switched_window(c), _layer_types(c, layers)
-    if types is not None:
-        return _by_type(types, window)
-    first = c.integer("max_window_layers", 0, default=28)
-    return tuple(window if i >= first else 0 for i in range(layers))
+    return _windows(c, layers, lambda i: i >= c.integer("max_window_layers", 0, default=28))
+
+
+def early_even_windows(c: Reader, layers: int) -> tuple[int, ...]:
+    """Qwen2-MoE: as layer_types says, else in every second layer below max_window_layers."""
+    return _windows(
+        c, layers, lambda i: i % 2 == 0 and i < c.integer("max_window_layers", 0, default=28)
+    )
 
 
 def one_switched_window(c: Reader, layers: int) -> tuple[int, ...]:
@@ -119,10 +128,8 @@ def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
 
 def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
     """SmolLM3: as layer_types says, else in the layers without rope."""
-    window, types = _switched_window(c, None), _layer_types(c, layers)
-    if types is not None:
-        return _by_type(types, window)
-    return tuple(0 if rope else window for rope in layers_with_rope(c, layers))
+    has_rope = layers_with_rope(c, layers)
+    return _windows(c, layers, lambda i: not has_rope[i], None)
 
 
 def num_experts(
@@ -157,15 +164,6 @@ def first_layers_dense(c: Reader, layers: int) -> tuple[int, ...]:
     """GLM-4-MoE: experts from layer first_k_dense_replace on."""
     first = c.integer("first_k_dense_replace", 0, default=1)
     return tuple(int(i >= first) for i in range(layers))
-
-
-def early_even_windows(c: Reader, layers: int) -> tuple[int, ...]:
-    """Qwen2-MoE: as layer_types says, else in every second layer below max_window_layers."""
-    window, types = _switched_window(c), _layer_types(c, layers)
-    if types is not None:
-        return _by_type(types, window)
-    end = c.integer("max_window_layers", 0, default=28)
-    return tuple(window if i % 2 == 0 and i < end else 0 for i in range(layers))
 
 
 # --------------------------------------------------------------------------------------- families

@@ -23,7 +23,15 @@ import numpy as np
 from rollmesh import _core
 from rollmesh._core import available_isas
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
-from rollmesh.ops.arguments import MAX_SIZE, MAX_THREADS, Array, kernels, new_array, words_of
+from rollmesh.ops.arguments import (
+    MAX_SIZE,
+    MAX_THREADS,
+    USER_DTYPES,
+    Array,
+    kernels,
+    new_array,
+    words_of,
+)
 from rollmesh.runtime.arguments import integer_of
 from rollmesh.runtime.devices import CUDA_FAMILIES, LIBRARY_SWITCH, device_of
 from rollmesh.runtime.messages import shown
@@ -142,11 +150,15 @@ def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[An
     """Runs an op of the table (ext/ops/ops.h) on the device of its arrays. Returns its outputs in
     the order of the table. The op makes a new array for an output that is None, and for an optional
     output that is `...`."""
-    given = {
-        name: array
-        for name in _ARRAYS[op]
-        if (array := arguments.get(name)) is not None and array is not ...
-    }
+    given = {}
+    is_plain = isa not in CUDA_FAMILIES  # whether all arrays are as the CPU's kernels take them
+    for name in _ARRAYS[op]:
+        array = arguments.get(name)
+        if array is not None and array is not ...:
+            given[name] = array
+            is_plain = is_plain and type(array) is np.ndarray and array.dtype.num < USER_DTYPES
+    if is_plain:
+        return kernels(isa, threads).run(op, arguments)
     over, taken = op_over(isa, threads, given, ROLES[op])
     arguments.update(zip(given, taken))
     return over.core.run(op, arguments)
@@ -161,8 +173,6 @@ def op_over(
 
     Raises ConfigError for an isa of another device, and UnsupportedTensorError for arrays on
     several devices."""
-    if isa not in CUDA_FAMILIES and set(map(type, arrays.values())) == {np.ndarray}:
-        return Op(kernels(isa, threads)), list(map(words_of, arrays.values()))
     places = {name: _place(array) for name, array in arrays.items()}
     first = next((name for name, place in places.items() if place > HOST), None)
     if first is None:

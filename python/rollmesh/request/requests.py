@@ -141,7 +141,7 @@ class Requests:
         stop_ids = np.asarray(params.stop_token_ids, dtype=np.int32)
         edits, texts = self._edits(params), self._texts(prompt_ids, params)
         number = self._generations + 1
-        request = self.engine.add(
+        request: int = self.engine.add(
             prompt_ids, stop_ids, EngineRequest.of(params, number), None, edits
         )
         self._records[request] = _Request(prompt_ids, prompt, params, number, texts)
@@ -156,7 +156,9 @@ class Requests:
         chosen = params or GREEDY
         logits = np.zeros((len(ids), vocab_size), np.float32) if vocab_size else None
         asked = EngineRequest.of(chosen, 0, True, params is not None)
-        request = self.engine.add(ids, np.zeros(0, np.int32), asked, logits, self._edits(chosen))
+        request: int = self.engine.add(
+            ids, np.zeros(0, np.int32), asked, logits, self._edits(chosen)
+        )
         self._records[request] = _Request(ids, None, chosen, 0, [], logits)
         return request
 
@@ -266,7 +268,8 @@ class Requests:
     # ---------------------------------------------------------------------------------------- out
     def live(self) -> list[int]:
         """Returns the ids of requests that were added and not released, oldest first."""
-        return self.engine.ids()
+        known: list[int] = self.engine.ids()
+        return known
 
     def num_tokens(self, request: int, before: list[int]) -> list[int]:
         """Returns the number of tokens of each sample so far, but at least `before`, the result of
@@ -319,7 +322,8 @@ class Requests:
         """Returns the output of a request, with its tokens so far if it still runs."""
         record = self._records[request]
         if request in self.engine.foreign:
-            return replace(self.engine.foreign[request], prompt=record.prompt)
+            output: RequestOutput = self.engine.foreign[request]
+            return replace(output, prompt=record.prompt)
         view = self.engine.request(request)
         top = _top(
             view["prompt_top_ids"],
@@ -369,7 +373,7 @@ class Requests:
             if view["prompt_sampling_logprobs"] is None
             else "prompt_sampling_logprobs"
         )
-        scores: NDArray[np.float32] | None = view[name]  # type: ignore[literal-required]
+        scores: NDArray[np.float32] | None = view[name]
         if scores is None:
             if len(record.prompt_ids) > 1:
                 raise NumericsError(f"request {request} ended without scores")

@@ -108,10 +108,10 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _INTEGERS.items():
+        for name, bounds in _INTEGERS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                self._set(name, integer_of(RequestError, name, value, low, high))
+                self._set(name, integer_of(RequestError, name, value, *bounds))
         if self.top_k == 0:  # vLLM takes 0 as "all" too
             self._set("top_k", -1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -46,8 +46,8 @@ _ModelKeys = dataclasses.make_dataclass(
             "vocab_size "  # default: the tokenizer's
             "hidden_size intermediate_size num_hidden_layers head_dim num_attention_heads "
             "num_key_value_heads max_position_embeddings sliding_window no_rope_layer_interval "
-            "num_experts num_local_experts n_routed_experts num_experts_per_tok n_group topk_group "
-            "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step",
+            "moe_intermediate_size num_experts num_local_experts n_routed_experts n_group "
+            "num_experts_per_tok decoder_sparse_step topk_group shared_expert_intermediate_size",
             at_least=1,
         ),
         *_keys(int, "max_window_layers n_shared_experts first_k_dense_replace", at_least=0),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -23,26 +24,25 @@ from rollmesh.runtime.messages import plain
 _log = logging.getLogger("rollmesh.grpo")
 
 
+@dataclass
 class RunFolder:
     """A context around the steps of a run.
 
     save  writes a checkpoint, or raises OSError; arguments: next step, whether the run ends early
     show  displays a step; arguments: metrics, completions to print"""
 
-    def __init__(
-        self,
-        out: Path,
-        config: Config,
-        first_step: int,
-        trainer: TrainerState,
-        interrupts: Interrupts,
-        save: Callable[[int, bool], object],
-        show: Callable[[Metrics, Completions], None],
-    ) -> None:
-        self._out, self._config, self._trainer = out, config, trainer
-        self._interrupts, self._save, self._show = interrupts, save, show
+    out: Path
+    config: Config
+    first_step: int
+    trainer: TrainerState
+    interrupts: Interrupts
+    save: Callable[[int, bool], object]
+    show: Callable[[Metrics, Completions], None]
+
+    def __post_init__(self) -> None:
+        out, first_step = self.out, self.first_step
         self._saved = self._next_step = first_step
-        self._num_updates = trainer.num_updates  # number of updates before the next step
+        self._num_updates = self.trainer.num_updates  # number of updates before the next step
         out.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "completions.jsonl"):
             expect_file(out / name)
@@ -56,13 +56,13 @@ class RunFolder:
         """Writes the metrics and completions of a step, displays them, and writes a checkpoint if
         one is due. If the checkpoint fails, the next step tries again; the last step raises
         OSError."""
-        table, last = self._config.rollout, self._config.train.steps
-        every = self._config.checkpoint.every
+        table, last = self.config.rollout, self.config.train.steps
+        every = self.config.checkpoint.every
         self._completions.write(*completions[: table.log_completions], ensure_ascii=False)
         self._metrics.write(line)
-        self._next_step, self._num_updates = min(step + 1, last), self._trainer.num_updates
-        self._interrupts.release()
-        self._show(line, completions[: table.num_completions_to_print])
+        self._next_step, self._num_updates = min(step + 1, last), self.trainer.num_updates
+        self.interrupts.release()
+        self.show(line, completions[: table.num_completions_to_print])
         n, saved = self._next_step, self._saved
         if n > saved and (n == last or (every > 0 and n // every > saved // every)):
             try:
@@ -71,12 +71,12 @@ class RunFolder:
                 if step == last:
                     raise
                 _log.warning("%s; the checkpoint is tried again after the next step", error)
-            self._interrupts.release()
+            self.interrupts.release()
 
     def _checkpoint(self, is_early: bool) -> None:
         before, self._saved = self._saved, self._next_step
         try:
-            self._save(self._next_step, is_early)
+            self.save(self._next_step, is_early)
         except OSError:
             self._saved = before
             raise
@@ -95,14 +95,14 @@ class RunFolder:
             if error is not None:
                 self._end_early(error)
                 return
-            self._interrupts.hold("its last files are written")
+            self.interrupts.hold("its last files are written")
             try:
-                draw_curves(self.lines, self._out / "curves.png")
+                draw_curves(self.lines, self.out / "curves.png")
             except Exception as why:  # noqa: BLE001 (plotting errors do not stop the run)
                 _log.warning("curves.png was not drawn: %s: %s", type(why).__name__, plain(why))
             for file in files:
                 file.close()
-            self._interrupts.release()
+            self.interrupts.release()
         finally:
             for file in files:
                 with suppress(OSError):  # the disk may be full; the first error is raised
@@ -110,9 +110,9 @@ class RunFolder:
 
     def _end_early(self, error: BaseException) -> None:
         """Writes a checkpoint of the last finished step, unless an update has begun since."""
-        if self._next_step <= self._saved or self._num_updates != self._trainer.num_updates:
+        if self._next_step <= self._saved or self._num_updates != self.trainer.num_updates:
             return
-        self._interrupts.drop()
+        self.interrupts.drop()
         try:
             self._checkpoint(is_early=True)
         except Exception as why:  # noqa: BLE001 (the first error is raised)

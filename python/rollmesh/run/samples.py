@@ -67,13 +67,9 @@ class Scores:
 
     def mean(self) -> float | None:
         """Returns the mean reward of the judged completions, or None if all are unjudged."""
-        return float(np.mean(judged)) if (judged := self._judged()) else None
+        return float(np.mean(judged)) if (judged := self.judged()) else None
 
-    def std(self) -> float | None:
-        """Returns the standard deviation of the judged rewards, or None if all are unjudged."""
-        return float(np.std(judged)) if (judged := self._judged()) else None
-
-    def _judged(self) -> list[float]:
+    def judged(self) -> list[float]:
         return [number for number in self.total if not math.isnan(number)]
 
     def take(self, indices: Sequence[int]) -> Scores:
@@ -93,10 +89,10 @@ class Scores:
 
 
 def step_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
-    completions, num_tokens = rollout.completions, rollout.num_tokens
+    completions, num_tokens, judged = rollout.completions, rollout.num_tokens, scores.judged()
     return {
         "reward_mean": scores.mean(),
-        "reward_std": scores.std(),
+        "reward_std": float(np.std(judged)) if judged else None,
         "unjudged_share": float(np.isnan(scores.total).mean()),
         "tokens": num_tokens,
         "tokens_per_s": num_tokens / rollout.seconds,

@@ -109,6 +109,13 @@ class _Wanted:
         self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
 
 
+class _Call(threading.local):
+    """Notes of the patched modules of one model during a call, for each thread."""
+
+    wanted: _Wanted | None = None  # the request of a call of `logprobs`
+    passed: Any = None  # input and output of the last forward method of a part
+
+
 class Patch:
     """The state that the patched modules of one model share."""
 
@@ -124,7 +131,7 @@ class Patch:
         self.spec, self.dtype, self.isa, self.threads = spec, dtype, isa, threads
         self.max_model_len = max_model_len
         self.model = weakref.ref(model)
-        self._asked = threading.local()
+        self.call = _Call()
         self.heads = [
             Heads(
                 spec.num_attention_heads,
@@ -156,31 +163,9 @@ class Patch:
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         """A copied model gets a new patch; a copied part of a model keeps the model's patch."""
         copied = memo.get(id(self.model()))
-        made = (
-            self
-            if copied is None
-            else Patch(copied, self.spec, self.dtype, self.isa, self.threads, self.max_model_len)
-        )
+        made = self if copied is None else Patch(**self.__getstate__() | {"model": copied})
         memo[id(self)] = made
         return made
-
-    @property
-    def wanted(self) -> _Wanted | None:
-        """The request of this thread's call of `logprobs`."""
-        return getattr(self._asked, "wanted", None)
-
-    @wanted.setter
-    def wanted(self, wanted: _Wanted | None) -> None:
-        self._asked.wanted = wanted
-
-    @property
-    def passed(self) -> Any:
-        """Input and output of the last forward method of a part in this thread."""
-        return getattr(self._asked, "passed", None)
-
-    @passed.setter
-    def passed(self, passed: Any) -> None:
-        self._asked.passed = passed
 
     def check(self) -> None:
         """Raises a StateError or ConfigError if the model does not compute what the kernels do."""
@@ -289,8 +274,8 @@ class Patch:
             bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation,
             how=how,
         )  # fmt: skip
-        if self.wanted is not None and self.wanted.routed:
-            self.wanted.experts[index] = made.ids
+        if self.call.wanted is not None and self.call.wanted.routed:
+            self.call.wanted.experts[index] = made.ids
         if not spec.shared_intermediate_size:
             return made.out
         shared = self.mix_dense(shared_expert_of(mlp), x, how)
@@ -326,7 +311,7 @@ class Patch:
     def logits(self, head: Any, hidden: Tensor) -> Tensor:
         """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T,
         hidden] → logits."""
-        x, wanted = hidden.flatten(0, -2).to(self.dtype), self.wanted
+        x, wanted = hidden.flatten(0, -2).to(self.dtype), self.call.wanted
         how = self.how(x)
         (weight,) = weights_of([head])
         if wanted is None:
@@ -376,9 +361,9 @@ class _Called(_Part):
     def __call__(self, *args: Any, **options: Any) -> Any:
         me: Any = self
         patch, index = me._rollmesh
-        patch.passed, before = None, parts.mark([*args, *options.values()])
+        patch.call.passed, before = None, parts.mark([*args, *options.values()])
         made = super().__call__(*args, **options)  # type: ignore[misc]
-        if patch.passed != (before, parts.mark(made)):
+        if patch.call.passed != (before, parts.mark(made)):
             name = {BASE: "model", HEAD: "lm_head"}.get(index, f"model.layers.{index}")
             raise ConfigError(
                 f"{name}: expected its own forward method, and hooks that change no tensor, "
@@ -394,7 +379,7 @@ def _watched(forward: Any) -> Any:
     def watched(self: Any, *args: Any, **options: Any) -> Any:
         before = parts.mark([*args, *options.values()])
         made = forward(self, *args, **options)
-        self._rollmesh[0].passed = before, parts.mark(made)
+        self._rollmesh[0].call.passed = before, parts.mark(made)
         return made
 
     return watched
@@ -438,9 +423,9 @@ class _Base(_Called):
         rows = Sequences.of_batch(
             (input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids
         )
-        if patch.wanted is not None:
-            patch.wanted.read = parts.mark([input_ids, attention_mask, position_ids])
-            rows = patch.wanted.rows = rows.without_last()
+        if patch.call.wanted is not None:
+            patch.call.wanted.read = parts.mark([input_ids, attention_mask, position_ids])
+            rows = patch.call.wanted.rows = rows.without_last()
             if not rows.num_rows:
                 raise RequestError(
                     "input_ids: expected a sequence of at least 2 tokens, got 1 token in each"
@@ -457,7 +442,7 @@ class _Base(_Called):
         how = patch.how(hidden)
         hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=how)
         rows.forget_caches()
-        wanted = patch.wanted
+        wanted = patch.call.wanted
         if wanted is None:
             hidden = rows.pad(hidden)
         else:
@@ -778,10 +763,10 @@ def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> 
 
 @contextmanager
 def _scoring(made: Patch, wanted: _Wanted) -> Iterator[None]:
-    if made.wanted is not None:
+    if made.call.wanted is not None:
         raise StateError("expected one call of logprobs at a time, got one inside another")
-    made.wanted = wanted
+    made.call.wanted = wanted
     try:
         yield
     finally:
-        made.wanted = None
+        made.call.wanted = None

@@ -82,7 +82,8 @@ def refuse() -> None:
 
 
 def register() -> None:
-    """Entry point of vllm.general_plugins: registers the weight transfer backend "rollmesh"."""
+    """Entry point of vllm.general_plugins: checks the environment. Nothing is registered, since the
+    worker itself handles the weight transfer backend "rollmesh"."""
     if not asked_for():
         return
     check_version()
@@ -92,10 +93,6 @@ def register() -> None:
             "names: unset it, "
             f"or set VLLM_PLUGINS={MODEL_NAME}, which runs rollmesh's model classes there"
         )
-    # Imported here because vLLM loads the entry points while it is being imported itself.
-    from rollmesh.vllm.weight_updates import register_engine
-
-    register_engine()
 
 
 def register_model() -> None:

@@ -44,7 +44,7 @@ from rollmesh.vllm.update_info import InitInfo, UpdateInfo, check_timeout, check
 from rollmesh.weights.pieces import is_sharded
 from rollmesh.weights.transport.delta_folder import DeltaWriter
 from rollmesh.weights.transport.loans import Lender, OwnedTensor
-from rollmesh.weights.transport.manifest import describe, fill, lay_out
+from rollmesh.weights.transport.manifest import check_new_name, describe, fill, lay_out
 from rollmesh.weights.transport.segment import Segment
 from rollmesh.weights.transport.tensors import (
     as_array,
@@ -223,9 +223,10 @@ class _Sending:
 
     async def _buckets(self, source: Mapping[str, Any] | Iterable[Any], version: int) -> None:
         """Makes one call for each bucket."""
-        copy = not holds_tensors(source)
+        copy, seen = not holds_tensors(source), set[str]()
 
         def taken(name: str, tensor: Any) -> NDArray[Any] | OwnedTensor:
+            check_new_name(name, seen)
             if self._lender is None:
                 return (own_array if copy else as_array)(name, tensor)
             return self._lender.take(name, tensor, copy)

@@ -20,24 +20,40 @@ failure, and would read the remaining ones as replies to its next call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rollmesh.distributed.rank_engine import RankEngine
-from rollmesh.errors import ConfigError, Error, FormatError, StateError
+from rollmesh.errors import (
+    AuthError,
+    ConfigError,
+    Error,
+    FormatError,
+    StateError,
+    VersionError,
+)
 from rollmesh.runtime.arguments import PARTS
 from rollmesh.runtime.messages import reason, shown
+from rollmesh.vllm.served_model import ServedModel, forbidden_by
+from rollmesh.vllm.update_info import InitInfo, UpdateInfo, info_of
 from rollmesh.weights.sync import SyncOptions, lent
+from rollmesh.weights.transport import segment
+from rollmesh.weights.transport.delta_folder import DeltaReader
+from rollmesh.weights.transport.loans import ReceivedTensors
+from rollmesh.weights.transport.manifest import parse
+from rollmesh.weights.transport.segment import MappedSegment
 from rollmesh.weights.transport.tensors import pair_of
 from rollmesh.weights.updates import Sync, Weights
 
 BACKEND = "rollmesh"
+SEGMENT = re.compile(segment.PREFIX + "[0-9a-f]{32}")
+NONCE = re.compile("[0-9a-f]{32}")
+REMEDY = "; lend=False at the sender copies through the host"
 # Levels above 2 are treated as 2, as in vLLM's own workers. Refusing them would leave vLLM paused,
 # since it pauses generation before it calls the workers.
 KEPT, DROPPED = 1, 2
@@ -47,16 +63,6 @@ VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExte
 TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
 R = TypeVar("R")
-
-
-def register_engine() -> None:
-    """Registers the backend with vLLM, once."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "rollmesh.vllm.transfer", "TransferEngine"
-        )
 
 
 def answers(parallel: Any, rank: int) -> bool:
@@ -116,36 +122,34 @@ class WeightUpdates:
         self._waits_for_each = parallel.worker_extension_cls == VERL_EXTENSION
         self._held: Error | None = None  # error that load_weights did not raise
         self._updating = False
-        self._transfer: Any = None
-        if vllm_config.weight_transfer_config is not None:
-            self._transfer = self._make_transfer(vllm_config.weight_transfer_config)
-
-    def _make_transfer(self, config: Any) -> Any:
-        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-        if config.backend != BACKEND:
+        self._info: InitInfo | None = None  # of the trainer that began last
+        self._segment: MappedSegment | None = None  # segment of the last bucket
+        self._folder: DeltaReader | None = None
+        config = vllm_config.weight_transfer_config
+        if config is not None and config.backend != BACKEND:
             raise ConfigError(
                 f"weight_transfer_config.backend: expected {BACKEND!r}, got {shown(config.backend)}"
             )
-        register_engine()
-        return WeightTransferEngineFactory.create_engine(
-            config, self.vllm_config, torch.device("cpu"), self.model
-        )
 
     # ----------------------------------------------------------------------------- what vLLM calls
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Begins the updates of a trainer. Drops an update that another trainer left open; raises
         StateError if that trainer is alive and has sent a part."""
-        transfer = self._configured()
-        info = self.on_all_ranks("the info of a trainer", transfer.parse_init_info, init_info)
+        self._require_backend()
+        info: InitInfo = self.on_all_ranks(
+            "the info of a trainer", info_of, InitInfo, init_info, ConfigError
+        )
         self.require_equal("a trainer", info.sender)
-        self.on_all_ranks("a trainer's beginning", self._require_free, transfer, info.sender)
+        self.on_all_ranks("a trainer's beginning", self._require_free, info.sender)
         self.drop("a trainer began anew")
-        transfer.init_transfer_engine(info)
+        self.shutdown()
+        if info.folder is not None:
+            self._folder = self.on_all_ranks("the folder of weights", DeltaReader, info.folder)
+        self._info = info
 
     def start_weight_update(self) -> None:
-        transfer = self._configured()
-        self.on_all_ranks("an update's beginning", self._require_free, transfer, None)
+        self._require_backend()
+        self.on_all_ranks("an update's beginning", self._require_free, None)
         if self._set is not None:
             self.drop("another update was started")
             self._refuse(
@@ -157,7 +161,7 @@ class WeightUpdates:
                 "start_weight_update while the weights are asleep; call wake_up(tags=['weights']) "
                 "first"
             )
-        transfer.start_weight_update()
+        self._required_info()
         # May be True already, since an update does not belong to a trainer before its first bucket.
         self._updating = True
 
@@ -167,30 +171,32 @@ class WeightUpdates:
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Stages one bucket. A list has one bucket for each worker, in the order of data parallel
         ranks and workers."""
-        transfer = self._configured()
+        self._require_backend()
         if not self._updating:
             self._refuse(
                 "update_weights without an open update; call start_weight_update first. An error "
                 "ends an update"
             )
         with self._dropping():
-            info = self.on_all_ranks("the info of a bucket", self._own, transfer, update_info)
+            info = self.on_all_ranks("the info of a bucket", self._own, update_info)
             self.require_equal("a bucket of weights", (info.sender, info.version, info.abort))
         # A bucket of another sender is refused, and the update stays open.
-        self.on_all_ranks("the sender of a bucket", transfer.require_sender, info)
+        self.on_all_ranks("the sender of a bucket", self._require_sender, info)
         with self._dropping():
-            transfer.update_weights(info)
+            self._receive(info)
 
     def finish_weight_update(self) -> None:
         """Commits the open update on all ranks or on none."""
-        transfer = self._configured()
+        self._require_backend()
         if not self._updating:
             self._refuse(
                 "finish_weight_update without an open update; call start_weight_update first. An "
                 "error ends an update"
             )
         try:
-            transfer.finish_weight_update()
+            if self._set is None:  # without a bucket; the commit raises IncompleteSyncError
+                self._set = self._begun(**self._options())
+            self.weights.finish(self._set, None)
         finally:
             self._close()
 
@@ -199,8 +205,7 @@ class WeightUpdates:
             self._refuse(
                 "shutdown_weight_transfer_engine within an update; call finish_weight_update first"
             )
-        if self._transfer is not None:
-            self._transfer.shutdown()
+        self.shutdown()
 
     def weight_version(self) -> int | None:
         """Returns the number of the serving version; None before the first commit and while the
@@ -259,31 +264,86 @@ class WeightUpdates:
     def forbid(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces the model's compute_logits. Raises ConfigError if the new function does more
         than forbid tokens; the old one then stays."""
-        self.model.never_drawn = _forbidden_by(edit, self.vllm_config.model_config.get_vocab_size())
+        self.model.never_drawn = forbidden_by(edit, self.vllm_config.model_config.get_vocab_size())
         self.model._edit = edit
 
     def shutdown(self) -> None:
-        """Closes the transfer engine because the worker is being closed."""
-        if self._transfer is not None:
-            self._transfer.shutdown()
+        """Forgets the trainer and closes its segment."""
+        self._info = self._folder = None
+        self._close_segment()
 
-    # --------------------------------------------------------------------- for the transfer engine
+    # ------------------------------------------------------------------------------------ a bucket
     def require_equal(self, what: str, value: Any) -> None:
         """Calls Weights.require_equal, for any value."""
         self.weights.require_equal(what, repr(value))
 
-    @property
-    def device(self) -> str:
-        """This rank's device: "cpu" or "cuda:N"."""
-        return self._engine.stats()["device"]
+    def _receive(self, info: UpdateInfo) -> None:
+        if info.abort is not None:
+            self.drop(f"the trainer gave up: {info.abort}")
+        elif self._folder is not None:
+            version = self.on_all_ranks("reading the folder of weights", self._refresh, info)
+            self.require_equal("a version of the folder", version)
+            self._stage(self._folder, version)
+        else:
+            bucket = self.on_all_ranks("the arrival of a bucket", self._tensors, info)
+            self._stage(bucket, info.version)
 
-    def stage(
-        self, bucket: Mapping[str, Any], version: int | None, options: dict[str, Any]
-    ) -> None:
+    def _refresh(self, info: UpdateInfo) -> int:
+        assert self._folder is not None
+        version = self._folder.refresh()
+        if info.version not in (None, version):
+            raise VersionError(
+                f"version: expected the newest in the folder, {version}, got {info.version}"
+            )
+        return version
+
+    def _tensors(self, info: UpdateInfo) -> ReceivedTensors:
+        """Returns the tensors of a bucket. Lent tensors are opened later, since a rank must not
+        wait for other ranks while it has them open."""
+        mapped = self._mapped(info.segment, info.nonce)
+        data = mapped.tensors(info.size)
+        manifest = parse(info.description.encode(errors="surrogatepass"), data.size)
+        what = "a bucket of weights"
+        if manifest.loan is not None:
+            if self._engine.stats()["device"] == "cpu":
+                raise ConfigError(
+                    f"lent tensors: expected a worker on a GPU, got one on the CPU{REMEDY}"
+                )
+            what = f"bucket {manifest.loan.number} of {mapped.path}"
+        tensors = ReceivedTensors(remedy=REMEDY)
+        tensors.receive(manifest, data, mapped, what)
+        return tensors
+
+    def _mapped(self, name: Any, nonce: Any) -> MappedSegment:
+        """Returns the segment of this name. It stays mapped until a bucket has another name, since
+        the trainer unlinks the file."""
+        if (
+            not isinstance(name, str)
+            or not SEGMENT.fullmatch(name)
+            or not isinstance(nonce, str)
+            or not NONCE.fullmatch(nonce)
+        ):
+            raise FormatError(
+                f"expected the segment and nonce of a WeightSender, got segment {shown(name)} and "
+                f"nonce {shown(nonce)}"
+            )
+        if self._segment is None or self._segment.path.name != name:
+            self._close_segment()
+            path = segment.FOLDER / name
+            try:
+                self._segment = MappedSegment(path, nonce)
+            except FileNotFoundError as error:
+                raise AuthError(
+                    f"{path} does not exist; with transport='shm' trainer and workers must be on "
+                    "one machine"
+                ) from error
+        return self._segment
+
+    def _stage(self, bucket: Mapping[str, Any], version: int | None) -> None:
         """Stages a bucket of the open update; the first bucket begins the sync. A rank has lent
         tensors open only while it reads them."""
         if self._set is None:
-            self._set = self._begun(version=version, **options)
+            self._set = self._begun(version=version, **self._options())
         if (begun := self._set.options.version) != version:
             self._refuse(f"a bucket of version {version} in an update of version {begun}")
         self._set.require_open()
@@ -295,11 +355,6 @@ class WeightUpdates:
             self._set.plan.push_mapping(bucket, None)
             is_lent_still()
 
-    def commit(self, options: dict[str, Any]) -> None:
-        if self._set is None:  # without a bucket; the commit raises IncompleteSyncError
-            self._set = self._begun(**options)
-        self.weights.finish(self._set, None)
-
     def drop(self, why: str) -> None:
         """Drops the open update, if there is one."""
         try:
@@ -310,8 +365,16 @@ class WeightUpdates:
 
     def _close(self) -> None:
         self._updating, self._set = False, None
-        if self._transfer is not None:
-            self._transfer.end_weight_update()
+        self._close_segment()
+
+    def _close_segment(self) -> None:
+        mapped, self._segment = self._segment, None
+        if mapped is not None:
+            mapped.close()
+
+    def _options(self) -> dict[str, Any]:
+        info = self._required_info()
+        return {"cast": info.cast, "allow_bias_removal": info.allow_bias_removal}
 
     def _begun(self, **options: Any) -> Sync:
         begun = Sync(self.weights, _directly, SyncOptions(inflight="keep", **options))
@@ -319,19 +382,39 @@ class WeightUpdates:
         return begun
 
     # ------------------------------------------------------------------------------ inside a reply
-    def _configured(self) -> Any:
-        if self._transfer is None:
+    def _require_backend(self) -> None:
+        if self.vllm_config.weight_transfer_config is None:
             self._refuse(
                 "no weight transfer: make the engine with "
                 f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
             )
-        return self._transfer
 
-    def _require_free(self, transfer: Any, sender: str | None) -> None:
-        if self._set is not None and transfer.is_held(sender):
+    def _required_info(self) -> InitInfo:
+        if self._info is None:
+            raise StateError("no trainer has begun: call init_weight_transfer_engine first")
+        return self._info
+
+    def _require_free(self, sender: str | None) -> None:
+        """Raises StateError if the open update belongs to another trainer that is alive."""
+        its_own = self._info is None or (sender is not None and self._info.sender == sender)
+        if (
+            self._set is not None
+            and not its_own
+            and self._segment is not None
+            and self._segment.is_owned()
+        ):
             self._refuse(
                 "another trainer's update is open and its sender is alive; wait until it has "
                 "finished or ended"
+            )
+
+    def _require_sender(self, info: UpdateInfo) -> None:
+        """Raises StateError unless the bucket's sender is the one that called
+        init_weight_transfer_engine last."""
+        if info.sender != (begun := self._required_info().sender):
+            self._refuse(
+                f"a bucket of sender {shown(info.sender)} in the update of sender {shown(begun)}; "
+                "call init_weight_transfer_engine first"
             )
 
     @contextmanager
@@ -343,15 +426,15 @@ class WeightUpdates:
             self.drop("one of its buckets was refused")
             raise
 
-    def _own(self, transfer: Any, update_info: Any) -> Any:
-        if not isinstance(update_info, list):
-            return transfer.parse_update_info(update_info)
-        if self.number >= len(update_info):
-            raise FormatError(
-                f"update_info: expected one for each worker, got a list of {len(update_info)}; "
-                f"this is worker {self.number}"
-            )
-        return transfer.parse_update_info(update_info[self.number])
+    def _own(self, update_info: Any) -> UpdateInfo:
+        if isinstance(update_info, list):
+            if self.number >= len(update_info):
+                raise FormatError(
+                    f"update_info: expected one for each worker, got a list of {len(update_info)}; "
+                    f"this is worker {self.number}"
+                )
+            update_info = update_info[self.number]
+        return info_of(UpdateInfo, update_info, FormatError)
 
     def _rest(self, parts: int, keep: bool) -> None:
         if parts & PARTS["weights"]:
@@ -431,79 +514,6 @@ def _mask(tags: Any) -> int:
             raise ConfigError(f"tag: expected {' or '.join(map(repr, TAGS))}, got {shown(tag)}")
         mask |= TAGS[tag]
     return mask
-
-
-class ServedModel(torch.nn.Module):
-    """The object that vLLM and trainers find at `worker.model_runner.model`. It has no parameters;
-    the engine of each rank has the rank's shards.
-
-    `compute_logits` may be replaced, as verl does, by a function that sets the logits of some
-    tokens to -inf. These tokens are then never drawn."""
-
-    never_drawn: NDArray[np.int32]  # ascending token ids
-
-    def __init__(self, updates: WeightUpdates):
-        super().__init__()
-        self._updates = updates
-        self._edit: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-        self.never_drawn = np.zeros(0, np.int32)
-
-    @property
-    def updates(self) -> WeightUpdates:
-        return self._updates
-
-    @property
-    def model(self) -> ServedModel:
-        """Returns self. vLLM's models have their layers in this attribute, and verl reads it."""
-        return self
-
-    @property
-    def compute_logits(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that takes logits [rows, vocab] and returns a copy. Replacing it by a function
-        that does more than forbid tokens raises ConfigError."""
-        return self._edit
-
-    @compute_logits.setter
-    def compute_logits(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._updates.forbid(edit)
-
-    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        """Stages tensors by their Hugging Face names, one or more per call. The set is committed at
-        the next step, at a repeated name or by process_weights_after_loading. If it is incomplete
-        then, IncompleteSyncError is raised and the old version keeps serving."""
-        return self._updates.load(weights)
-
-    def process_weights_after_loading(self) -> None:
-        """Commits the loaded set. vLLM's function of the same name calls this, and verl calls that
-        function after each set."""
-        self._updates.finish_load()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StateError("this module is for load_weights only; the engine runs the forward pass")
-
-
-def _forbidden_by(
-    edit: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
-) -> NDArray[np.int32]:
-    """Returns the tokens that `edit` sets to -inf, found by calling it with two rows."""
-    given = torch.stack([torch.zeros(vocab_size), torch.arange(float(vocab_size))])
-    edited = edit(given.clone())
-    out = torch.isneginf(edited)
-    if (
-        edited.shape != given.shape
-        or not torch.equal(out[0], out[1])
-        or not torch.equal(edited, given.masked_fill(out, -torch.inf))
-    ):
-        raise ConfigError(
-            "compute_logits: expected a function that sets the logits of certain tokens to -inf, "
-            "got one that does more"
-        )
-    if out.all():
-        raise ConfigError(
-            "compute_logits: expected a function that leaves some tokens, got one that sets all "
-            f"{vocab_size} to -inf"
-        )
-    return out[0].nonzero()[:, 0].numpy().astype(np.int32)
 
 
 def _directly(function: Callable[[], Any], deadline: float | None) -> Any:

@@ -48,6 +48,7 @@ old version.
     sync                  options and report
     pieces                Piece, and the local part of a DTensor
     resharding            from the pieces of a trainer's ranks to the shards of the generator's
+    reshard_plan          the copies between ranks of one tensor
     self_test             compares logprobs of trainer and generator
     transport             tensors between processes: shared memory, CUDA IPC loans, deltas
     safetensors_folder    a checkpoint as a mapping

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rollmesh import _core
-from rollmesh.distributed.rank_engine import RankEngine
+from rollmesh.distributed.rank_engine import ALONE, RankEngine
 from rollmesh.errors import (
     DeadlineError,
     DTypeError,
@@ -170,20 +170,27 @@ class Plan:
         fault: Exception | None = None
         faults: Faults = {}
         limit = self._most_entries()
-        for count, entry in enumerate(entries):
-            if count == limit:
-                fault = fault or LimitError(f"source: expected at most {limit} weights, got more")
-                break
-            try:
-                if fault is None:
-                    self.push_entries([entry], deadline)
-            except (NonFiniteError, TiedWeightError) as error:
-                if listing:
-                    faults.setdefault(type(error), []).append(str(error))
-                else:
+        try:
+            for count, entry in enumerate(entries):
+                if count == limit:
+                    fault = fault or LimitError(
+                        f"source: expected at most {limit} weights, got more"
+                    )
+                    break
+                try:
+                    if fault is None:
+                        self.push_entries([entry], deadline)
+                except (NonFiniteError, TiedWeightError) as error:
+                    if listing:
+                        faults.setdefault(type(error), []).append(str(error))
+                    else:
+                        fault = error
+                except Exception as error:  # noqa: BLE001 (raised once all ranks know)
                     fault = error
-            except Exception as error:  # noqa: BLE001 (raised once all ranks know)
-                fault = error
+        except ALONE:
+            raise
+        except Exception as error:  # noqa: BLE001 (of the iterator, raised once all ranks know)
+            fault = fault or error
         try:
             _raise_faults(faults if fault is None else {})
         except Error as error:

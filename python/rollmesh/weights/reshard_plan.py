@@ -10,7 +10,7 @@ plan.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -25,6 +25,21 @@ class Copy(NamedTuple):
     giver: int
     taker: int
     box: Box
+
+
+def merged(boxes: Iterable[Box]) -> list[Box]:
+    """Joins boxes that are equal in all dims but one, in which one ends where the other begins."""
+    joined = list(boxes)
+    for d in reversed(range(len(joined[0]) if joined else 0)):
+        runs: dict[Box, list[tuple[int, int]]] = {}  # the box's other dims → ranges in dim d
+        for box in sorted(joined, key=itemgetter(d)):
+            its = runs.setdefault(box[:d] + box[d + 1 :], [])
+            if its and its[-1][1] == box[d][0]:
+                its[-1] = its[-1][0], box[d][1]
+            else:
+                its.append(box[d])
+        joined = [(*rest[:d], run, *rest[d:]) for rest, its in runs.items() for run in its]
+    return joined
 
 
 def plan_copies(

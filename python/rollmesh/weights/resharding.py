@@ -15,7 +15,8 @@ other ranks raise SyncAbortedError.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice, zip_longest
+from itertools import chain, groupby, islice, zip_longest
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from rollmesh.errors import Error, MeshMismatchError, SyncAbortedError
 from rollmesh.runtime.messages import reason
 from rollmesh.weights.pieces import Dims, Part, is_sharded, part_of
 from rollmesh.weights.plan import Plan
-from rollmesh.weights.reshard_plan import Box, Copy, plan_copies
+from rollmesh.weights.reshard_plan import Box, Copy, merged, plan_copies
+from rollmesh.weights.sync import raises
 from rollmesh.weights.transport.tensors import DTYPES, bytes_of, holds_tensors, pair_of
 
 Array = NDArray[Any]
@@ -43,37 +45,30 @@ class Source:
 
     def __init__(self, source: Any):
         self.holds, self.is_sharded = holds_tensors(source), False
-        self._fault: Exception | None = None
-        self._entries: Iterator[Any] = iter(())
+        self._pairs: Iterator[Any]
         try:
-            is_mapping = isinstance(source, Mapping)
-            self._entries = iter(source.items() if is_mapping else source)
-            if is_mapping:
+            if isinstance(source, Mapping):
+                self._pairs = iter(source.items())
                 self.is_sharded = any(map(is_sharded, source.values()))
             else:
-                first = list(islice(self._entries, 1))
-                self.is_sharded = any(
-                    isinstance(entry, (tuple, list)) and len(entry) == 2 and is_sharded(entry[1])
-                    for entry in first
-                )
-                self._entries = chain(first, self._entries)
+                pairs = iter(source)
+                first = list(islice(pairs, 1))
+                self._pairs = chain(first, pairs)
+                self.is_sharded = any(is_sharded(pair_of(entry)[1]) for entry in first)
         except Exception as error:  # noqa: BLE001 (raised instead of returning the entry)
-            self._fault = error
+            self._pairs = map(raises, [error])
 
     def __iter__(self) -> Iterator[Any]:
-        if self._fault is not None:
-            raise self._fault
-        return self._entries
+        return self._pairs
 
     def take(self, count: int) -> list[Part | Exception]:
         """Returns the next entries, fewer at the end of the source. An exception of the source is
         the last element."""
         parts: list[Part | Exception] = []
         try:
-            for entry in islice(iter(self), count):
+            for entry in islice(self._pairs, count):
                 parts.append(part_of(*pair_of(entry)))
         except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
-            self._fault = error
             parts.append(error)
         return parts
 
@@ -86,6 +81,16 @@ def _described(part: Part | Exception) -> Described:
 
 def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
     return tuple((first, first + n) for first, n in zip(offsets, sizes, strict=True))
+
+
+def wanted_boxes(wanted: NDArray[np.int64], n_dims: int) -> list[tuple[int, Box]]:
+    """Converts the array of SyncEntry.wanted() to boxes, as few as possible for each rank."""
+    parts = ((rank, numbers) for rank, *numbers in wanted.tolist() if 0 not in numbers[BOX_DIMS:])
+    return [
+        (rank, box)
+        for rank, its in groupby(parts, itemgetter(0))
+        for box in merged(_box(n[:n_dims], n[BOX_DIMS:][:n_dims]) for _, n in its)
+    ]
 
 
 def _slices(box: Box, origin: Dims) -> tuple[slice, ...]:
@@ -105,23 +110,26 @@ def _packed(views: list[Array]) -> NDArray[np.uint8]:
     )
 
 
-def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the entries that this rank pushes. If all ranks have a source of whole tensors, each
-    rank reads its own source and receives nothing. Otherwise each rank receives its shards from all
-    ranks with pieces or, if the sources are not sharded, from the first rank with a source. An
-    exception of a source ends the sync on all ranks."""
+def spread(
+    ranks: RankEngine, plan: Plan, source: Any, options: Any
+) -> tuple[Iterable[tuple[str, Any]], bool]:
+    """Returns the entries that this rank pushes, and whether they come from a mapping. If all ranks
+    have a source of whole tensors, each rank reads its own source and receives nothing. Otherwise
+    each rank receives its shards from all ranks with pieces or, if the sources are not sharded,
+    from the first rank with a source. An exception of a source ends the sync on all ranks."""
     own = None if source is None else Source(source)
-    kind = None if own is None else [own.holds, own.is_sharded]
+    kind = None if own is None else [own.holds, own.is_sharded, isinstance(source, Mapping)]
     told = ranks.all_gather(f"the beginning of a sync with {options}", kind)
     givers = [rank for rank, its in enumerate(told) if its is not None]
     if not givers:
         raise SyncAbortedError("expected a source on one rank at least, got none on any")
     if not any(told[rank][1] for rank in givers):
         if own is not None and len(givers) == len(told):
-            return iter(own)
+            return own, told[ranks.rank][2]
         givers = givers[:1]
     ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
-    return Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
+    entries = Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
+    return entries, told[givers[0]][2]
 
 
 class Resharding:
@@ -168,14 +176,7 @@ class Resharding:
             return name, np.broadcast_to(np.zeros((), DTYPES[dtype]), shape)
         held = tuple((rank, _box(*its[3:])) for rank, its in told.items() if its is not None)
         if (key := (held, wanted.tobytes())) not in self._copies:
-            self._copies[key] = plan_copies(
-                name,
-                held,
-                [
-                    (rank, _box(numbers[: len(shape)], numbers[BOX_DIMS:][: len(shape)]))
-                    for rank, *numbers in wanted.tolist()
-                ],
-            )
+            self._copies[key] = plan_copies(name, held, wanted_boxes(wanted, len(shape)))
         return name, self._moved(
             self._copies[key], dtype, shape, mine if isinstance(mine, Part) else None, world
         )
@@ -185,7 +186,9 @@ class Resharding:
     ) -> Array:
         """Returns an array of the whole shape with the parts that this rank holds or receives. The
         other elements are not valid."""
-        me, origin, array = self._ranks.rank, (), None
+        me = self._ranks.rank
+        origin: Dims = ()
+        array: Any = None
         if mine is not None and 0 not in mine.sizes:
             origin, array = mine.offsets, mine.array()
         has_all = array is not None and array.shape == shape
@@ -234,15 +237,16 @@ def _same(told: Mapping[int, Described | None]) -> tuple[str, str, Dims]:
     first, its = next(iter(going.items()))
     if ended:
         raise MeshMismatchError(
-            f"rank {ended[0]} has no more weights where rank {first} gives {its[0]}; {ALIKE}"
+            f"rank {ended[0]}: expected {its[0]}, as on rank {first}, got no more weights; {ALIKE}"
         )
     for rank, other in going.items():
         if other[0] != its[0]:
             raise MeshMismatchError(
-                f"rank {rank} gives {other[0]} where rank {first} gives {its[0]}; {ALIKE}"
+                f"rank {rank}: expected {its[0]}, as on rank {first}, got {other[0]}; {ALIKE}"
             )
         if other[1:3] != its[1:3]:
             raise MeshMismatchError(
-                f"{its[0]}: {other[1]} {other[2]} on rank {rank}, {its[1]} {its[2]} on rank {first}"
+                f"{its[0]}: expected {its[1]} {its[2]}, as on rank {first}, got {other[1]} "
+                f"{other[2]} on rank {rank}"
             )
     return its[0], its[1], tuple(its[2])

@@ -88,7 +88,10 @@ class SafetensorsFolder(Mapping[str, Any]):
         for file in sorted(self.path.glob("*.safetensors")):
             for name in self._open(file).keys():  # noqa: SIM118 (a safe_open is not a dict)
                 if name in where:
-                    raise FormatError(f"{name} is in {where[name].name} and in {file.name}")
+                    raise FormatError(
+                        f"{plain(name)}: expected it in one file, got {where[name].name} and "
+                        f"{file.name}"
+                    )
                 where[name] = file
         if not where:
             raise FormatError(f"{self.path}: expected *.safetensors files, got none")

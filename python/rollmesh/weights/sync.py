@@ -7,15 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rollmesh.distributed.wire import sendable
-from rollmesh.errors import (
-    ConfigError,
-    VersionError,
-)
+from rollmesh.errors import ConfigError, VersionError
 from rollmesh.request.outputs import SyncReport
-from rollmesh.runtime.arguments import boolean, choice
+from rollmesh.runtime.arguments import boolean, choice, integer_of
 from rollmesh.runtime.engine_views import SyncValues
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import LentSource
@@ -54,16 +49,9 @@ class SyncOptions:
             )
         if self.keep_kv and self.inflight != "keep":
             raise ConfigError(f"keep_kv=True: expected inflight='keep', got {shown(self.inflight)}")
-        if self.version is None:
-            return
-        version: object = self.version
-        if (
-            isinstance(version, bool)
-            or not isinstance(version, (int, np.integer))
-            or not 0 <= int(version) < 2**63
-        ):
-            raise VersionError(f"version: expected an integer in [0, 2^63), got {shown(version)}")
-        object.__setattr__(self, "version", int(version))
+        if self.version is not None:
+            version = integer_of(VersionError, "version", self.version, 0, 2**63 - 1)
+            object.__setattr__(self, "version", version)
 
     def __repr__(self) -> str:
         """Returns the text that ranks compare. dataclass's own repr is not used: if a Ctrl-C
@@ -92,16 +80,8 @@ class SyncOptions:
 
 
 def report_of(values: SyncValues) -> SyncReport:
-    return SyncReport(
-        version=values["version"],
-        num_tensors=values["num_tensors"],
-        num_parameters=values["num_parameters"],
-        num_skipped=values["num_skipped"],
-        bytes=values["bytes"],
-        seconds=values["seconds"],
-        copy_seconds=values["copy_seconds"],
-        digest=f"{values['digest']:016x}",
-    )
+    fields: dict[str, Any] = {**values, "digest": f"{values['digest']:016x}"}
+    return SyncReport(**fields)
 
 
 def source_of_follower(source: Callable[[int | None], Any], version: int | None) -> Any:
@@ -113,10 +93,10 @@ def source_of_follower(source: Callable[[int | None], Any], version: int | None)
             check_source(made)
         return made
     except Exception as error:  # noqa: BLE001 (raised when the ranks exchange entries)
-        return map(_raise, [error])
+        return map(raises, [error])
 
 
-def _raise(error: Exception) -> tuple[str, Any]:
+def raises(error: Exception) -> tuple[str, Any]:
     raise error
 
 

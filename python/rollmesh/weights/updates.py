@@ -45,10 +45,8 @@ class Weights:
         """Copies and commits a whole set. If ranks are processes, a rank that fails still iterates
         over all entries, so that all ranks report their errors at the same points."""
         engine, plan = self.engine, Plan(self.engine, options)
-        kind = None if source is None else "mapping" if isinstance(source, Mapping) else "entries"
-        kinds = self._open_together("the beginning of a sync", kind, options)
-        # A list, because a generator expression may swallow a Ctrl-C.
-        givers = [rank for rank, its in enumerate(kinds) if its is not None]
+        is_mapping = isinstance(source, Mapping)
+        self._open_together("the beginning of a sync", options)
         try:
             with ExitStack() as loans:  # loans end after all ranks have committed
                 if options.mode == "inplace":
@@ -57,27 +55,19 @@ class Weights:
                 fault = _error_of(options.begin, engine) or _error_of(
                     lambda: checks.append(loans.enter_context(lent(source)))
                 )
-                if (
-                    fault is None
-                    and kind == "mapping"
-                    and (None not in kinds or givers[0] == engine.rank)
-                ):
+                if fault is None and is_mapping:
                     fault = _error_of(plan.check, source)
                 engine.all_gather("a sync before its entries", error=fault)
                 if engine.has_peers:
-                    listing = (
-                        bool(givers)
-                        and kinds[engine.rank if None not in kinds else givers[0]] == "mapping"
-                    )
-                    fault = plan.push_all(spread(engine, plan, source, options), listing, deadline)
-                elif kind == "mapping":
+                    entries, listing = spread(engine, plan, source, options)
+                    fault = plan.push_all(entries, listing, deadline)
+                elif is_mapping:
                     plan.push_mapping(source, deadline)
                 else:
                     plan.push_entries(source, deadline)
                 engine.all_gather("a sync after its entries", error=fault or _error_of(checks[0]))
                 self._finish_before_commit(options, deadline)
-                report = self._commit(options)
-            return report
+                return self._commit(options)
         except BaseException as error:  # includes errors of closing the loan
             self._abort()
             fault = None
@@ -85,12 +75,10 @@ class Weights:
             _clear_own_frames(error)
             raise
 
-    def _open_together(self, where: str, value: Any, options: SyncOptions) -> list[Any]:
-        """Drops an open sync once all ranks have accepted the version number. Returns every rank's
-        value."""
-        everyone = self.engine.all_gather(where, value, _error_of(self._check_version, options))
+    def _open_together(self, where: str, options: SyncOptions) -> None:
+        """Drops an open sync once all ranks have accepted the version number."""
+        self.engine.all_gather(where, error=_error_of(self._check_version, options))
         self.reset("a later sync began")
-        return everyone
 
     def _finish_before_commit(self, options: SyncOptions, deadline: float | None) -> None:
         """Finishes running requests if inflight is "wait", then checks the deadline on all ranks
@@ -106,7 +94,7 @@ class Weights:
         """Opens the sync of a handle, and drops another sync that is open."""
         options = sync.options
         # The version is left out here, because the two-phase commit compares it.
-        self._open_together(f"{PUSHES} of {replace(options, version=None)}", None, options)
+        self._open_together(f"{PUSHES} of {replace(options, version=None)}", options)
         try:
             if options.mode == "inplace":
                 self._finish_running(options, None)

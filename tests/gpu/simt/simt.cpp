@@ -190,8 +190,11 @@ void on_signal(int number, siginfo_t *info, void *) {
 
 } // namespace
 
+// What the program was doing, with a newline at its end; a program need not have it.
+extern "C" __attribute__((weak)) const char *simt_where();
+
 void simt_fault(const char *text) {
-  char line[400];
+  char line[1000];
   int n;
   const bool is_doing = doing && pthread_equal(doer, pthread_self());
   if (is_doing && launch)
@@ -200,6 +203,10 @@ void simt_fault(const char *text) {
   else
     n = snprintf(line, sizeof line, "simt: %s%s%s\n", text, is_doing ? " in " : "",
                  is_doing ? doing : "");
+  if (simt_where) {
+    const size_t at = static_cast<size_t>(n);
+    n += snprintf(line + at, sizeof line - at, "  %s", simt_where());
+  }
   if (write(STDERR_FILENO, line, static_cast<size_t>(n)) < 0) _exit(FAULT_STATUS + 1);
   _exit(FAULT_STATUS);
 }

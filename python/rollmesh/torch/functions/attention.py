@@ -220,9 +220,7 @@ def _flash_gradients(
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(
-            inputs[0],
-            inputs[1],
-            inputs[2],
+            *inputs,
             attn_mask=mask,
             is_causal=mask is None,
             scale=heads.scale,
@@ -271,5 +269,7 @@ def attention(
         raise ShapeError(
             f"qkv: expected {rows.num_rows} rows, those of the sequences, got {len(qkv)}"
         )
-    made: Tensor = _Attention.apply(qkv, q_weight, k_weight, rope, rows, heads, how or how_for(qkv))  # type: ignore[no-untyped-call]
-    return made
+    how = how or how_for(qkv)
+    return _Attention.apply(  # type: ignore[no-any-return, no-untyped-call]
+        qkv, q_weight, k_weight, rope, rows, heads, how
+    )

@@ -69,6 +69,25 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
     )
 
 
+def linear_gradients(
+    x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of x and of each weight [n, k] for the gradients [rows, n] of x times the
+    transpose of each weight. needed: which of them are wanted."""
+    dtype, by_x = matmul_dtype(x), None
+    grads = [grad.to(dtype) for grad in grads]
+    if needed[0]:
+        by_x = grads[0] @ weights[0].to(dtype)
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            by_x.addmm_(grad, weight.to(dtype))
+        by_x = by_x.to(x.dtype)
+    rows = x.to(dtype) if any(needed[1:]) else x
+    return [by_x] + [
+        (grad.t() @ rows).to(weight.dtype) if wanted else None
+        for grad, weight, wanted in zip(grads, weights, needed[1:], strict=True)
+    ]
+
+
 def backward_pass(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A `backward` that is not differentiated again. Inside autocast too it computes in the dtypes
     that it names."""

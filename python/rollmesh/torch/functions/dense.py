@@ -19,6 +19,7 @@ from rollmesh.torch.functions.common import (
     backward_pass,
     gated_gradients,
     how_for,
+    linear_gradients,
     matmul_dtype,
     norm_gradients,
     rows_of,
@@ -34,7 +35,7 @@ def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return F.embedding(ids.reshape(-1), weight).to(dtype)
 
 
-class _Linear(torch.autograd.Function):
+class Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor
@@ -50,20 +51,10 @@ class _Linear(torch.autograd.Function):
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        dtype = matmul_dtype(x)
-        g, by_x, by_weights = grad.to(dtype), None, [None] * len(weights)
-        parts = torch.split(g, [len(weight) for weight in weights], 1)
-        if ctx.needs_input_grad[0]:
-            by_x = parts[0] @ weights[0].to(dtype)
-            for part, weight in zip(parts[1:], weights[1:], strict=True):
-                by_x.addmm_(part, weight.to(dtype))
-            by_x = by_x.to(x.dtype)
-        if any(ctx.needs_input_grad[5:]):
-            rows = x.to(dtype)
-            by_weights = [(part.t() @ rows).to(w.dtype) if needed else None
-                          for part, w, needed in zip(parts, weights, ctx.needs_input_grad[5:],
-                          strict=True)]  # fmt: skip
-        by_bias = grad.float().sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        needs_x, needs_bias, _, _, _, *needs_weights = ctx.needs_input_grad
+        parts = torch.split(grad.to(matmul_dtype(x)), [len(weight) for weight in weights], 1)
+        by_x, *by_weights = linear_gradients(x, weights, parts, [needs_x, *needs_weights])
+        by_bias = grad.float().sum(0).to(ctx.bias_dtype) if needs_bias else None
         return by_x, by_bias, None, None, None, *by_weights
 
 
@@ -79,15 +70,10 @@ def linear(
     x = rows_of("x", x)
     how = how or how_for(x)
     n = width_of("weight", weights, x.shape[1])
-    made: Tensor = _Linear.apply(
-        x,
-        bias,
-        packing.pack_rows(weights, x.dtype, how) if packed is None else packed,
-        how,
-        n,
-        *weights,
-    )  # type: ignore[no-untyped-call]
-    return made
+    packed = packing.pack_rows(weights, x.dtype, how) if packed is None else packed
+    return Linear.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, bias, packed, how, n, *weights
+    )
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -114,8 +100,9 @@ class _RmsNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -> Tensor:
     """weight · x / rms(x) over rows [rows, n]."""
     x = rows_of("x", x)
-    made: Tensor = _RmsNorm.apply(x, weight, eps, how or how_for(x))  # type: ignore[no-untyped-call]
-    return made
+    return _RmsNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, weight, eps, how or how_for(x)
+    )
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -148,8 +135,9 @@ def add_rms_norm(
     """(rms_norm of the sum, the sum residual + x), both [rows, n]."""
     residual = rows_of("residual", residual)
     x = rows_of("x", x, residual.shape[1])
-    made: tuple[Tensor, Tensor] = _AddRmsNorm.apply(residual, x, weight, eps, how or how_for(x))  # type: ignore[no-untyped-call]
-    return made
+    return _AddRmsNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
+        residual, x, weight, eps, how or how_for(x)
+    )
 
 
 class _Add(torch.autograd.Function):
@@ -182,8 +170,10 @@ def add(
     x."""
     residual = rows_of("residual", residual)
     gate = None if gate is None else rows_of("gate", gate, 1)
-    made: Tensor = _Add.apply(residual, rows_of("x", x, residual.shape[1]), gate, how or how_for(x))  # type: ignore[no-untyped-call]
-    return made
+    x = rows_of("x", x, residual.shape[1])
+    return _Add.apply(  # type: ignore[no-any-return, no-untyped-call]
+        residual, x, gate, how or how_for(x)
+    )
 
 
 def decoder_layer(
@@ -235,20 +225,9 @@ class _Swiglu(torch.autograd.Function):
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, both = ctx.saved_tensors
-        dtype = matmul_dtype(x)
-        by_gate, by_up = (
-            g.to(dtype) for g in gated_gradients(both.float(), grad.float(), ctx.activation)
-        )
-        by_x, rows = None, x.to(dtype)
-        if ctx.needs_input_grad[0]:
-            by_x = (by_gate @ gate.to(dtype)).addmm_(by_up, up.to(dtype)).to(x.dtype)
-        weights = [
-            (g.t() @ rows).to(w.dtype) if needed else None
-            for g, w, needed in zip(
-                (by_gate, by_up), (gate, up), ctx.needs_input_grad[1:3], strict=True
-            )
-        ]
-        return by_x, *weights, None, None, None
+        grads = gated_gradients(both.float(), grad.float(), ctx.activation)
+        made = linear_gradients(x, (gate, up), grads, ctx.needs_input_grad[:3])
+        return *made, None, None, None
 
 
 def swiglu(
@@ -268,8 +247,9 @@ def swiglu(
         raise ShapeError(f"up: expected {len(gate)} rows, as gate has, got {len(up)}")
     width_of("gate or up", (gate, up), x.shape[1])
     packed = packing.pack_gate_up(gate, up, x.dtype, how) if packed is None else packed
-    made: Tensor = _Swiglu.apply(x, gate, up, packed, activation, how)  # type: ignore[no-untyped-call]
-    return made
+    return _Swiglu.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, gate, up, packed, activation, how
+    )
 
 
 class _Activate(torch.autograd.Function):
@@ -291,5 +271,6 @@ def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:
     """activation(x), [rows, n]: that of an MLP without a gate. activation: as in
     ops.gemm_swiglu."""
     x = rows_of("x", x)
-    made: Tensor = _Activate.apply(x, activation, how or how_for(x))  # type: ignore[no-untyped-call]
-    return made
+    return _Activate.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, activation, how or how_for(x)
+    )

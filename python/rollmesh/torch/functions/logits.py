@@ -22,6 +22,7 @@ from rollmesh.torch.functions.common import (
     rows_of,
     width_of,
 )
+from rollmesh.torch.functions.dense import Linear
 
 LOGITS_AT_ONCE = (
     1 << 25
@@ -37,39 +38,27 @@ class TokenLogprobs(NamedTuple):
     entropy: Tensor | None
 
 
-class _LmHead(torch.autograd.Function):
+class _LmHead(Linear):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, packed: Any, how: How) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, bias: None, packed: Any, how: How, n: int, *weights: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, *weights)
         with in_turn(x):
-            head = ops.lm_head(array_of(x), packed, len(weight), **how)
+            head = ops.lm_head(array_of(x), packed, n, **how)
             _check_logits(head.row_flags)
             return tensor_of(head.logits, torch.float32)
-
-    @staticmethod
-    @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dtype = matmul_dtype(x)
-        g = grad.to(dtype)
-        by_x = (g @ weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return (
-            by_x,
-            (g.t() @ x.to(dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            None,
-            None,
-        )
 
 
 def lm_head(x: Tensor, weight: Tensor, *, packed: Any = None, how: How | None = None) -> Tensor:
     """Logits of x [rows, hidden], float32 [rows, vocab]."""
     x = rows_of("x", x)
     how = how or how_for(x)
-    width_of("weight", [weight], x.shape[1])
-    made: Tensor = _LmHead.apply(
-        x, weight, packing.pack_rows([weight], x.dtype, how) if packed is None else packed, how
-    )  # type: ignore[no-untyped-call]
-    return made
+    n = width_of("weight", [weight], x.shape[1])
+    packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
+    return _LmHead.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, None, packed, how, n, weight
+    )
 
 
 def _check_logits(flags: Any) -> None:

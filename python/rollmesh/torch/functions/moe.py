@@ -135,18 +135,8 @@ class _Moe(torch.autograd.Function):
         by_x = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, -1).float().sum(1)
         by_logits = _router_gradients(x, router, ids, gates, by_gates, ctx.by)
         by_x = by_x.addmm_(by_logits, router.float()).to(x.dtype)
-        return (
-            by_x,
-            (by_logits.t() @ x.float()).to(router.dtype),
-            by_gate_up,
-            by_down,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        by_router = (by_logits.t() @ x.float()).to(router.dtype)
+        return by_x, by_router, by_gate_up, by_down, *[None] * 6
 
 
 def _router_gradients(

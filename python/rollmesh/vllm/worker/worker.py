@@ -29,8 +29,8 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from rollmesh import _core
 from rollmesh.distributed import comm
-from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.distributed.peers import join
+from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import CapacityError, ConfigError, StateError
 from rollmesh.model.placement import placements
 from rollmesh.model.sizes import kv_bytes_per_token, rank_bytes

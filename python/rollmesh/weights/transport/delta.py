@@ -32,7 +32,6 @@ import json
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,13 +45,18 @@ from rollmesh.errors import (
     FormatError,
     LimitError,
     NotSyncedError,
-    VersionError,
 )
 from rollmesh.runtime.arguments import thread_count
 from rollmesh.runtime.messages import byte_text, shown
 from rollmesh.runtime.threads import in_threads
 from rollmesh.weights.transport.loans import LentSource
-from rollmesh.weights.transport.manifest import MAX_DIMS, Entry, check_entry, check_new_name
+from rollmesh.weights.transport.manifest import (
+    MAX_VERSION,
+    Entry,
+    bytes_needed,
+    check_new_name,
+    check_version,
+)
 from rollmesh.weights.transport.tensors import (
     DTYPES,
     bytes_of,
@@ -66,7 +70,6 @@ from rollmesh.weights.transport.tensors import (
 MAGIC = b"rmdelta2"
 START = 24  # bytes before the header
 MAX_HEADER = 1 << 28
-MAX_VERSION = 2**63 - 1
 LEVEL = 1  # of zstd
 DENSE_SHARE = 8  # all words are sent if at least one in this many has changed
 WORDS: dict[int, Any] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
@@ -103,21 +106,6 @@ def _from_planes(data: bytes, dtype: np.dtype[Any], count: int) -> Array:
 
 def _header_sum(header: bytes) -> bytes:
     return hashlib.blake2b(header, digest_size=8).digest()
-
-
-def check_version(version: Any, last: int | None) -> int:
-    """Returns the version number as an int. Raises VersionError unless it exceeds the last one."""
-    if (
-        isinstance(version, bool)
-        or not isinstance(version, (int, np.integer))
-        or not 0 <= version <= MAX_VERSION
-    ):
-        raise VersionError(
-            f"version: expected an integer in [0, {MAX_VERSION}], got {shown(version)}"
-        )
-    if last is not None and version <= last:
-        raise VersionError(f"version {version} does not exceed {last}, the last one")
-    return int(version)
 
 
 # ------------------------------------------------------------------------------------ the trainer
@@ -167,17 +155,6 @@ class DeltaEncoder:
         UnsupportedTensorError, DTypeError or LimitError for a wrong entry. After any error,
         including an exception of the source, the encoder keeps its last version.
         """
-        message, self.last = self.made(source, version, whole=whole)
-        return message
-
-    def made(
-        self,
-        source: Mapping[str, Any] | Iterable[tuple[str, Any]],
-        version: int,
-        *,
-        whole: bool = False,
-    ) -> tuple[bytes, Encoded]:
-        """Returns the message of `encode` and the version that the caller assigns to `last`."""
         version = check_version(version, self.version)
         check_source(source)
         new: dict[str, Array] = {}
@@ -186,13 +163,14 @@ class DeltaEncoder:
             check_new_name(name, seen)
             new[name] = own_array(name, tensor)
         is_whole = whole or self.version is None or _forms(new) != _forms(self.last.arrays)
-        return self._message(new, version, None if is_whole else self.version)
+        message, self.last = self._message(new, version, None if is_whole else self.version)
+        return message
 
     def whole(self) -> bytes:
         """Returns the version encoded last as a whole set, for a receiver that does not have the
         base of its delta. Raises NotSyncedError before the first version."""
         if self.version is None:
-            raise NotSyncedError("no version was encoded; call encode first")
+            raise NotSyncedError("whole: expected an encoded version, got none; call encode first")
         return self._message(self.last.arrays, self.version, None)[0]
 
     def _message(
@@ -230,27 +208,23 @@ class DeltaEncoder:
         """Returns kind, number of changed words, streams and checksum of one tensor."""
         # Created here, since a compressor belongs to one thread.
         compress = self._compressor(level=LEVEL).compress
-        words = _words(array)
-        total = checksum(bytes_of(array))
-        if before is None:
-            return "words", words.size, [compress(_planes(words))] if words.size else [], total
-        old = _words(before)
-        differs = words != old
-        count = int(np.count_nonzero(differs))
-        if count == 0:
-            return "same", 0, [], self.last.sums[name]
-        if count * DENSE_SHARE >= words.size:
-            return "words", words.size, [compress(_planes(words ^ old))], total
-        places = np.flatnonzero(differs)
-        gaps = np.diff(places, prepend=0)
-        if int(gaps.max()) > MAX_GAP:
-            return "words", words.size, [compress(_planes(words ^ old))], total
-        return (
-            "places",
-            places.size,
-            [compress(_planes(gaps.astype(GAP))), compress(_planes(words[places] ^ old[places]))],
-            total,
-        )
+        words, total = _words(array), checksum(bytes_of(array))
+        kind, count, streams = "words", words.size, [words] if words.size else []
+        if before is not None:
+            old = _words(before)
+            differs = words != old
+            changed = int(np.count_nonzero(differs))
+            if changed == 0:
+                return "same", 0, [], self.last.sums[name]
+            if changed * DENSE_SHARE < words.size:
+                places = np.flatnonzero(differs)
+                gaps = np.diff(places, prepend=0)
+                if int(gaps.max()) <= MAX_GAP:
+                    kind, count = "places", changed
+                    streams = [gaps.astype(GAP), words[places] ^ old[places]]
+            if kind == "words":
+                streams = [words ^ old]
+        return kind, count, [compress(_planes(part)) for part in streams], total
 
 
 def _forms(arrays: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -258,8 +232,7 @@ def _forms(arrays: Mapping[str, Array]) -> dict[str, tuple[str, tuple[int, ...]]
 
 
 # ---------------------------------------------------------------------------------- the generator
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """One tensor of a message, after its checks."""
 
     entry: Entry
@@ -268,27 +241,21 @@ class _Row:
     sizes: tuple[int, ...]
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        return DTYPES[self.entry.dtype]
-
-    @property
     def words(self) -> np.dtype[Any]:
-        return WORDS[self.dtype.itemsize]  # type: ignore[no-any-return]
+        return WORDS[DTYPES[self.entry.dtype].itemsize]  # type: ignore[no-any-return]
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return math.prod(self.entry.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     run: str
     base: int | None
     version: int
     rows: tuple[_Row, ...]
     bytes: int  # of the payload
     sum: str  # of the payload
-    payload: memoryview
 
 
 class _Version(NamedTuple):
@@ -332,7 +299,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
 
     def __iter__(self) -> Iterator[str]:
         if self.version is None:
-            raise NotSyncedError("no version was applied; the first message has to be a whole set")
+            raise NotSyncedError("expected a version, got none; the first message is a whole set")
         return iter(self._arrays)
 
     def __len__(self) -> int:
@@ -351,7 +318,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         """
         with self._guard:
             self._require_unread(f"version {self.version}")
-            return self._apply(read_header(message))
+            return self._apply(*read_message(message))
 
     def _check(self, header: Header) -> None:
         """Checks everything that can be checked before the payload is read."""
@@ -361,20 +328,26 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         else:
             self._require_base(header)
 
-    def _apply(self, header: Header) -> int:
+    def _apply(self, header: Header, payload: memoryview) -> int:
+        if (seen := checksum(np.frombuffer(payload, np.uint8))) != header.sum:
+            raise FormatError(f"a delta's payload: expected checksum {header.sum}, got {seen}")
         self._check(header)
         sums = {row.entry.name: row.entry.sum for row in header.rows}
+        then = _Version(self._arrays, sums, header.run, header.version)
+        items = [*zip(header.rows, _parts(header, payload), strict=True)]
         if header.base is None:
-            self._now = _Version(self._whole(header), sums, header.run, header.version)
+            arrays = in_threads(lambda item: self._whole(*item), items, self._threads)
+            self._now = then._replace(arrays=dict(zip(sums, arrays, strict=True)))
         else:
-            self._change_all(header, _Version(self._arrays, sums, header.run, header.version))
+            changes = in_threads(lambda item: self._change(*item), items, self._threads)
+            self._change_all([change for change in changes if change is not None], then)
         return header.version
 
     def _require_base(self, header: Header) -> None:
         if self.version is None:
             raise BaseVersionError(
-                f"version {header.version} is a delta against version {header.base}: expected a "
-                "whole set first"
+                f"version {header.version}: expected a whole set first, got a delta against "
+                f"version {header.base}"
             )
         if (header.run, header.base) != (self.run, self.version):
             run = "" if header.run == self.run else f" of run {header.run[:8]}"
@@ -392,50 +365,37 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
                 f"{self.version}, got others"
             )
 
-    def _whole(self, header: Header) -> dict[str, Array]:
-        def array(item: tuple[_Row, list[memoryview]]) -> Array:
-            row, parts = item
-            words = (
-                self._stream(row, parts[0], row.words, row.count)
-                if parts
-                else np.empty(0, row.words)
-            )
-            made = words.view(row.dtype).reshape(row.entry.shape)
-            _require_sum(row.entry, made)
-            return made
+    def _whole(self, row: _Row, parts: list[memoryview]) -> Array:
+        words = np.empty(0, row.words)
+        if parts:
+            words = self._stream(row, parts[0], row.words, row.size)
+        array = words.view(DTYPES[row.entry.dtype]).reshape(row.entry.shape)
+        _require_sum(row.entry, array)
+        return array
 
-        items = zip(header.rows, _parts(header), strict=True)
-        arrays = in_threads(array, items, self._threads)
-        return {row.entry.name: array for row, array in zip(header.rows, arrays, strict=True)}
-
-    def _change_all(self, header: Header, then: _Version) -> None:
+    def _change_all(self, changes: list[tuple[_Row, Any, Array]], then: _Version) -> None:
         """XORs the changes into the arrays. After an error, undoes the changes made so far."""
         begun: list[tuple[_Row, Any, Array]] = []
-        done: set[str] = set()
+        before = self._now
 
         def flip(change: tuple[_Row, Any, Array]) -> None:
-            row, *changes = change
-            array = then.arrays[row.entry.name]
+            entry = change[0].entry
             begun.append(change)
-            _flip(array, *changes)
-            done.add(row.entry.name)
-            _require_sum(row.entry, array)
+            _flip(before.arrays[entry.name], *change[1:])
+            _require_sum(entry, before.arrays[entry.name])
 
         try:
-            items = zip(header.rows, _parts(header), strict=True)
-            changes = in_threads(lambda item: self._change(*item), items, self._threads)
-            in_threads(flip, [change for change in changes if change is not None], self._threads)
+            in_threads(flip, changes, self._threads)
             self._now = then
         except BaseException:
-            if (before := self._now) is not then:
+            if self._now is not then:
                 # No current version until the undo is complete, since a Ctrl-C may interrupt it.
                 self._now = _NOTHING
-                for change in begun:
+                for row, places, values in begun:
                     # The checksum is compared because a signal may have interrupted the change.
-                    name = change[0].entry.name
-                    array = before.arrays[name]
-                    if name in done or checksum(bytes_of(array)) != before.sums[name]:
-                        _flip(array, *change[1:])
+                    array = before.arrays[row.entry.name]
+                    if checksum(bytes_of(array)) != before.sums[row.entry.name]:
+                        _flip(array, places, values)
                 self._now = before
             raise
 
@@ -450,12 +410,12 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         if not parts:
             return None
         if row.kind == "words":
-            return row, None, self._stream(row, parts[0], row.words, row.count)
+            return row, None, self._stream(row, parts[0], row.words, row.size)
         gaps = self._stream(row, parts[0], GAP, row.changed).astype(np.int64)
         places = np.cumsum(gaps)
-        if not (gaps[1:] > 0).all() or int(places[-1]) >= row.count:
+        if not (gaps[1:] > 0).all() or int(places[-1]) >= row.size:
             raise FormatError(
-                f"{row.entry.name}: expected growing places below {row.count}, got others"
+                f"{row.entry.name}: expected growing places below {row.size}, got others"
             )
         return row, places, self._stream(row, parts[1], row.words, row.changed)
 
@@ -483,14 +443,13 @@ def _flip(array: Array, places: Any, values: Array) -> None:
         words[places] ^= values
 
 
-def _parts(header: Header) -> Iterator[list[memoryview]]:
+def _parts(header: Header, payload: memoryview) -> Iterator[list[memoryview]]:
     """Yields the streams of each row."""
-    at = 0
     for row in header.rows:
         parts = []
         for size in row.sizes:
-            parts.append(header.payload[at : at + size])
-            at += size
+            parts.append(payload[:size])
+            payload = payload[size:]
         yield parts
 
 
@@ -509,17 +468,17 @@ def _require_sum(entry: Entry, array: Array) -> None:
 
 
 # ----------------------------------------------------------------------------------------- checks
-def read_header(message: Any) -> Header:
-    """Checks everything in a message except its streams. Raises FormatError."""
+def read_message(message: Any) -> tuple[Header, memoryview]:
+    """Returns header and payload of a message. Raises FormatError."""
     try:
         data = memoryview(message).cast("B")
     except (TypeError, ValueError) as error:  # NumPy raises ValueError for its dates
         raise FormatError(
             f"expected the bytes of a delta, got a {type(message).__name__}"
         ) from error
-    end = START + header_size(bytes(data[:START]), len(data))
-    header = parse_header(bytes(data[:START]), bytes(data[START:end]), len(data) - end)
-    return with_payload(header, data[end:])
+    start = bytes(data[:START])
+    end = START + header_size(start, len(data))
+    return parse_header(start, bytes(data[START:end]), len(data) - end), data[end:]
 
 
 # DeltaReader reads a file in these steps, so that it allocates only what a valid file may need.
@@ -543,7 +502,7 @@ def header_size(start: bytes, num_bytes: int) -> int:
 def parse_header(start: bytes, text: bytes, num_bytes: int) -> Header:
     """Returns the header of a message without its payload. num_bytes: bytes of the payload."""
     if _header_sum(text) != start[16:START]:
-        raise FormatError("a delta's header: its checksum differs")
+        raise FormatError("a delta's header: expected the checksum before it, got another")
     try:
         values = json.loads(text)
         rows = tuple(_row(num_bytes, *row) for row in values["tensors"])
@@ -568,13 +527,7 @@ def parse_header(start: bytes, text: bytes, num_bytes: int) -> Header:
             raise FormatError(
                 f"{row.entry.name}: expected all words in a whole set, got {row.kind!r}"
             )
-    return Header(run, base, version, rows, length, found, memoryview(b""))
-
-
-def with_payload(header: Header, payload: memoryview) -> Header:
-    if (seen := checksum(np.frombuffer(payload, np.uint8))) != header.sum:
-        raise FormatError(f"a delta's payload: expected checksum {header.sum}, got {seen}")
-    return replace(header, payload=payload)
+    return Header(run, base, version, rows, length, found)
 
 
 def _row(
@@ -587,35 +540,23 @@ def _row(
     sizes: Any,
     total: Any,
 ) -> _Row:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r:.80}")
-    # Checked before any arithmetic on the dims.
-    if len(shape) > MAX_DIMS or not all(type(n) is int for n in shape):
-        raise ValueError(f"shape {shape[:4]!r:.80} of {shown(name)}")
-    entry = Entry(
-        name, dtype, tuple(shape), 0, math.prod(shape) * DTYPES[dtype].itemsize, str(total)
-    )
-    check_entry(entry, entry.bytes)
-    row = _Row(entry, kind, changed, tuple(sizes))
-    streams = {"same": 0, "places": 2, "words": int(row.count > 0)}.get(kind)
-    counts = {"same": 0, "words": row.count}.get(kind, changed)
-    if (
-        streams != len(row.sizes)
-        or changed != counts
-        or not all(type(n) is int and 0 <= n <= num_bytes for n in row.sizes)
-    ):
-        raise ValueError(
-            f"{kind!r:.80} of {shown(name)} with {changed!r:.80} changes and streams of "
-            f"{sizes!r:.80} bytes"
-        )
+    needed = bytes_needed(name, dtype, shape)
+    row = _Row(Entry(name, dtype, tuple(shape), 0, needed, str(total)), kind, changed, tuple(sizes))
+    streams, changes = {
+        "same": (0, 0), "places": (2, changed), "words": (int(row.size > 0), row.size)
+    }[kind]  # fmt: skip
     if (
         type(changed) is not int
-        or not 0 <= changed <= row.count
-        or (kind == "places" and changed == 0)
+        or not (kind == "places") <= changed <= row.size
+        or changed != changes
+        or len(row.sizes) != streams
+        or not all(type(n) is int and 0 <= n <= num_bytes for n in row.sizes)
+        or sum(row.sizes) > _most(needed) + _most(changed * GAP.itemsize)
     ):
-        raise ValueError(f"{changed!r:.80} changes of {row.count} words of {shown(name)}")
-    if sum(row.sizes) > _most(entry.bytes) + _most(changed * GAP.itemsize):
-        raise ValueError(f"streams of {sizes!r:.80} bytes for {entry.bytes} bytes of {shown(name)}")
+        raise ValueError(
+            f"{kind!r} of {shown(name)}: {changed!r:.80} changes of {row.size} words in streams "
+            f"of {sizes!r:.80} bytes"
+        )
     return row
 
 

@@ -49,11 +49,10 @@ from rollmesh.weights.transport.delta import (
     DeltaDecoder,
     DeltaEncoder,
     Header,
-    check_version,
     header_size,
     parse_header,
-    with_payload,
 )
+from rollmesh.weights.transport.manifest import check_version
 from rollmesh.weights.transport.segment import OWNER, LockedFile, lock
 
 _log = logging.getLogger("rollmesh")
@@ -140,35 +139,33 @@ class DeltaWriter:
         """
         if self._lock.descriptor < 0:
             raise StateError(
-                f"{plain(self._folder)}: the writer is closed, or belongs to another process"
+                f"{plain(self._folder)}: expected an open writer of this process, got one that was "
+                "closed or is another process's"
             )
         if not self._holds_lock():
             raise StateError(
                 f"{plain(self._lock.path)}: expected the file that this writer has locked, "
                 "got another or none; the folder was begun again: make a new DeltaWriter"
             )
-        version = check_version(
-            (-1 if self.version is None else self.version) + 1 if version is None else version,
-            self.version,
-        )
-        encoder, since = self._encoder, self._since_whole
-        message, new = encoder.made(source, version, whole=since >= self._whole_every)
-        kind = "whole" if new.base is None else f"after.{new.base}.delta"
-        name = f"{version:019d}.{kind}"
-        path, before = self._folder / name, encoder.last
-        temporary = self._folder / f"{name}.{secrets.token_hex(4)}{TEMPORARY}"
-        if os.path.lexists(path):
+        version = check_version(version, self.version)
+        if any(file.version == version for file in _files(self._folder)):
             raise VersionError(
-                f"{plain(path)}: expected no file of this version, got one; "
+                f"{plain(self._folder)}: expected no file of version {version}, got one; "
                 "publish a higher version"
             )
+        encoder, path = self._encoder, None
+        before = encoder.last, self._since_whole
+        temporary = self._folder / f"{version:019d}.{secrets.token_hex(4)}{TEMPORARY}"
         try:
+            message = encoder.encode(source, version, whole=self._since_whole >= self._whole_every)
+            self._since_whole = 1 if encoder.base is None else self._since_whole + 1
+            kind = "whole" if encoder.base is None else f"after.{encoder.base}.delta"
+            path = self._folder / f"{version:019d}.{kind}"
             self._write(temporary, message)
-            encoder.last, self._since_whole = new, 1 if new.base is None else since + 1
-            os.rename(temporary, path)  # no Ctrl-C can come between these two lines
+            os.rename(temporary, path)
         except BaseException:
-            if not os.path.lexists(path):
-                encoder.last, self._since_whole = before, since
+            if path is None or not os.path.lexists(path):
+                encoder.last, self._since_whole = before
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
@@ -308,10 +305,10 @@ class DeltaReader(DeltaDecoder):
                 with suppress(FileNotFoundError):  # a file was removed: a newer set exists
                     return self._reach()
         if not self._folder.is_dir():
-            raise NotSyncedError(f"{plain(self._folder)} is gone")
+            raise NotSyncedError(f"{plain(self._folder)}: expected a folder, got none")
         raise FormatError(
-            f"{plain(self._folder)}: files go away while they are read; is there more than one "
-            "writer?"
+            f"{plain(self._folder)}: expected files that stay while they are read, got files that "
+            "were removed; is there more than one writer?"
         )
 
     def _reach(self) -> int:
@@ -325,13 +322,12 @@ class DeltaReader(DeltaDecoder):
             for file in fresh if starts_anew else own:
                 self._take(file)
         except FormatError:
-            rest = self._from_whole(files)
-            if not rest or (self.version is not None and rest[0].version <= self.version):
+            if not (rest := self._from_whole(files)):
                 raise
             for file in rest:
                 self._take(file)
         if self.version is None:
-            raise NotSyncedError(f"{plain(self._folder)} has no whole set of weights yet")
+            raise NotSyncedError(f"{plain(self._folder)}: expected a whole set, got none yet")
         return self.version
 
     def _require_own_run(self, files: list[_File]) -> None:
@@ -361,7 +357,7 @@ class DeltaReader(DeltaDecoder):
             with _opened(file) as stream:
                 header = _header(file, stream)
                 self._check(header)
-                self._apply(with_payload(header, memoryview(stream.read(header.bytes))))
+                self._apply(header, memoryview(stream.read(header.bytes)))
         except FormatError as error:
             raise FormatError(f"{plain(file.path)}: {error}") from error
 

@@ -20,6 +20,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from rollmesh import _core
 from rollmesh.errors import ConfigError, Error, FormatError, StateError, UnsupportedTensorError
 from rollmesh.runtime.devices import library_path
-from rollmesh.weights.transport.manifest import Loan, Manifest, check_name, view
+from rollmesh.weights.transport.manifest import Loan, Manifest, view
 from rollmesh.weights.transport.segment import Bytes, MappedSegment
 from rollmesh.weights.transport.tensors import DTYPES, as_array, own_array
 
@@ -88,8 +89,8 @@ def gpus() -> _core.Gpus:
     path = library_path()
     if not path.exists():
         raise ConfigError(
-            f"lending tensors on GPUs needs {path.name}, which this build lacks: it was made "
-            "without nvcc"
+            f"lending tensors on GPUs: expected {path.name}, got a build without it, made without "
+            "nvcc"
         )
     return _core.Gpus(str(path))
 
@@ -122,67 +123,56 @@ class OwnedTensor(NamedTuple):
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def hold(gpus: _core.Gpus, name: str, tensor: Any) -> OwnedTensor:
-    """Describes a tensor on a GPU and keeps it alive. Kernels may still be writing it."""
-    check_name(name)
-    return OwnedTensor(name, *gpus.lend(name, tensor))
-
-
-def describe_loan(gpus: _core.Gpus, tensors: Iterable[OwnedTensor], number: int) -> dict[str, Any]:
-    """Returns the loan's part of a manifest. Waits for kernels that write the tensors. Raises
-    UnsupportedTensorError for memory that other processes cannot open."""
-    allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
-    handles: list[list[Any]] = []
-    described, ordinals = [], set()
-    for name, ordinal, address, dtype, shape, strides, _ in tensors:
-        at = next(
-            (i for i, (o, a, n) in enumerate(allocations) if o == ordinal and a <= address < a + n),
-            None,
-        )
-        if at is None:
-            at = len(allocations)
-            bus, handle, start, size = _loan(gpus, name, ordinal, address)
-            allocations.append((ordinal, start, size))
-            handles.append([bus, handle.hex(), size])
-        described.append([name, dtype, shape, strides, at, address - allocations[at][1]])
-        ordinals.add(ordinal)
-    for ordinal in ordinals:
-        gpus.wait(ordinal)
-    return {
-        "number": number,
-        "process": this_process(),
-        "allocations": handles,
-        "tensors": described,
-    }
-
-
-def _loan(gpus: _core.Gpus, name: str, ordinal: int, address: int) -> tuple[str, bytes, int, int]:
-    try:
-        return gpus.loan(ordinal, address)
-    except UnsupportedTensorError as error:
-        reason = f"its memory on cuda:{ordinal} cannot be opened by another process: {error}"
-        raise UnsupportedTensorError(f"{name}: {reason}; {REMEDY}") from error
-
-
 class Lender:
     """Selects the tensors to lend and describes them."""
 
-    def __init__(self) -> None:
-        self._gpus: _core.Gpus | None = None  # set at the first tensor on a GPU
+    @cached_property
+    def _gpus(self) -> _core.Gpus:
+        return gpus()
 
     def take(self, name: str, tensor: Any, copy: bool = False) -> NDArray[Any] | OwnedTensor:
         """Returns a tensor on a GPU as OwnedTensor, to be lent, and any other tensor as an array.
-        copy: copy such an array. Gathers a DTensor."""
+        copy: copy such an array. Gathers a DTensor. Kernels may still be writing the tensor."""
         whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
         if not is_on_gpu(whole):
             return (own_array if copy else as_array)(name, whole)
-        if self._gpus is None:
-            self._gpus = gpus()
-        return hold(self._gpus, name, whole)
+        return OwnedTensor(name, *self._gpus.lend(name, whole))
 
     def describe(self, tensors: Iterable[OwnedTensor], number: int) -> dict[str, Any]:
-        assert self._gpus is not None
-        return describe_loan(self._gpus, tensors, number)
+        """Returns the loan's part of a manifest. Waits for kernels that write the tensors. Raises
+        UnsupportedTensorError for memory that other processes cannot open."""
+        allocations: list[tuple[int, int, int]] = []  # ordinal, address, bytes
+        handles: list[list[Any]] = []
+        described, ordinals = [], set()
+        for name, ordinal, address, dtype, shape, strides, _ in tensors:
+            at = next(
+                (
+                    i
+                    for i, (o, a, n) in enumerate(allocations)
+                    if o == ordinal and a <= address < a + n
+                ),
+                len(allocations),
+            )
+            if at == len(allocations):
+                try:
+                    bus, handle, start, size = self._gpus.loan(ordinal, address)
+                except UnsupportedTensorError as error:
+                    raise UnsupportedTensorError(
+                        f"{name}: its memory on cuda:{ordinal} cannot be opened by another "
+                        f"process: {error}; {REMEDY}"
+                    ) from error
+                allocations.append((ordinal, start, size))
+                handles.append([bus, handle.hex(), size])
+            described.append([name, dtype, shape, strides, at, address - allocations[at][1]])
+            ordinals.add(ordinal)
+        for ordinal in ordinals:
+            self._gpus.wait(ordinal)
+        return {
+            "number": number,
+            "process": this_process(),
+            "allocations": handles,
+            "tensors": described,
+        }
 
 
 # --------------------------------------------------------------------------------------- a reader
@@ -281,12 +271,15 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         assert segment is not None
         if self._has_read or self._borrowed is not None:
             raise StateError(
-                f"{self._what} {'was given back' if self._has_read else 'is being read'}; "
+                f"{self._what}: expected a loan to open, got one that "
+                f"{'was given back' if self._has_read else 'is being read'}; "
                 "refresh() maps the next one"
             )
         if loan.process == this_process():
-            instead = f"pass the tensors themselves, to sync_weights or load_weights{self._remedy}"
-            raise StateError(f"{self._what} is lent by this process itself: {instead}")
+            raise StateError(
+                f"{self._what}: expected a loan of another process, got one of this process: pass "
+                f"the tensors themselves, to sync_weights or load_weights{self._remedy}"
+            )
         with segment.reading(loan.number, self._what) as is_lent_still:
             self._borrowed = self._borrow(loan, is_lent_still)
             try:
@@ -305,7 +298,7 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
 
     def _known(self) -> Manifest:
         if self._manifest is None:
-            raise StateError(f"the reader of {self._what} has no version; call refresh()")
+            raise StateError(f"{self._what}: expected a version, got none; call refresh()")
         return self._manifest
 
     def __getitem__(self, name: str) -> NDArray[Any] | _core.DeviceArray:
@@ -313,7 +306,8 @@ class ReceivedTensors(Mapping[str, Any], LentSource):
         if manifest.loan is not None and name in manifest.loan.tensors:
             if self._borrowed is None:
                 raise StateError(
-                    f"{name} is lent: read it by sync_weights, or within `with reader.lent()`"
+                    f"{name}: expected an open loan, got a tensor that is lent: read it by "
+                    "sync_weights, or within `with reader.lent()`"
                 )
             return self._borrowed.array(name)
         entry = manifest.entries[name]

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.errors import DuplicateKeyError, FormatError, LimitError
+from rollmesh.errors import DuplicateKeyError, FormatError, LimitError, VersionError
+from rollmesh.runtime.arguments import integer_of
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.segment import ALIGN, Bytes, aligned
 from rollmesh.weights.transport.tensors import DTYPES, bytes_of, checksum, dtype_name
@@ -30,10 +30,10 @@ MAX_NAME = 1024
 NO_SUM = "0" * 16  # stands for a checksum that is not known yet
 MAX_DIMS = 32  # NumPy's limit
 MAX_LENT_DIMS = 4  # a generator's limit
+MAX_VERSION = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor in a segment or bucket."""
 
     name: str
@@ -44,15 +44,13 @@ class Entry:
     sum: str
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     bus: str
     handle: bytes
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class LentTensor:
+class LentTensor(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -61,8 +59,7 @@ class LentTensor:
     offset: int  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Loan:
+class Loan(NamedTuple):
     """A loan as described by `loans.describe_loan`, after its checks."""
 
     number: int
@@ -71,8 +68,7 @@ class Loan:
     tensors: dict[str, LentTensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(NamedTuple):
     entries: dict[str, Entry]
     loan: Loan | None
     values: dict[str, Any]  # the sender's other entries
@@ -84,13 +80,11 @@ class Manifest:
 # ------------------------------------------------------------------------------------- the sender
 def lay_out(arrays: Iterable[tuple[str, NDArray[Any]]]) -> tuple[list[Entry], int]:
     """Returns entries without checksums for arrays that are stored one after another, and the total
-    number of bytes. Raises LimitError for entries that `parse` refuses."""
+    number of bytes."""
     entries, at = [], 0
     for name, array in arrays:
-        check_name(name)
         entries.append(Entry(name, dtype_name(array), array.shape, at, array.nbytes, ""))
         at = aligned(at + array.nbytes)
-    _check_count(len(entries))
     return entries, at
 
 
@@ -107,87 +101,84 @@ def fill(
     for entry, (_, array) in zip(entries, arrays, strict=True):
         copy = buffer[entry.offset : entry.offset + entry.bytes]
         copy[...] = bytes_of(array)
-        filled.append(replace(entry, sum=checksum(copy)) if sums else entry)
+        filled.append(entry._replace(sum=checksum(copy)) if sums else entry)
     return filled
 
 
 def describe(entries: Iterable[Entry], lent: dict[str, Any] | None = None, **more: Any) -> bytes:
     loan = {} if lent is None else {"lent": lent}
-    return json.dumps({**more, **loan, "tensors": [asdict(entry) for entry in entries]}).encode()
+    return json.dumps({**more, **loan, "tensors": [entry._asdict() for entry in entries]}).encode()
 
 
 # ----------------------------------------------------------------------------------------- checks
-def check_name(name: Any) -> None:
-    if not isinstance(name, str) or not name:
+def check_new_name(name: Any, seen: set[str]) -> None:
+    """Checks a name and adds it to the names of its set."""
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME:
         raise LimitError(
             f"a tensor's name: expected a str of 1 to {MAX_NAME} characters, got {shown(name)[:80]}"
         )
-    if len(name) > MAX_NAME:
-        raise LimitError(
-            f"a tensor's name has {len(name)} characters ({name[:40]}…); the limit is {MAX_NAME}"
-        )
-
-
-def check_new_name(name: Any, seen: set[str]) -> None:
-    """Checks a name and adds it to the names of its set."""
-    check_name(name)
     if name in seen:
-        raise DuplicateKeyError(f"{name} comes twice")
-    _check_count(len(seen) + 1)
+        raise DuplicateKeyError(f"{name}: expected it once in a set, got it twice")
+    if len(seen) == MAX_ENTRIES:
+        raise LimitError(f"a set of weights: expected at most {MAX_ENTRIES}, got more")
     seen.add(name)
 
 
-def _check_count(count: int) -> None:
-    if count > MAX_ENTRIES:
-        raise LimitError(f"{count} weights in one set; the limit is {MAX_ENTRIES}")
+def check_version(version: Any, last: int | None) -> int:
+    """Returns the version number as an int, the next number if it is None. Raises VersionError
+    unless it exceeds the last one."""
+    if version is None:
+        version = 0 if last is None else last + 1
+    number = integer_of(VersionError, "version", version, 0, MAX_VERSION)
+    if last is not None and number <= last:
+        raise VersionError(f"version {number} does not exceed {last}, the last one")
+    return number
 
 
 def parse(text: bytes, num_bytes: int) -> Manifest:
     """Parses the text that `describe` made for a segment or bucket of num_bytes bytes. Raises
-    FormatError, which names the first wrong entry, or DuplicateKeyError."""
+    FormatError, which names the first wrong entry, LimitError or DuplicateKeyError."""
     try:
         values = json.loads(text)
         tensors, lent = values.pop("tensors"), values.pop("lent", None)
         entries = [Entry(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in tensors]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"expected a manifest of weights: {error!r:.200}") from error
-    _check_count(len(entries))
+    seen: set[str] = set()
     for entry in entries:
-        check_entry(entry, num_bytes)
-    loan = None if lent is None else parse_loan(lent)
-    _require_different([entry.name for entry in entries] + list(loan.tensors if loan else ()))
+        check_new_name(entry.name, seen)
+        _check_entry(entry, num_bytes)
+    loan = None if lent is None else parse_loan(lent, seen)
     return Manifest({entry.name: entry for entry in entries}, loan, values)
 
 
-def _require_different(names: list[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise DuplicateKeyError(f"{name} comes twice")
-        seen.add(name)
-
-
-def check_entry(entry: Entry, num_bytes: int) -> None:
-    check_name(entry.name)
-    _check_dtype(entry.name, entry.dtype)
-    sizes = (*entry.shape, entry.offset, entry.bytes)
-    if not all(
-        isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes
+def bytes_needed(name: Any, dtype: Any, shape: Sequence[Any]) -> int:
+    """Returns the bytes of a tensor, after a check of its dtype and shape."""
+    _check_dtype(name, dtype)
+    if (
+        len(shape) > MAX_DIMS
+        or not all(type(size) is int and size >= 0 for size in shape)
+        or math.prod(size or 1 for size in shape) >= 2**60
     ):
         raise FormatError(
-            f"{entry.name}: expected sizes that are integers >= 0, got {sizes!r:.200}"
+            f"{name}: expected at most {MAX_DIMS} dims and 2^60 elements, got shape "
+            f"{list(shape)!r:.200}"
         )
-    if len(entry.shape) > MAX_DIMS or math.prod(size or 1 for size in entry.shape) >= 2**60:
+    return int(math.prod(shape) * DTYPES[dtype].itemsize)
+
+
+def _check_entry(entry: Entry, num_bytes: int) -> None:
+    needed, offset = bytes_needed(entry.name, entry.dtype, entry.shape), entry.offset
+    if (
+        type(offset) is not int
+        or type(entry.bytes) is not int
+        or not 0 <= offset <= num_bytes - needed
+        or offset % ALIGN
+        or entry.bytes != needed
+    ):
         raise FormatError(
-            f"{entry.name}: expected at most {MAX_DIMS} dims and 2^60 elements, got shape "
-            f"{list(entry.shape)!r:.200}"
-        )
-    needed = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
-    if entry.bytes != needed or entry.offset + entry.bytes > num_bytes or entry.offset % ALIGN:
-        where = f"{entry.bytes} bytes at {entry.offset} of {num_bytes}"
-        raise FormatError(
-            f"{entry.name}: {where} do not hold {entry.dtype} {list(entry.shape)}, which takes "
-            f"{needed}"
+            f"{entry.name}: expected {needed} bytes at a multiple of {ALIGN} in {num_bytes} bytes, "
+            f"got {entry.bytes!r:.80} bytes at {offset!r:.80}"
         )
 
 
@@ -196,9 +187,9 @@ def _check_dtype(name: str, dtype: Any) -> None:
         raise FormatError(f"{name}: expected a dtype of {', '.join(DTYPES)}, got {dtype!r:.80}")
 
 
-def parse_loan(value: Any) -> Loan:
-    """Parses the loan's part of a manifest. Raises FormatError, which names the first wrong entry.
-    Every tensor of the returned loan is inside its allocation."""
+def parse_loan(value: Any, seen: set[str]) -> Loan:
+    """Parses the loan's part of a manifest. seen: the names of the copied tensors. Raises the
+    errors of `parse`. Every tensor of the returned loan is inside its allocation."""
     try:
         number, process = value["number"], str(value["process"])
         allocations = tuple(
@@ -213,45 +204,35 @@ def parse_loan(value: Any) -> Loan:
             raise ValueError("a NUL in the name of a GPU")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"expected a manifest of lent weights: {error!r:.200}") from error
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number < 2**63:
-        raise FormatError(
-            f"the number of a loan: expected an integer in [1, 2^63), got {shown(number)}"
-        )
-    _check_count(len(tensors))
+    integer_of(FormatError, "the number of a loan", number, 1, 2**63 - 1)
     for tensor in tensors:
+        check_new_name(tensor.name, seen)
         _check_lent(tensor, allocations)
-    _require_different([tensor.name for tensor in tensors])
     return Loan(number, process, allocations, {tensor.name: tensor for tensor in tensors})
 
 
 def _check_lent(tensor: LentTensor, allocations: tuple[Allocation, ...]) -> None:
-    check_name(tensor.name)
-    numbers = (*tensor.shape, *tensor.strides, tensor.allocation, tensor.offset)
-    if not all(isinstance(n, int) and not isinstance(n, bool) and abs(n) < 2**60 for n in numbers):
-        raise FormatError(f"{tensor.name}: expected integers below 2^60, got {numbers!r:.200}")
-    _check_dtype(tensor.name, tensor.dtype)
-    if (
-        len(tensor.shape) != len(tensor.strides)
-        or len(tensor.shape) > MAX_LENT_DIMS
-        or min(tensor.shape, default=1) < 1
-    ):
-        what = f"shape {list(tensor.shape)} with strides {list(tensor.strides)}"
-        raise FormatError(f"{tensor.name}: expected at most {MAX_LENT_DIMS} sizes >= 1, got {what}")
-    if not 0 <= tensor.allocation < len(allocations):
+    name, dtype, shape, strides, at, offset = tensor
+    numbers = (*shape, *strides, at, offset)
+    if not all(type(n) is int and abs(n) < 2**60 for n in numbers):
+        raise FormatError(f"{name}: expected integers below 2^60, got {numbers!r:.200}")
+    _check_dtype(name, dtype)
+    if len(shape) != len(strides) or len(shape) > MAX_LENT_DIMS or min(shape, default=1) < 1:
         raise FormatError(
-            f"{tensor.name}: expected one of {len(allocations)} allocations, got number "
-            f"{tensor.allocation}"
+            f"{name}: expected at most {MAX_LENT_DIMS} sizes >= 1, got shape {list(shape)} with "
+            f"strides {list(strides)}"
         )
-    each = DTYPES[tensor.dtype].itemsize
-    reach = [
-        (n - 1) * stride * each for n, stride in zip(tensor.shape, tensor.strides, strict=True)
-    ]
-    low = tensor.offset + sum(min(r, 0) for r in reach)
-    high = tensor.offset + sum(max(r, 0) for r in reach) + each
-    size = allocations[tensor.allocation].bytes
+    if not 0 <= at < len(allocations):
+        raise FormatError(
+            f"{name}: expected one of {len(allocations)} allocations, got number {at}"
+        )
+    each, size = DTYPES[dtype].itemsize, allocations[at].bytes
+    reach = [(n - 1) * stride * each for n, stride in zip(shape, strides, strict=True)]
+    low = offset + sum(min(r, 0) for r in reach)
+    high = offset + sum(max(r, 0) for r in reach) + each
     if low < 0 or high > size:
         raise FormatError(
-            f"{tensor.name}: expected bytes inside an allocation of {size}, got [{low}, {high})"
+            f"{name}: expected bytes inside an allocation of {size}, got [{low}, {high})"
         )
 
 

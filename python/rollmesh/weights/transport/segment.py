@@ -194,8 +194,7 @@ class Segment:
         folder = folder or FOLDER
         if len(manifest) > MAX_MANIFEST:
             raise LimitError(
-                f"the manifest of the weights has {len(manifest)} bytes; the limit is "
-                f"{MAX_MANIFEST}"
+                f"a manifest of weights: expected at most {MAX_MANIFEST} bytes, got {len(manifest)}"
             )
         self.name, self.nonce = PREFIX + secrets.token_hex(16), nonce or secrets.token_hex(16)
         self.size = size
@@ -221,7 +220,8 @@ class Segment:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, Error):
                 raise CapacityError(
-                    f"no shared memory in {folder} for {size} bytes of weights: {error.strerror}"
+                    f"{folder}: expected shared memory for {size} bytes of weights: "
+                    f"{error.strerror}"
                 ) from error
             raise
 
@@ -230,7 +230,8 @@ class Segment:
         while not lock(self._file.descriptor, fcntl.F_WRLCK, OWNER):
             if time.monotonic() >= deadline:
                 raise DeadlineError(
-                    f"another process has locked the new file {self.path} for {LOCK_S:g} seconds"
+                    f"{self.path}: expected a lock on the new file, got none for {LOCK_S:g} "
+                    "seconds, because another process has it"
                 )
             time.sleep(POLL_S)
 
@@ -342,7 +343,9 @@ class MappedSegment:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise CapacityError(f"{path} cannot be mapped: {error.strerror}") from error
+                raise CapacityError(
+                    f"{path}: expected a file that can be mapped: {error.strerror}"
+                ) from error
             raise
         self._start = aligned(HEAD + described)
         self.manifest = self._memory[HEAD : HEAD + described].tobytes()
@@ -371,14 +374,19 @@ class MappedSegment:
                 "use the same release of rollmesh in trainer and generators"
             )
         if not secrets.compare_digest(magic + told, MAGIC + nonce.encode(errors="replace")):
-            raise AuthError(f"{self.path} was not written by the sender of these weights")
+            raise AuthError(
+                f"{self.path}: expected a file of the sender of these weights, got another"
+            )
         if described > MAX_MANIFEST or aligned(HEAD + described) > status.st_size:
             raise FormatError(
-                f"{self.path}: {status.st_size} bytes do not hold a manifest of {described}"
+                f"{self.path}: expected a manifest of {described} bytes and at most "
+                f"{MAX_MANIFEST}, got a file of {status.st_size}"
             )
         words = np.frombuffer(memory, np.uint8)
         if _sum(words[HEAD : HEAD + described]) != words[SUM:HEAD].tobytes():
-            raise FormatError(f"{self.path}: the manifest's checksum differs")
+            raise FormatError(
+                f"{self.path}: expected the checksum that the manifest has, got another"
+            )
         return words, described
 
     @property
@@ -448,7 +456,7 @@ class MappedSegment:
                     os.pwrite(marks, bytes([READS]), READERS + i)
                     return i
                 lock(marks, fcntl.F_UNLCK, READERS + i)
-        raise LimitError(f"{what} has {MAX_READERS} readers, which is the limit")
+        raise LimitError(f"{what}: expected at most {MAX_READERS} readers, got more")
 
     def _open_marks(self, what: str) -> None:
         # Opened through /proc, since the file may be unlinked.
@@ -475,9 +483,9 @@ class MappedSegment:
 
     def _require_lent(self, number: int, what: str) -> None:
         if self._loan() != number:
-            raise StateError(f"{what} was taken back by its trainer")
+            raise StateError(f"{what}: expected an open loan, got one that its trainer took back")
         if not self.is_owned():
-            raise RankLostError(f"the trainer that lends {what} has ended")
+            raise RankLostError(f"{what}: expected the trainer that lends it, which has ended")
 
     def close(self) -> None:
         """Closes the files and ends a read. A finished read still counts as read."""

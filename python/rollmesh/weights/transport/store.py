@@ -20,12 +20,8 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from rollmesh.errors import (
     AuthError,
@@ -35,14 +31,15 @@ from rollmesh.errors import (
     NotSyncedError,
     RankLostError,
     StateError,
-    VersionError,
 )
-from rollmesh.runtime.arguments import deadline_of, integer
+from rollmesh.runtime.arguments import deadline_of, integer, integer_of
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import Lender, OwnedTensor, ReceivedTensors
 from rollmesh.weights.transport.manifest import (
+    MAX_VERSION,
     NO_SUM,
     check_new_name,
+    check_version,
     describe,
     fill,
     lay_out,
@@ -57,9 +54,17 @@ from rollmesh.weights.transport.tensors import (
     own_array,
 )
 
-MAX_VERSION = 2**63 - 1
 POLL_SECONDS = 0.002
 FIRST_LOAN = 1  # number of the first loan of a segment
+
+
+class _Published(NamedTuple):
+    """A version of a SharedWriter."""
+
+    segment: Segment
+    version: int
+    kept: list[OwnedTensor]
+    lent_to: int  # number of readers of the loan; 0: it is not lent
 
 
 class SharedWriter:
@@ -74,10 +79,7 @@ class SharedWriter:
         self._end = weakref.finalize(self, _remove, self._path, os.getpid())
         self._nonce = secrets.token_hex(16)
         self._lender = Lender()
-        self._segment: Segment | None = None  # segment of the current version
-        self._kept: list[OwnedTensor] = []
-        self._lent_to = 0  # number of readers of the current version's loan; 0: it is not lent
-        self.version: int | None = None
+        self._now: _Published | None = None  # replaced in one assignment, because of Ctrl-C
         self._closed, self._process = False, os.getpid()
 
     @property
@@ -85,6 +87,11 @@ class SharedWriter:
         """Address for SharedReader. Any process that has the address and may open the file can read
         the weights."""
         return f"{self._path}:{self._nonce}"
+
+    @property
+    def version(self) -> int | None:
+        """Number of the version published last."""
+        return None if self._now is None else self._now.version
 
     def publish(
         self,
@@ -111,20 +118,20 @@ class SharedWriter:
         any error the current version stays.
         """
         if self._closed:
-            raise StateError("the writer is closed")
+            raise StateError("publish: expected an open writer, got one that was closed")
         if os.getpid() != self._process:
             raise StateError(
                 f"expected a writer of this process, got that of process {self._process}; "
                 "a forked child has to make its own"
             )
-        if self._lent_to:
+        if self._now is not None and self._now.lent_to:
             raise StateError(
-                f"version {self.version} is lent to {self._lent_to} readers; call "
-                "wait_until_read() or take_back() first"
+                f"publish: expected no version that is lent, got version {self.version}, which is "
+                f"lent to {self._now.lent_to} readers; call wait_until_read() or take_back() first"
             )
         lend_to = integer("lend_to", lend_to, 0, MAX_READERS)
         check_source(source)
-        version = self._next(version)
+        version = check_version(version, self.version)
         copy = not holds_tensors(source)
         as_host = own_array if copy else as_array
         seen: set[str] = set()
@@ -138,7 +145,7 @@ class SharedWriter:
                 arrays.append((name, taken))
         entries, size = lay_out(arrays)
         lent = self._lender.describe(held, FIRST_LOAN) if held else None
-        unknown = describe([replace(entry, sum=NO_SUM) for entry in entries], lent, version=version)
+        unknown = describe([entry._replace(sum=NO_SUM) for entry in entries], lent, version=version)
         segment = Segment(size, self._path.parent, nonce=self._nonce, manifest=unknown)
         try:
             assert segment.data is not None
@@ -147,42 +154,25 @@ class SharedWriter:
             segment.unmap()
             if held:
                 segment.lend()
-            self._make_current(segment, version, held, lend_to if held else 0)
+            self._make_current(_Published(segment, version, held, lend_to if held else 0))
         except BaseException:
-            if self._segment is not segment:
+            if self._now is None or self._now.segment is not segment:
                 segment.close()
             raise
         return version
 
-    def _next(self, version: Any) -> int:
-        last = -1 if self.version is None else self.version
-        version = last + 1 if version is None else version
-        if (
-            isinstance(version, bool)
-            or not isinstance(version, (int, np.integer))
-            or version > MAX_VERSION
-        ):
-            raise VersionError(
-                f"version: expected an integer in [0, {MAX_VERSION}], got {shown(version)}"
-            )
-        if version <= last:
-            raise VersionError(f"version {version} does not exceed {last}")
-        return int(version)
-
-    def _make_current(
-        self, segment: Segment, version: int, held: list[OwnedTensor], readers: int
-    ) -> None:
-        before, new = (self._segment, self.version, self._kept, self._lent_to), segment.path
+    def _make_current(self, new: _Published) -> None:
+        before, path = self._now, new.segment.path
         try:
-            self._segment, self.version, self._kept, self._lent_to = segment, version, held, readers
-            segment.rename(self._path)  # a Ctrl-C cannot interrupt between these two lines
+            self._now = new
+            new.segment.rename(self._path)  # a Ctrl-C cannot interrupt between these two lines
         except BaseException:
-            if os.path.lexists(new):  # the file was not renamed
-                self._segment, self.version, self._kept, self._lent_to = before
+            if os.path.lexists(path):  # the file was not renamed
+                self._now = before
             raise
         finally:
-            if self._segment is segment and before[0] is not None:
-                before[0].close()
+            if self._now is new and before is not None:
+                before.segment.close()
 
     def wait_until_read(self, timeout: float | None = 600.0) -> None:
         """Waits until all readers have read the lent version. Returns at once if the current
@@ -195,17 +185,16 @@ class SharedWriter:
         noticed, since another reader may replace it; the timeout ends that wait.
         """
         deadline = deadline_of(timeout)
-        while self._lent_to:
-            assert self._segment is not None
-            read = self._segment.num_read()
-            told = f"version {self.version} was read by {read} of {self._lent_to} readers"
-            if read >= self._lent_to:
+        while (now := self._now) is not None and now.lent_to:
+            read = now.segment.num_read()
+            told = f"version {now.version} was read by {read} of {now.lent_to} readers"
+            if read >= now.lent_to:
                 self.take_back()
-            elif self._segment.lost_reader():
+            elif now.segment.lost_reader():
                 raise RankLostError(f"{told}, and one of the others has ended")
             elif deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(
-                    f"{told} within the timeout; {self._segment.num_reading()} others have begun"
+                    f"{told} within the timeout; {now.segment.num_reading()} others have begun"
                 )
             else:
                 time.sleep(POLL_SECONDS)
@@ -214,29 +203,24 @@ class SharedWriter:
         """Ends the loan: the version is no longer current, and a reader that is reading it fails
         before its commit. The memory must not be freed before that reader has closed the loan. Does
         nothing if the current version is not lent."""
-        if self._lent_to:
-            assert self._segment is not None
+        if self._now is not None and self._now.lent_to:
             _remove(self._path, self._process)
-            self._segment.take_back(0)
-            self._kept, self._lent_to = [], 0
+            self._now.segment.take_back(0)
+            self._now = self._now._replace(kept=[], lent_to=0)
 
     def close(self) -> None:
         if not self._closed:
             _remove(self._path, self._process)
-            if self._segment is not None:
-                self._segment.close()
-            self._kept, self._lent_to, self._closed = [], 0, True
+            if self._now is not None:
+                self._now.segment.close()
+                self._now = self._now._replace(kept=[], lent_to=0)
+            self._closed = True
             self._end.detach()
 
     def __enter__(self) -> SharedWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -285,15 +269,8 @@ class SharedReader(ReceivedTensors):
         segment = before if before is not None and before.is_current() else self._map()
         try:
             manifest = parse(segment.manifest, segment.size)
-            version = manifest.values.get("version")
-            if (
-                isinstance(version, bool)
-                or not isinstance(version, int)
-                or not 0 <= version <= MAX_VERSION
-            ):
-                raise FormatError(
-                    f"{self._path}: expected a version in [0, {MAX_VERSION}], got {version!r:.80}"
-                )
+            name = f"{self._path}: version"
+            version = integer_of(FormatError, name, manifest.values.get("version"), 0, MAX_VERSION)
             data = segment.tensors(segment.size)
         except BaseException:
             if segment is not before:
@@ -308,7 +285,7 @@ class SharedReader(ReceivedTensors):
         try:
             return MappedSegment(self._path, self._nonce)
         except FileNotFoundError as error:
-            raise NotSyncedError(f"{self._path} has no published version") from error
+            raise NotSyncedError(f"{self._path}: expected a published version, got none") from error
 
     def close(self) -> None:
         """Closes this reader. Raises StateError within `lent()`."""
@@ -322,10 +299,5 @@ class SharedReader(ReceivedTensors):
     def __enter__(self) -> SharedReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -52,7 +52,7 @@ def as_array(name: str, tensor: Any) -> NDArray[Any]:
             return array
         raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {array.dtype}")
     if isinstance(tensor, _core.DeviceArray):
-        return _from_gpu(tensor)
+        return tensor.numpy().view(DTYPES[tensor.dtype])
     if not is_torch(tensor):
         raise UnsupportedTensorError(
             f"{name}: expected a NumPy array or a torch tensor, got a {type(tensor).__name__}"
@@ -80,14 +80,10 @@ def dense(name: str, tensor: Any) -> Any:
         tensor = tensor.full_tensor()
     # Sharded trainers resize the storage to 0; NumPy would then read freed memory.
     if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
-        raise LayoutError(f"{name}: the tensor's storage is empty (0 bytes)")
+        raise LayoutError(f"{name}: expected a tensor with storage, got one of 0 bytes")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {tensor.dtype}")
     return tensor.detach()
-
-
-def _from_gpu(tensor: _core.DeviceArray) -> NDArray[Any]:
-    return tensor.numpy().view(DTYPES[tensor.dtype])
 
 
 def _objection(tensor: Any) -> str | None:

@@ -12,7 +12,7 @@ static void draw_heads(trial *t) {
   shape *s = &t->s;
   s->n_kv_heads = PICK(t, 1, 1, 2, 3);
   s->n_heads = s->n_kv_heads * PICK(t, 1, 1, 2, 3, 4, 7, 8);
-  s->head_dim = PICK(t, 2, 4, 14, 16, 18, 30, 32, 34, 48, 62, 64, 66, 96, 128);
+  s->head_dim = PICK(t, 2, 4, 14, 16, 18, 30, 32, 34, 48, 62, 64, 66, 80, 96, 112, 128, 130);
   s->page_size = PICK(t, 16, 16, 32, 48, 64, 112);
   s->dtype = draw_dtype(t);
 }
@@ -31,20 +31,23 @@ static void draw_part(trial *t, int64_t most) {
   s->n_kv_heads = (s->head0 + s->n_heads + s->group - 1) / s->group;
 }
 
-// Numbers of a page of K or V: pads are zero, like in new pages.
-static void fill_pages(trial *t, char *cache, int64_t from, int64_t to, int is_v, kind what) {
+// A cache of K or V, an input or, with `written` ≥ 0, an output: pads are zero, like in new pages.
+static void *draw_pages(trial *t, packed_as as, int64_t n_pages, int64_t written, kind what) {
   const shape *s = &t->s;
   const int64_t bytes = size_of(s->dtype);
-  const int64_t elems = is_v ? rm_v_page_elems(s->page_size, s->head_dim)
-                             : rm_k_page_elems(s->page_size, s->head_dim);
-  memset(cache + from * elems * bytes, 0, (size_t)((to - from) * elems * bytes));
-  for (int64_t page = from; page < to; page++)
+  const int64_t elems = as == VALUES ? rm_v_page_elems(s->page_size, s->head_dim)
+                                     : rm_k_page_elems(s->page_size, s->head_dim);
+  const packing p = {as, n_pages, s->page_size, s->head_dim, elems};
+  char *cache = packed_room(t, as == VALUES ? "v_cache" : "k_cache", s->dtype, p, written);
+  memset(cache, 0, (size_t)(n_pages * elems * bytes));
+  for (int64_t page = 0; page < n_pages; page++)
     for (int64_t pos = 0; pos < s->page_size; pos++)
       for (int64_t d = 0; d < s->head_dim; d++) {
-        const int64_t in = is_v ? rm_v_index(s->dtype, s->head_dim, pos, d)
-                                : rm_packed_index(s->dtype, s->head_dim, pos, d);
+        const int64_t in = as == VALUES ? rm_v_index(s->dtype, s->head_dim, pos, d)
+                                        : rm_packed_index(s->dtype, s->head_dim, pos, d);
         fill(t, s->dtype, cache + (page * elems + in) * bytes, 1, what);
       }
+  return cache;
 }
 
 // ----------------------------------------------------------------------------------- head_squares
@@ -166,12 +169,8 @@ static void build_qk_rope_kv(trial *t) {
   for (int64_t r = 0; r < s->rows; r++)
     written += a->slots[r] >= 0 ? s->n_kv_heads * s->head_dim : 0;
   const int64_t pages = n_pages * s->n_kv_heads;
-  a->k_cache = partial_output(t, "k_cache", pages * rm_k_page_elems(s->page_size, s->head_dim),
-                              bytes, written);
-  a->v_cache = partial_output(t, "v_cache", pages * rm_v_page_elems(s->page_size, s->head_dim),
-                              bytes, written);
-  fill_pages(t, a->k_cache, 0, pages, 0, EQUAL);
-  fill_pages(t, a->v_cache, 0, pages, 1, EQUAL);
+  a->k_cache = draw_pages(t, MATRICES, pages, written, EQUAL);
+  a->v_cache = draw_pages(t, VALUES, pages, written, EQUAL);
   a->row_flags = partial_output(t, "row_flags", s->rows, 1, s->rows);
   for (int64_t r = 0; r < s->rows; r++)
     a->row_flags[r] = (uint8_t)PICK(t, 0, 0, RM_ROW_LOGITS_NONFINITE, RM_ROW_KV_NONFINITE);
@@ -224,6 +223,35 @@ const op_test op_qk_rope_kv = {.name = "qk_rope_kv",
 // -------------------------------------------------------------------------------------- attention
 enum { ATTEND_PREFILL = 1, ATTEND_MIXED = 2 };
 
+// What only a GPU's kernels tell apart: whole tiles of rows, splits of a bf16 context, rows of
+// sequences in turn, heads of several launches, a page longer than a split; and no heads, which
+// only a GPU takes.
+static void draw_long_attention(trial *t) {
+  shape *s = &t->s;
+  switch (between(t, 0, check_device.is_gpu ? 5 : 4)) {
+    case 0:
+      s->rows = 150;
+      s->option = ATTEND_PREFILL;
+      s->positions = PICK(t, 80, 1090);
+      s->head_dim = rm_min64(s->head_dim, s->positions > 80 ? 16 : 128);
+      break;
+    case 1:
+      s->dtype = RM_BF16;
+      s->rows = rm_min64(s->rows, 40);
+      s->positions = PICK(t, 1023, 1024, 1025, 2080);
+      break;
+    case 2:
+      s->rows = 700;
+      s->option = ATTEND_MIXED;
+      s->head_dim = 16;
+      s->positions = 40;
+      break;
+    case 3: s->head_dim = PICK(t, 272, 544); break;
+    case 4: s->page_size = 4096; break;
+    default: s->n_heads = s->n_kv_heads = s->head0 = 0; s->group = 1;
+  }
+}
+
 static void draw_attention(trial *t) {
   shape *s = &t->s;
   draw_heads(t);
@@ -241,9 +269,10 @@ static void draw_attention(trial *t) {
     if (whole) s->n_heads = rm_min64(s->n_heads / s->n_kv_heads, 2) * s->n_kv_heads;
     else draw_part(t, 4);
   }
+  s->option = (int)PICK(t, 0, ATTEND_PREFILL, ATTEND_PREFILL, ATTEND_MIXED);
+  if (!t->small && one_in(t, check_device.is_gpu ? 8 : 40)) draw_long_attention(t);
   while (s->rows * s->n_heads * s->head_dim * s->positions > 4000000) s->rows /= 2;
   s->window = one_in(t, 3) ? PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 40, 1000) : 0;
-  s->option = (int)PICK(t, 0, ATTEND_PREFILL, ATTEND_PREFILL, ATTEND_MIXED);
 }
 
 // Which sequence each row is of and where it stands there: rows of a sequence together at rising
@@ -251,7 +280,7 @@ static void draw_attention(trial *t) {
 static int64_t draw_rows_of(trial *t, int32_t *seqs, int32_t *positions) {
   const shape *s = &t->s;
   const int64_t n_seqs = s->option & ATTEND_PREFILL ? (t->timed ? 1 : between(t, 1, 3))
-                         : s->option & ATTEND_MIXED ? 4
+                         : s->option & ATTEND_MIXED ? (s->rows > 150 ? 2 : 4)
                                                     : rm_max64(1, s->rows);
   for (int64_t r = 0; r < s->rows; r++) {
     const int64_t last = s->positions - 1;
@@ -316,12 +345,8 @@ static void build_attention(trial *t) {
   a->block_tables = draw_tables(t, seqs, positions, a->n_seqs, max_pages, &n_pages);
   n_pages *= s->n_kv_heads;
   const kind what = draw_kind(t, VAST);
-  char *k = input(t, "k_cache", n_pages * rm_k_page_elems(s->page_size, s->head_dim), bytes);
-  char *v = input(t, "v_cache", n_pages * rm_v_page_elems(s->page_size, s->head_dim), bytes);
-  fill_pages(t, k, 0, n_pages, 0, what);
-  fill_pages(t, v, 0, n_pages, 1, what);
-  a->k_cache = k;
-  a->v_cache = v;
+  a->k_cache = draw_pages(t, MATRICES, n_pages, -1, what);
+  a->v_cache = draw_pages(t, VALUES, n_pages, -1, what);
   a->q =
       float_input(t, "q", s->dtype, s->rows * width, one_in(t, 2) ? PLAIN : draw_kind(t, SPOILED));
   a->out = output(t, "out", s->rows * width, bytes);
@@ -342,6 +367,7 @@ static void call_attention(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
 
 const op_test op_attention = {.name = "attention",
                               .share = 80,
+                              .takes_passes = 1,
                               .draw = draw_attention,
                               .build = build_attention,
                               .call = call_attention,

@@ -25,7 +25,8 @@ static void build_embed(trial *t) {
   const void *table;
   const int64_t before = t->moved_bytes;
   if (s->option & EMBED_PACKED) {
-    table = packed_input(t, "table", s->dtype, s->vocab, s->n, 1, 0, 0, SPOILED);
+    const packing p = {.as = MATRICES, .n = 1, .rows = s->vocab, .k = s->n};
+    table = packed_input(t, "table", s->dtype, p, SPOILED);
   } else {
     uint16_t *words = input(t, "table", s->vocab * s->n, size_of(s->dtype));
     for (int64_t i = 0; i < s->vocab * s->n * size_of(s->dtype) / 2; i++)
@@ -66,6 +67,10 @@ static void draw_gather_rows(trial *t) {
   *s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025),
                .n = draw_width(t, t->small ? 131 : 1400),
                .positions = draw_width(t, 600)};
+  if (!t->small && one_in(t, 12)) {
+    s->n = PICK(t, 0, 2048, 4096, 5000);
+    s->rows = rm_min64(s->rows, 40);
+  }
   s->option = (one_in(t, 3) ? GATHER_IN_ORDER : 0) | (one_in(t, 3) ? GATHER_HOLES : 0);
 }
 
@@ -166,9 +171,15 @@ static void draw_any_gemm(trial *t, int swiglu) {
   const int64_t most = t->small ? 49 : 1100;
   *s = (shape){.rows = draw_rows(t, t->small ? 33 : 1025),
                .n = draw_width(t, most),
-               .k = draw_width(t, most)};
+               .k = draw_depth(t, most)};
   if (s->rows > 100)
-    s->k = rm_min64(s->k, 66); // keeps the reference, the slow side, below a second
+    s->k = rm_min64(s->k,
+                    t->is_aligned ? 64 : 66); // keeps the reference, the slow side, below a second
+  if (!t->small && one_in(t, check_device.is_gpu ? 5 : 20)) { // a sum of many splits
+    s->rows = between(t, 1, 40);
+    s->n = between(t, 1, 40);
+    s->k = PICK(t, 512, 520, 544, 1064, 2104, 4704, 15008) - (t->is_aligned ? 0 : between(t, 0, 7));
+  }
   while (s->rows * s->n * s->k > (swiglu ? 4000000 : 8000000)) s->n = (s->n + 1) / 2;
   if (one_in(t, 3)) s->option = GEMM_GROUPS;
   else if (!swiglu && one_in(t, 3)) s->option = GEMM_BIAS;
@@ -203,18 +214,19 @@ static void build_any_gemm(trial *t, int swiglu) {
   const int strides = s->option & GEMM_STRIDES;
   *a = (rm_gemm_args){
       .m = s->rows, .n = s->n, .k = s->k, .dtype = s->dtype, .y_dtype = s->out_dtype};
-  a->ldx = s->k + (strides ? between(t, 0, 40) : 0);
-  a->ldy = s->n + (strides ? between(t, 0, 40) : 0);
+  a->ldx = draw_stride(t, s->k, strides);
+  a->ldy = draw_stride(t, s->n, strides);
   const kind what = draw_kind(t, SPOILED);
   a->x = strided_input(t, "x", s->dtype, s->rows, s->k, a->ldx, what);
+  packing p = {.as = swiglu ? GATE_UP : MATRICES, .n = 1, .rows = s->n, .k = s->k};
   if (s->n_groups) {
     a->group_rows = draw_groups(t, s);
-    a->n_groups = s->n_groups;
-    a->group_stride = rm_packed_elems(swiglu ? rm_gate_up_rows(s->n) : s->n, s->k) +
-                      (strides ? between(t, 0, 40) : 0);
+    p.stride = draw_stride(t, packing_elements(p), strides);
+    if (check_device.is_gpu) p.stride = rm_round_up(p.stride, 8);
+    a->n_groups = p.n = s->n_groups;
+    a->group_stride = p.stride;
   }
-  a->w = packed_input(t, "w", s->dtype, s->n, s->k, rm_max64(1, s->n_groups), a->group_stride,
-                      swiglu, one_in(t, 2) ? what : PLAIN);
+  a->w = packed_input(t, "w", s->dtype, p, one_in(t, 2) ? what : PLAIN);
   if (s->option & GEMM_BIAS)
     a->bias = float_input(t, "bias", s->dtype, s->n, draw_kind(t, SPOILED));
   const int64_t room = s->rows ? (s->rows - 1) * a->ldy + s->n : 0;
@@ -223,7 +235,10 @@ static void build_any_gemm(trial *t, int swiglu) {
   if (s->option & GEMM_KEEP)
     a->gate_up = output(t, "gate_up", 2 * s->rows * s->n, size_of(s->dtype));
   if (swiglu && !t->timed) a->activation = (rm_activation)between(t, RM_SILU, RM_RELU2);
-  t->limits = (rm_limits){.max_rows = s->rows, .max_k = s->k, .max_n = s->n};
+  t->limits = (rm_limits){.max_rows = s->rows,
+                          .max_k = s->k,
+                          .max_n = swiglu ? rm_gate_up_rows(s->n) : s->n,
+                          .top_k = check_device.is_gpu ? s->n_groups : 0};
   t->flops = (swiglu ? 4.0 : 2.0) * (double)(s->rows * s->n) * (double)s->k;
 }
 static void build_gemm(trial *t) { build_any_gemm(t, 0); }
@@ -281,6 +296,7 @@ const op_test op_activate = {.name = "activate",
 const op_test op_gemm = {
     .name = "gemm",
     .share = 220,
+    .takes_passes = 1,
     .draw = draw_gemm,
     .build = build_gemm,
     .call = call_gemm,
@@ -291,6 +307,7 @@ const op_test op_gemm = {
 const op_test op_gemm_swiglu = {
     .name = "gemm_swiglu",
     .share = 140,
+    .takes_passes = 1,
     .draw = draw_gemm_swiglu,
     .build = build_gemm_swiglu,
     .call = call_gemm_swiglu,

@@ -5,7 +5,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/team.h"
 
@@ -17,12 +16,6 @@ typedef struct sweep {
 } sweep;
 
 static volatile float sink[256];
-
-double seconds_now(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 __attribute__((target("avx2,fma"))) static float fma256(void) {
   __m256 r[CHAINS];

@@ -1,18 +1,19 @@
-// main.c: compares every op of every variant with the reference, bit for bit, over random shapes
-// and hard numbers; the same bodies are benchmarks.
+// main.c: compares every op of every variant of this program's device with the reference, bit for
+// bit, over random shapes and hard numbers; the same bodies are benchmarks.
 //
 //   checkops [--quick | --elements N [--seconds S] | --seconds S | --trials N | --trial SEED |
 //   --bench | --list]
-//            [--op NAME] [--isa NAME] [--seed N] [--small] [--heap] [--plant]
+//            [--op NAME] [--isa NAME] [--seed N] [--small] [--heap] [--plant | --touch]
 //
 // --quick is --trials 300 (the default). --elements counts output elements that the reference
-// computed, each of which is then compared with every variant at each thread count; ops get fixed
-// shares of N, so that the cheap ones do not dominate the count. The seed is random and always
-// printed; a failure prints the one trial that shows it. --small: shapes for valgrind; --heap:
-// exact
-// allocations instead of guards. --plant flips one bit of a variant's output in one op before the
-// comparison: the run must then fail. Exit status: 0 if all variants agree, 1 for a difference, 2
-// for a usage error, 3 without a variant to compare.
+// computed, each of which is then compared with every variant in each setting of the device
+// (numbers or orders of threads); ops get fixed shares of N, so that the cheap ones do not dominate
+// the count. The seed is random and always printed; a failure prints the one trial that shows it.
+// --small: shapes for valgrind; --heap: exact allocations instead of guards, on the CPU. --plant
+// flips one bit of a variant's output in one op before the comparison: the run must then fail.
+// --touch runs each variant once and compares nothing, for memory checkers, under which a launch
+// takes long. Exit status: 0 if all variants agree, 1 for a difference, 2 for a usage error, 3
+// without a variant to compare.
 #include <inttypes.h>
 #include <math.h>
 #include <signal.h>
@@ -23,9 +24,7 @@
 #include <unistd.h>
 #include <xmmintrin.h>
 
-#include "base/team.h"
 #include "common/option.h"
-#include "machine.h"
 #include "trial.h"
 
 static const op_test *const OPS[] = {
@@ -33,15 +32,10 @@ static const op_test *const OPS[] = {
     &op_activate, &op_head_squares,    &op_qk_rope_kv, &op_attention, &op_router,
     &op_permute,  &op_static_dispatch, &op_combine,    &op_lm_head,   &op_merge_pairs,
     &op_sample,   &op_top_logprobs,    &op_ranks,      &op_pack};
-enum {
-  N_OPS = sizeof OPS / sizeof OPS[0],
-  THREAD_COUNTS = 2,
-  MXCSR_CONTROL = 0xffc0,
-  DEFAULT_TRIALS = 300
-};
+enum { N_OPS = sizeof OPS / sizeof OPS[0], MXCSR_CONTROL = 0xffc0, DEFAULT_TRIALS = 300 };
 
 typedef struct options {
-  int bench, list, small, heap, plant;
+  int bench, list, small, heap, plant, touch;
   int64_t elements, trials;
   double seconds;
   const char *op, *isa;
@@ -50,19 +44,17 @@ typedef struct options {
 } options;
 
 typedef struct counts {
-  int64_t trials, elements, compared[RM_N_ISA];
+  int64_t trials, elements, compared[MAX_VARIANTS];
   double seconds;
 } counts;
 
 static options want;
 static counts done[N_OPS];
 static trial current;
-static rm_team *team;
-static int64_t team_runs; // how often an op used a second thread
+static variant variants[MAX_VARIANTS];
+static int n_variants, has_run[MAX_VARIANTS];
 static char where[512]; // the running trial, for the handler of a bad access
 static int where_length;
-static char *workspace; // one map, an inaccessible page behind it
-static int64_t workspace_map;
 
 // ------------------------------------------------------------------------------------------ words
 static const char *dtype_name(rm_dtype dtype) { return dtype == RM_BF16 ? "bf16" : "f32"; }
@@ -95,15 +87,17 @@ static int describe_shape(const shape *s, char *text, size_t room) {
   return at;
 }
 
-static void say_where(const op_test *op, const char *isa, int threads) {
+static void say_where(const op_test *op, const char *isa, const char *setting) {
   char text[256];
   describe_shape(&current.s, text, sizeof text);
-  where_length =
-      snprintf(where, sizeof where,
-               "%s, %s, %d thread%s: %s\n  again: checkops --op %s --trial %" PRIu64 "%s%s\n",
-               op->name, isa, threads, threads > 1 ? "s" : "", text, op->name, current.seed,
-               want.small ? " --small" : "", want.heap ? " --heap" : "");
+  where_length = snprintf(where, sizeof where,
+                          "%s, %s, %s: %s\n  again: checkops --op %s --trial %" PRIu64 "%s%s\n",
+                          op->name, isa, setting, text, op->name, current.seed,
+                          want.small ? " --small" : "", want.heap ? " --heap" : "");
 }
+
+// What the simulated device prints with a fault.
+const char *simt_where(void) { return where; }
 
 static void on_bad_access(int signal) {
   static const char text[] =
@@ -116,53 +110,49 @@ static void on_bad_access(int signal) {
 }
 
 // --------------------------------------------------------------------------- one run of one table
-static void run_team(void *arg, rm_task_fn fn, void *task) {
-  team_runs++;
-  rm_team_run(arg, fn, task);
+// The size that the trial asks for. On a GPU, half of the trials of an op that takes passes ask for
+// few rows, and for a list of all of them.
+static size_t workspace_size(const op_test *op, const rm_kernels *table, int n_threads) {
+  rm_limits limits = current.limits;
+  limits.n_threads = n_threads;
+  if (!check_device.is_gpu || !op->takes_passes || !(current.seed >> 20 & 1))
+    return table->workspace_bytes(&limits);
+  const int64_t rows = limits.max_rows;
+  limits.max_rows = rm_min64(rows, 1 + (int64_t)(current.seed >> 21 & 3));
+  return table->workspace_bytes(&limits) + (size_t)rm_round_up(8 * (rows + 1), 256);
 }
 
-// Scratch of exactly the size asked for, NaNs in it or whatever was there, an inaccessible page
-// behind it.
-static rm_ctx context(const rm_kernels *table, int threads, char **heap) {
-  rm_limits limits = current.limits;
-  limits.n_threads = threads;
-  const int64_t bytes = (int64_t)table->workspace_bytes(&limits), whole = rm_round_up(bytes, 64),
-                page = sysconf(_SC_PAGESIZE);
-  rm_ctx ctx = {.workspace_bytes = (size_t)bytes,
-                .n_threads = threads,
-                .run = threads > 1 ? run_team : NULL,
-                .team = team};
+// Scratch of exactly that size, NaNs in it or whatever was there, an inaccessible page behind it.
+static void set_workspace(rm_ctx *ctx, const op_test *op, const rm_kernels *table) {
+  ctx->workspace_bytes = workspace_size(op, table, ctx->n_threads);
+  const int64_t whole = rm_round_up((int64_t)ctx->workspace_bytes, 64);
   if (current.heap) {
-    ctx.workspace = *heap = aligned_alloc(64, (size_t)rm_max64(whole, 64));
-    return ctx;
+    ctx->workspace = aligned_alloc(64, (size_t)rm_max64(whole, 64));
+    return;
   }
-  if (whole > workspace_map) {
-    if (workspace) munmap(workspace, (size_t)(workspace_map + page));
-    workspace_map = rm_round_up(2 * whole, page);
-    workspace = mmap(NULL, (size_t)(workspace_map + page), PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (workspace == MAP_FAILED || mprotect(workspace + workspace_map, (size_t)page, PROT_NONE)) {
-      perror("checkops: workspace");
-      exit(2);
-    }
-  }
-  ctx.workspace = workspace + workspace_map - whole;
-  if (!current.timed) memset(ctx.workspace, current.seed & 1 ? 0xff : 0x7f, (size_t)whole);
-  return ctx;
+  ctx->workspace = trial_scratch(whole);
+  if (!current.timed) memset(ctx->workspace, current.seed & 1 ? 0xff : 0x7f, (size_t)whole);
 }
 
 // Returns 0 if the op restored the floating-point environment.
-static int run_once(const op_test *op, const rm_kernels *table, int threads) {
-  char *heap = NULL;
-  const rm_ctx ctx = context(table, threads, &heap);
-  say_where(op, table->isa, threads);
+static int run_once(const op_test *op, const char *isa, const rm_kernels *table, rm_ctx ctx,
+                    const char *setting) {
+  set_workspace(&ctx, op, table);
+  say_where(op, isa, setting);
   const uint32_t saved = rm_fp_enter();
   const uint32_t before = _mm_getcsr() & MXCSR_CONTROL;
   op->call(table, &ctx, &current);
+  device_wait();
   const int changed = (_mm_getcsr() & MXCSR_CONTROL) != before;
   rm_fp_leave(saved);
-  free(heap);
+  if (current.heap) free(ctx.workspace);
   return changed;
+}
+
+static int run_setting(const op_test *op, const variant *v, int setting) {
+  rm_ctx ctx = {.n_threads = 1};
+  const char *words = device_set(&ctx, setting);
+  return run_once(op, v->name, v->table, ctx, words);
 }
 
 // ------------------------------------------------------------------------------------ differences
@@ -221,15 +211,28 @@ static int wants(const char *filter, const char *name) {
   return !filter || strcmp(filter, name) == 0;
 }
 
+// Whether an op of a variant is compared. pack's plain loops are an oracle of the reference too.
+static int is_compared(const op_test *op, const variant *v) {
+  return v->table && wants(want.isa, v->name) && (v->table != v->reference || op->plain) &&
+         (!v->only || strncmp(op->name, v->only, strlen(v->only)) == 0);
+}
+
+static void begin_trial(const op_test *op, uint64_t seed) {
+  trial_begin(&current, seed);
+  op->draw(&current);
+  op->build(&current);
+  trial_seal(&current);
+}
+
 // Makes the outputs of the reference, or of the op's plain loops, the expected ones.
-static int run_reference(const op_test *op) {
+static int run_reference(const op_test *op, const rm_kernels *reference) {
   trial_reset(&current);
   if (op->plain) {
     const uint32_t saved = rm_fp_enter();
-    say_where(op, "plain loops", 1);
+    say_where(op, "plain loops", "1 thread");
     op->plain(&current);
     rm_fp_leave(saved);
-  } else if (run_once(op, rm_kernels_for(RM_ISA_REF), 1)) {
+  } else if (run_once(op, "ref", reference, (rm_ctx){.n_threads = 1}, "1 thread")) {
     return fail("the floating-point environment was changed");
   }
   if (guards_changed()) return fail("written outside an output");
@@ -237,11 +240,12 @@ static int run_reference(const op_test *op) {
   return 0;
 }
 
-static int compare_variant(const op_test *op, const rm_kernels *table) {
-  for (int threads = 1; threads <= THREAD_COUNTS; threads++) {
+static int compare_variant(const op_test *op, const variant *v) {
+  for (int setting = 0; setting < (want.touch ? 1 : check_device.n_settings); setting++) {
     int64_t byte;
     trial_reset(&current);
-    if (run_once(op, table, threads)) return fail("the floating-point environment was changed");
+    if (run_setting(op, v, setting)) return fail("the floating-point environment was changed");
+    if (want.touch) continue;
     if (want.plant) plant();
     const buffer *differs = trial_differs(&current, &byte);
     if (differs) return report_difference(differs, byte);
@@ -249,21 +253,27 @@ static int compare_variant(const op_test *op, const rm_kernels *table) {
   return 0;
 }
 
+// The trial is the same for each reference: it is a function of its seed.
 static int check_trial(const op_test *op, counts *count, uint64_t seed) {
   const double start = seconds_now();
+  const rm_kernels *reference = NULL;
+  int64_t elements = 0;
   current.small = want.small;
   current.heap = want.heap;
-  trial_begin(&current, seed);
-  op->draw(&current);
-  op->build(&current);
-  trial_seal(&current);
-  if (run_reference(op)) return 1;
-  const int64_t elements = trial_elements(&current);
-  for (rm_isa isa = op->plain ? RM_ISA_REF : RM_ISA_AVX2; isa < RM_N_ISA; isa++) {
-    const rm_kernels *table = rm_kernels_for(isa);
-    if (!table || !wants(want.isa, rm_isa_name(isa))) continue;
-    if (compare_variant(op, table)) return 1;
-    count->compared[isa] += THREAD_COUNTS * elements;
+  for (int i = 0; i < n_variants; i++) {
+    const variant *v = &variants[i];
+    if (!is_compared(op, v)) continue;
+    if (v->reference != reference) {
+      reference = v->reference;
+      if (want.heap) trial_free(&current);
+      begin_trial(op, seed);
+      elements = trial_elements(&current);
+      if (!want.touch && run_reference(op, reference)) return 1;
+    }
+    if (v->is_mma) trial_relay(&current);
+    if (compare_variant(op, v)) return 1;
+    has_run[i] = 1;
+    count->compared[i] += check_device.n_settings * elements;
   }
   count->elements += elements;
   count->trials++;
@@ -274,7 +284,8 @@ static int check_trial(const op_test *op, counts *count, uint64_t seed) {
 
 // ------------------------------------------------------------------------------- which trial next
 static uint64_t trial_seed(int op, int64_t i) {
-  trial t = {.random = want.seed ^ (uint64_t)(op + 1) << 56 ^ (uint64_t)i};
+  trial t = {.random = want.seed};
+  t.random = next64(&t) ^ (uint64_t)(op + 1) << 56 ^ (uint64_t)i;
   return next64(&t);
 }
 
@@ -301,42 +312,47 @@ static int next_op(double elapsed) {
   return next;
 }
 
-static const char *why_not(rm_isa isa) {
-  if (want.isa && !wants(want.isa, rm_isa_name(isa))) return "not asked for";
-  const char *refused = rm_isa_ask(isa).refused;
-  return refused ? refused : "not available here";
+static void print_counts(const char *name, const counts *c) {
+  printf("%-16s %9" PRId64 " %14" PRId64, name, c->trials, c->elements);
+  for (int i = 0; i < n_variants; i++) printf(" %14" PRId64, c->compared[i]);
+  printf("  %.1f s\n", c->seconds);
+}
+
+static void print_variant(int i) {
+  const variant *v = &variants[i];
+  if (has_run[i]) printf("ran: %s%s\n", v->name, v->is_emulated ? " (emulated)" : "");
+  else if (!wants(want.isa, v->name)) printf("did not run: %s (not asked for)\n", v->name);
+  else if (v->table) printf("did not run: %s (it has none of these ops)\n", v->name);
+  else printf("did not run: %s (%s)\n", v->name, v->refused ? v->refused : "not available here");
 }
 
 static int summarize(double seconds) {
-  int64_t elements = 0, compared[RM_N_ISA] = {0};
-  int variants = 0;
-  printf("%-14s %9s %14s", "op", "trials", "elements");
-  for (rm_isa isa = RM_ISA_REF; isa < RM_N_ISA; isa++) printf(" %14s", rm_isa_name(isa));
+  counts all = {0};
+  int ran = 0;
+  printf("%-16s %9s %14s", "op", "trials", "elements");
+  for (int i = 0; i < n_variants; i++) printf(" %14s", variants[i].name);
   printf("\n");
-  for (int i = 0; i < N_OPS; i++) {
-    if (!done[i].trials) continue;
-    printf("%-14s %9" PRId64 " %14" PRId64, OPS[i]->name, done[i].trials, done[i].elements);
-    elements += done[i].elements;
-    for (rm_isa isa = RM_ISA_REF; isa < RM_N_ISA; isa++) {
-      printf(" %14" PRId64, done[i].compared[isa]);
-      compared[isa] += done[i].compared[isa];
-    }
-    printf("  %.1f s\n", done[i].seconds);
+  for (int op = 0; op < N_OPS; op++) {
+    if (!done[op].trials) continue;
+    print_counts(OPS[op]->name, &done[op]);
+    all.trials += done[op].trials;
+    all.elements += done[op].elements;
+    all.seconds += done[op].seconds;
+    for (int i = 0; i < n_variants; i++) all.compared[i] += done[op].compared[i];
   }
-  printf("%-14s %9s %14" PRId64, "all", "", elements);
-  for (rm_isa isa = RM_ISA_REF; isa < RM_N_ISA; isa++) printf(" %14" PRId64, compared[isa]);
-  printf("\n");
-  for (rm_isa isa = RM_ISA_AVX2; isa < RM_N_ISA; isa++) {
-    const int ran = rm_kernels_for(isa) && wants(want.isa, rm_isa_name(isa));
-    variants += ran;
-    if (ran) printf("ran: %s%s\n", rm_isa_name(isa), rm_isa_ask(isa).emulated ? " (emulated)" : "");
-    else printf("did not run: %s (%s)\n", rm_isa_name(isa), why_not(isa));
+  print_counts("all", &all);
+  for (int i = 0; i < n_variants; i++) {
+    if (variants[i].table == variants[i].reference) continue;
+    print_variant(i);
+    ran += has_run[i];
   }
-  if (!variants) printf("no variant but the reference could run\n");
-  printf("0 differences in %" PRId64 " elements, each variant at 1 and 2 threads (woken %" PRId64
-         " times); seed %" PRIu64 ", %.1f s\n",
-         elements, team_runs, want.seed, seconds);
-  return variants ? 0 : 3;
+  if (!ran) printf("no variant but the reference could run\n");
+  if (want.touch) printf("%" PRId64 " elements, not compared", all.elements);
+  else
+    printf("0 differences in %" PRId64 " elements, each variant %s", all.elements,
+           device_summary());
+  printf("; seed %" PRIu64 ", %.1f s\n", want.seed, seconds);
+  return ran ? 0 : 3;
 }
 
 static int check(void) {
@@ -352,22 +368,30 @@ static int check(void) {
   return summarize(seconds_now() - start);
 }
 
+static int usage(const char *word) {
+  fprintf(stderr,
+          "checkops: %.40s is not an option, or its value is missing or not known; the head of "
+          "tests/support/native/checkops/main.c lists them\n",
+          word);
+  return OPTION_REFUSED;
+}
+
 // -------------------------------------------------------------------------------------- benchmark
 // Seconds of one call: the best of those begun within a third of a second.
-static double time_call(const op_test *op, const rm_kernels *table, int threads) {
+static double time_call(const op_test *op, const variant *v, int setting) {
   double best = 1e30;
   const double start = seconds_now();
   for (int i = 0; i == 0 || (seconds_now() - start < 0.33 && i < 1000); i++) {
     trial_reset(&current);
     const double before = seconds_now();
-    run_once(op, table, threads);
+    run_setting(op, v, setting);
     const double now = seconds_now() - before;
     best = now < best ? now : best;
   }
   return best;
 }
 
-static void bench_shape(const op_test *op, const shape *s, rm_dtype dtype, int threads,
+static void bench_shape(const op_test *op, const shape *s, rm_dtype dtype, int setting,
                         machine limit) {
   char text[256];
   current.timed = 1;
@@ -378,42 +402,36 @@ static void bench_shape(const op_test *op, const shape *s, rm_dtype dtype, int t
   trial_seal(&current);
   describe_shape(&current.s, text, sizeof text);
   double ref_seconds = 0;
-  for (rm_isa isa = RM_ISA_REF; isa < RM_N_ISA; isa++) {
-    const rm_kernels *table = rm_kernels_for(isa);
-    if (!table || (isa > RM_ISA_REF && !wants(want.isa, rm_isa_name(isa)))) continue;
-    const double seconds = time_call(op, table, threads),
+  for (int i = 0; i < n_variants; i++) {
+    const variant *v = &variants[i];
+    if (!v->table || (v->table != v->reference && !wants(want.isa, v->name))) continue;
+    const double seconds = time_call(op, v, setting),
                  gb = (double)current.moved_bytes * 1e-9 / seconds;
     const double gflop = current.flops * 1e-9 / seconds;
-    if (isa == RM_ISA_REF) ref_seconds = seconds;
+    if (v->table == v->reference) ref_seconds = seconds;
     printf("%-13s %-11s %10.1f us %7.2f GB/s %3.0f %% %8.1f GFLOP/s %3.0f %% %7.1f x ref   %s\n",
-           op->name, rm_isa_name(isa), seconds * 1e6, gb, 100 * gb / limit.read_gb_s, gflop,
+           op->name, v->name, seconds * 1e6, gb, 100 * gb / limit.read_gb_s, gflop,
            100 * gflop / limit.fma_gflop_s, ref_seconds / seconds, text);
     fflush(stdout);
   }
 }
 
 static int bench(void) {
-  for (int threads = 1; threads <= THREAD_COUNTS; threads++) {
-    const machine limit = measure_machine(team, threads);
-    printf("%d thread%s: reads %.1f GB/s, float32 fma %.0f GFLOP/s; percentages are of these, over "
+  for (int setting = 0; setting < check_device.n_settings; setting++) {
+    rm_ctx ctx;
+    machine limit;
+    if (device_measure(setting, &limit)) return usage("--bench on this device");
+    printf("%s: reads %.1f GB/s, float32 fma %.0f GFLOP/s; percentages are of these, over "
            "100 where a cache serves\n",
-           threads, threads > 1 ? "s" : "", limit.read_gb_s, limit.fma_gflop_s);
+           device_set(&ctx, setting), limit.read_gb_s, limit.fma_gflop_s);
     for (int i = 0; i < N_OPS; i++)
       for (int j = 0; wants(want.op, OPS[i]->name) && j < MAX_BENCH && OPS[i]->bench[j].rows; j++)
-        bench_shape(OPS[i], &OPS[i]->bench[j], RM_BF16, threads, limit);
+        bench_shape(OPS[i], &OPS[i]->bench[j], RM_BF16, setting, limit);
   }
   return 0;
 }
 
 // ----------------------------------------------------------------------------------- command line
-static int usage(const char *word) {
-  fprintf(stderr,
-          "checkops: %.40s is not an option, or its value is missing or not known; the head of "
-          "tests/support/native/checkops/main.c lists them\n",
-          word);
-  return OPTION_REFUSED;
-}
-
 static int known_op(const char *name) {
   for (int i = 0; i < N_OPS; i++)
     if (strcmp(OPS[i]->name, name) == 0) return 1;
@@ -421,8 +439,8 @@ static int known_op(const char *name) {
 }
 
 static int known_isa(const char *name) {
-  for (rm_isa isa = RM_ISA_REF; isa < RM_N_ISA; isa++)
-    if (strcmp(rm_isa_name(isa), name) == 0) return 1;
+  for (int i = 0; i < n_variants; i++)
+    if (strcmp(variants[i].name, name) == 0) return 1;
   return 0;
 }
 
@@ -430,11 +448,8 @@ static int parse(int argc, char **argv) {
   const struct {
     const char *name;
     int *flag;
-  } flags[] = {{"--bench", &want.bench},
-               {"--list", &want.list},
-               {"--small", &want.small},
-               {"--heap", &want.heap},
-               {"--plant", &want.plant}};
+  } flags[] = {{"--bench", &want.bench}, {"--list", &want.list},   {"--small", &want.small},
+               {"--heap", &want.heap},   {"--plant", &want.plant}, {"--touch", &want.touch}};
   for (int i = 1; i < argc; i++) {
     const char *word = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
     int known = strcmp(word, "--quick") == 0;
@@ -455,40 +470,32 @@ static int parse(int argc, char **argv) {
       want.one_trial = 1, want.trial = option_bits("trial", value);
     else return usage(word);
   }
-  return 0;
+  return want.heap && check_device.is_gpu ? usage("--heap on this device") : 0;
 }
 
 static int list(void) {
   for (int i = 0; i < N_OPS; i++) printf("op %s\n", OPS[i]->name);
-  for (rm_isa isa = RM_ISA_REF; isa < RM_N_ISA; isa++)
-    printf("isa %s%s\n", rm_isa_name(isa), rm_kernels_for(isa) ? "" : " (not available here)");
+  for (int i = 0; i < n_variants; i++)
+    printf("isa %s%s\n", variants[i].name, variants[i].table ? "" : " (not available here)");
   return 0;
 }
 
 int main(int argc, char **argv) {
   want = (options){.trials = DEFAULT_TRIALS,
                    .seed = (uint64_t)(seconds_now() * 1e9) ^ (uint64_t)getpid() << 40};
+  n_variants = device_variants(variants);
   const int bad = parse(argc, argv);
   if (bad) return bad;
   if (want.list) return list();
-  if (!rm_kernels_for(RM_ISA_REF)) {
-    printf("the reference needs a processor with FMA\n");
-    return 3;
-  }
+  const int closed = device_open();
+  if (closed) return closed;
   signal(SIGSEGV, on_bad_access);
   signal(SIGBUS, on_bad_access);
   signal(SIGILL, on_bad_access);
-  rm_error err = RM_ERROR_INIT;
-  if (rm_team_create(THREAD_COUNTS, &team, &err)) {
-    fprintf(stderr, "checkops: %s\n", rm_error_message(&err));
-    rm_error_clear(&err);
-    return 2;
-  }
   setvbuf(stdout, NULL, _IOLBF, 0);
   if (!want.bench) printf("seed %" PRIu64 "\n", want.seed);
   const int status = want.bench ? bench() : check();
   trial_free(&current);
-  if (workspace) munmap(workspace, (size_t)(workspace_map + sysconf(_SC_PAGESIZE)));
-  rm_team_destroy(team);
+  device_close();
   return status;
 }

@@ -58,8 +58,8 @@ static void build_router(trial *t) {
                         .dtype = s->dtype};
   a->x = float_input(t, "x", s->dtype, s->rows * s->n, draw_kind(t, SPOILED));
   // Rows that are all the same give logits that are: the choice is by id alone.
-  a->w = packed_input(t, "w", s->dtype, s->n_experts, s->n, 1, 0, 0,
-                      s->option & MOE_EQUAL ? EQUAL : draw_kind(t, SPOILED));
+  const packing p = {.as = MATRICES, .n = 1, .rows = s->n_experts, .k = s->n};
+  a->w = packed_input(t, "w", s->dtype, p, s->option & MOE_EQUAL ? EQUAL : draw_kind(t, SPOILED));
   if (s->option & MOE_EQUAL) {
     char *w = (char *)(uintptr_t)a->w;
     for (int64_t e = 1; e < s->n_experts; e++)
@@ -265,9 +265,14 @@ static void call_combine(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
   k->combine(ctx, &t->args.combine);
 }
 
+static void draw_combine(trial *t) {
+  draw_moe(t);
+  if (check_device.is_gpu && one_in(t, 40)) t->s.top_k = 0;
+}
+
 const op_test op_combine = {.name = "combine",
                             .share = 30,
-                            .draw = draw_moe,
+                            .draw = draw_combine,
                             .build = build_combine,
                             .call = call_combine,
                             .bench = {{.rows = 512, .n = 2048, .n_experts = 128, .top_k = 8}}};

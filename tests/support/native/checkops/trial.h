@@ -12,6 +12,7 @@
 
 #include <stdint.h>
 
+#include "device.h"
 #include "kernels.h"
 
 enum { MAX_BUFFERS = 24, GUARD_BYTES = 192, OUT_GUARD = 0xA5, MAX_BENCH = 4 };
@@ -29,6 +30,14 @@ typedef struct shape {
 // Contents of a float buffer. NUMBERS and all values before it hold finite numbers only.
 typedef enum kind { PLAIN, HARD, EQUAL, TINY, VAST, SPOILED } kind;
 
+// Packed operands, each with `rows` rows of k elements; the next begins `stride` elements further.
+// GATE_UP: `rows` rows of each of the two. VALUES: pages of V, positions by head_dim.
+typedef enum packed_as { NOT_PACKED, MATRICES, GATE_UP, VALUES } packed_as;
+typedef struct packing {
+  packed_as as;
+  int64_t n, rows, k, stride;
+} packing;
+
 typedef struct buffer {
   const char *name;
   char *map; // of map_bytes, followed by an inaccessible page; grows, kept from trial to trial
@@ -39,6 +48,7 @@ typedef struct buffer {
   int elem_bytes, is_output;
   char *first, *want; // of an output: content before the call, content after the reference's
   int64_t image_bytes;
+  packing packed;
 } buffer;
 
 typedef struct trial {
@@ -46,6 +56,8 @@ typedef struct trial {
   int small, heap,
       // small: shapes that valgrind and emulators can afford; timed: a benchmark's, nothing guarded
       timed;
+  int is_aligned; // all buffers to 16 bytes, as kernels of a GPU prefer it
+  int is_relaid; // packed operands are in the layout of cuda_mma
   shape s;
   rm_limits limits; // exactly the trial's sizes, n_threads aside
   int64_t moved_bytes; // of a timed trial: what the call must read and write at least
@@ -80,7 +92,8 @@ typedef struct op_test {
   void (*draw)(trial *); // a random shape
   void (*build)(trial *); // buffers, args, limits from the shape
   void (*call)(const rm_kernels *, const rm_ctx *, trial *);
-  void (*plain)(trial *); // NULL: the oracle is the table of RM_ISA_REF
+  void (*plain)(trial *); // NULL: the oracle is the reference
+  int takes_passes; // a GPU's workspace may have room for fewer rows than the call has
   shape bench[MAX_BENCH]; // rows = 0 ends them
 } op_test;
 
@@ -99,6 +112,7 @@ int64_t pick(trial *t, const int64_t *of, int64_t n);
   pick(t, (const int64_t[]){__VA_ARGS__}, \
        (int64_t)(sizeof((const int64_t[]){__VA_ARGS__}) / sizeof(int64_t)))
 int64_t draw_width(trial *t, int64_t most); // ≥ 1, mostly around multiples of 16 and 32
+int64_t draw_depth(trial *t, int64_t most); // the same, of sums: a multiple of 8 if is_aligned
 int64_t draw_rows(trial *t, int64_t most); // ≥ 0
 rm_dtype draw_dtype(trial *t);
 kind draw_kind(trial *t, kind last); // PLAIN … last
@@ -114,19 +128,27 @@ void *float_input(trial *t, const char *name, rm_dtype dtype, int64_t elements, 
 // rows × k numbers with a row stride; what stands between rows is poison.
 void *strided_input(trial *t, const char *name, rm_dtype dtype, int64_t rows, int64_t k,
                     int64_t stride, kind what);
-// A packed matrix; row r of n stands at row r, or with `per_gate_up` at those of gate and up, each
-// filled for itself.
-void *packed_input(trial *t, const char *name, rm_dtype dtype, int64_t n, int64_t k,
-                   int64_t n_matrices, int64_t stride, int gate_up, kind what);
+// Packed matrices: those of MATRICES or GATE_UP, `rows` rows of k numbers; zeros as padding.
+void *packed_input(trial *t, const char *name, rm_dtype dtype, packing p, kind what);
+// Room for packed operands, whose content the caller fills in. counted: elements that the op
+// writes; −1: an input.
+void *packed_room(trial *t, const char *name, rm_dtype dtype, packing p, int64_t counted);
+int64_t packing_elements(packing p); // of all operands
+// The distance of rows or of packed operands; with is_larger it may be larger than it must be.
+int64_t draw_stride(trial *t, int64_t least, int is_larger);
 void fill(trial *t, rm_dtype dtype, void *p, int64_t n, kind what);
 uint32_t draw_float(trial *t, kind what); // bits of a float32
 
 void trial_begin(trial *t, uint64_t seed);
 void trial_seal(trial *t); // after build: images of outputs are taken, inputs become read-only
+// Repacks packed bf16 operands, and what is wanted of them, for cuda_mma. For this trial only.
+void trial_relay(trial *t);
 void trial_reset(trial *t); // outputs as they were
 void trial_keep(trial *t); // outputs are what is wanted
 const buffer *trial_differs(
     const trial *t,
     int64_t *byte); // NULL, or the first output that differs; byte of its room
 void trial_free(trial *t);
+// Memory for a workspace of `bytes`, a multiple of 64, with an inaccessible page behind it.
+char *trial_scratch(int64_t bytes);
 int64_t trial_elements(const trial *t);
