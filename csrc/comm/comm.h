@@ -76,8 +76,8 @@ rm_code rm_comm_gather(rm_comm *comm, rm_block mine, const rm_block recv[], rm_e
 // The endpoint's memory for the blocks of one call, [2][size]: to send, then to receive. A gather
 // fills the first half. A view.
 rm_block *rm_comm_blocks(rm_comm *comm);
-// Concatenates counts[r] rows of `bytes` bytes of each rank r in `out` on every rank. mine NULL: this
-// rank's rows are there already.
+// Concatenates counts[r] rows of `bytes` bytes of each rank r in `out` on every rank. mine NULL:
+// this rank's rows are there already.
 rm_code rm_comm_gather_rows(rm_comm *comm, const void *mine, void *out, const int64_t counts[],
                             size_t bytes, rm_error *err);
 // Concatenates `bytes` bytes of each rank in `out` on every rank.

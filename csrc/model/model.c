@@ -377,7 +377,7 @@ static rm_code gather_squares(const rm_pass *pass, const float **q, const float 
   if (rows) model->kernels->head_squares(&model->ctx, &args);
   *q = shard->comm ? model->all_squares : model->squares;
   *k = shard->comm ? k_all : k_part;
-  const int64_t n_new = rm_placement_dim(spec, here, RM_DIM_NEW_KV_HEADS).n;
+  const int64_t n_new = model->params->here[RM_DIM_NEW_KV_HEADS].n;
   const rm_code code = rm_shard_gather_part(shard, RM_DIM_HEADS, sizeof(float), model->squares,
                                             here->heads.n, model->all_squares, rows, pass->err);
   return code ? code

@@ -141,16 +141,15 @@ static void add(layout *l, rm_param p, size_t expert_bytes) {
 static void lay(layout *l, rm_layer_params *out, int layer, rm_param_kind first, int n) {
   rm_params *params = l->params;
   const rm_spec *spec = params->spec;
-  const rm_placement *here = &params->placement;
   const int tied = spec->tie_word_embeddings, is_vector = rm_kinds[first].cols == RM_DIM_ONE;
   const int plain =
       is_vector || (params->plain && rm_kind_is_dense(first)) || (first == RM_P_EMBED && !tied);
   const int gated = n == 2 && !plain;
   const rm_dtype dtype = first == RM_P_ROUTER_BIAS ? RM_F32 : params->dtype;
-  const int64_t cols = rm_dim_size(params, rm_kinds[first].cols),
-                copies = first >= RM_P_EXPERT_GATE ? here->experts.n : 1;
+  const int64_t cols = params->sizes[rm_kinds[first].cols],
+                copies = first >= RM_P_EXPERT_GATE ? params->placement.experts.n : 1;
   int64_t rows = 0, row0 = 0;
-  for (int i = 0; i < n; i++) rows += rm_placement_dim(spec, here, rm_kind_rows(spec, first + i)).n;
+  for (int i = 0; i < n; i++) rows += params->here[rm_kind_rows(spec, first + i)].n;
   if (gated) rows = rm_gate_up_rows(rows / 2);
   const int64_t each = plain ? rows * cols : rm_packed_elems(rows, cols);
   const rm_matrix matrix = first == RM_P_LM_HEAD && tied
@@ -158,7 +157,7 @@ static void lay(layout *l, rm_layer_params *out, int layer, rm_param_kind first,
                                : (rm_matrix){take(l, copies * each, dtype), copies * each, 0};
   for (int i = 0; i < n; i++) {
     const rm_param_kind kind = first + i;
-    const int64_t size = rm_dim_size(params, rm_kind_rows(spec, kind));
+    const int64_t size = params->sizes[rm_kind_rows(spec, kind)];
     const size_t elem = rm_dtype_bytes(dtype);
     out->of[kind] = matrix;
     out->of[kind].is_rest = i > 0;
@@ -177,7 +176,7 @@ static void lay(layout *l, rm_layer_params *out, int layer, rm_param_kind first,
                    .required = kind == RM_P_ROUTER_BIAS ? spec->router_bias
                                                         : kind != RM_P_LM_HEAD || !tied},
         (size_t)each * elem);
-    row0 += rm_placement_dim(spec, here, rm_kind_rows(spec, kind)).n;
+    row0 += params->here[rm_kind_rows(spec, kind)].n;
   }
 }
 
@@ -209,8 +208,12 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
   rm_params *params = rm_alloc(1, sizeof *params);
   if (!params) goto no_memory;
   params->spec = spec;
-  params->whole = rm_placement_whole(spec);
-  params->placement = placement ? *placement : params->whole;
+  const rm_placement whole = rm_placement_whole(spec);
+  params->placement = placement ? *placement : whole;
+  for (int dim = 0; dim < RM_N_DIM; dim++) {
+    params->here[dim] = rm_placement_dim(spec, &params->placement, dim);
+    params->sizes[dim] = rm_placement_dim(spec, &whole, dim).n;
+  }
   params->dtype = dtype;
   params->plain = plain;
   params->layers = rm_alloc((size_t)spec->n_layers, sizeof *params->layers);

@@ -48,7 +48,8 @@ typedef struct rm_layer_params {
 typedef struct rm_params {
   const rm_spec *spec; // view
   rm_placement placement; // what this rank holds
-  rm_placement whole; // what a single rank holds: the sizes of the model
+  rm_range here[RM_N_DIM]; // of each dim, what this rank holds
+  int64_t sizes[RM_N_DIM]; // of each dim, what a single rank holds
   rm_dtype dtype;
   // qkv, o, gate_up and down are plain rows, gate before up, for cuBLASLt (vendor_gemm.h).
   int plain;
@@ -79,10 +80,6 @@ rm_range rm_param_rows_of(const rm_params *params, const rm_placement *placement
 // The rows of a parameter on all ranks together; the elements of a vector.
 static inline int64_t rm_param_extent(const rm_param *param) {
   return param->n_dims == 1 ? param->cols : param->rows;
-}
-// The size of a dim on all ranks together.
-static inline int64_t rm_dim_size(const rm_params *params, rm_dim dim) {
-  return rm_placement_dim(params->spec, &params->whole, dim).n;
 }
 // Whether a kind is multiplied by a dense gemm, which cuBLASLt may compute.
 static inline int rm_kind_is_dense(rm_param_kind kind) {

@@ -60,8 +60,6 @@ rm_placement rm_placement_whole(const rm_spec *spec) {
 static rm_range scaled(rm_range r, int64_t by) { return (rm_range){r.first * by, r.n * by}; }
 
 rm_range rm_placement_dim(const rm_spec *spec, const rm_placement *p, rm_dim dim) {
-  // The first KV head of the rank's group also belongs to the previous rank.
-  const int64_t shared = p->heads.first % (spec->n_heads / spec->n_kv_heads) != 0;
   switch (dim) {
     case RM_DIM_ONE: return (rm_range){0, 1};
     case RM_DIM_HIDDEN: return (rm_range){0, spec->hidden_size};
@@ -76,9 +74,12 @@ rm_range rm_placement_dim(const rm_spec *spec, const rm_placement *p, rm_dim dim
     case RM_DIM_EXPERT_INNER: return p->expert_inner;
     case RM_DIM_EXPERT_OUT: return p->expert_hidden;
     case RM_DIM_HEADS: return p->heads;
-    case RM_DIM_NEW_KV_HEADS: return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};
+    case RM_DIM_NEW_KV_HEADS: {
+      const int64_t shared = p->heads.first % (spec->n_heads / spec->n_kv_heads) != 0;
+      return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};
+    }
+    default: return (rm_range){0, 0};
   }
-  return (rm_range){0, 0};
 }
 
 rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_dim dim) {

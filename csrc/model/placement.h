@@ -58,6 +58,7 @@ typedef enum rm_dim {
   // Only the first KV head can be shared with the previous rank.
   RM_DIM_HEADS,
   RM_DIM_NEW_KV_HEADS,
+  RM_N_DIM
 } rm_dim;
 
 // The range of a dim that the rank holds.

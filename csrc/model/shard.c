@@ -50,6 +50,7 @@ rm_code rm_shard_gather_part(rm_shard *shard, rm_dim dim, size_t elem, const voi
 
 rm_code rm_shard_gather_columns(rm_shard *shard, rm_dim dim, void *whole, int64_t rows,
                                 rm_error *err) {
+  if (!shard->comm) return RM_OK;
   const int64_t width = rm_shard_width(shard, dim);
   const char *mine =
       (char *)whole + (size_t)rm_shard_columns(shard, dim, shard->me).first * shard->elem;
@@ -58,9 +59,9 @@ rm_code rm_shard_gather_columns(rm_shard *shard, rm_dim dim, void *whole, int64_
 
 rm_code rm_shard_columns_to_rows(rm_shard *shard, rm_dim dim, const void *whole, void *home,
                                  int64_t rows, rm_error *err) {
+  if (!shard->comm) return RM_OK;
   const int64_t width = rm_shard_width(shard, dim);
   const rm_range here = {0, rm_shard_home(shard, rows).n};
-  if (!shard->comm) return RM_OK;
   rm_block *send = rm_comm_blocks(shard->comm), *recv = send + shard->size;
   for (int r = 0; r < shard->size; r++) {
     send[r] = block(whole, shard->elem, width, rm_shard_rows(shard, rows, r),

@@ -12,9 +12,8 @@
 #include <assert.h>
 #include <string.h>
 
-#include "base/checked.h"
+#include "base/fields.h"
 #include "base/hash.h"
-#include "base/memory.h"
 #include "scheduler/list.h"
 
 typedef struct rm_page {
@@ -29,6 +28,7 @@ typedef struct rm_page {
 
 struct rm_kv_cache {
   rm_kv_options options;
+  void *block; // owned: the arrays below
   rm_page *pages; // [n_pages]
   int32_t *tokens; // [n_pages][page_size] of indexed pages
   float *logprobs; // [n_pages][page_size]
@@ -62,36 +62,31 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
   if (!cache) return rm_no_memory(err, "the table of KV pages", 0);
   cache->options = *options;
   rm_list_init(&cache->cached);
-  const size_t n = (size_t)options->n_pages, size = (size_t)options->page_size;
-  size_t routed;
+  const size_t n = (size_t)options->n_pages, size = (size_t)options->page_size,
+               routed = (size_t)options->routed_per_token;
   for (cache->n_buckets = 1; cache->n_buckets < 2 * n; cache->n_buckets *= 2) continue;
-  cache->pages = rm_alloc(n, sizeof *cache->pages);
-  cache->tokens = rm_alloc(n, size * sizeof *cache->tokens);
-  cache->logprobs = rm_alloc(n, size * sizeof *cache->logprobs);
-  cache->buckets = rm_alloc(cache->n_buckets, sizeof *cache->buckets);
-  cache->writes = rm_alloc(2 * n, sizeof *cache->writes);
-  int ok = cache->pages && cache->tokens && cache->logprobs && cache->buckets && cache->writes;
-  if (ok && options->routed_per_token) {
-    ok = rm_mul_size(size * sizeof *cache->routed, (size_t)options->routed_per_token, &routed);
-    if (ok) ok = (cache->routed = rm_alloc(n, routed)) != NULL;
-  }
-  if (!ok) {
+  const rm_field fields[] = {
+      {&cache->pages, n, sizeof *cache->pages},
+      {&cache->tokens, n, size * sizeof *cache->tokens},
+      {&cache->logprobs, n, size * sizeof *cache->logprobs},
+      {&cache->routed, routed ? n * size : 0, routed * sizeof *cache->routed},
+      {&cache->buckets, cache->n_buckets, sizeof *cache->buckets},
+      {&cache->writes, 2 * n, sizeof *cache->writes},
+  };
+  const size_t n_fields = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n_fields);
+  cache->block = bytes ? rm_alloc(1, bytes) : NULL;
+  if (!cache->block) {
     rm_kv_destroy(cache);
-    return rm_no_memory(err, "the records of KV pages",
-                        n * rm_kv_record_bytes(options->page_size, options->routed_per_token));
+    return rm_no_memory(err, "the records of KV pages", bytes);
   }
+  rm_fields_place(fields, n_fields, cache->block, bytes);
   *out = cache;
   return RM_OK;
 }
 
 void rm_kv_destroy(rm_kv_cache *cache) {
   if (!cache) return;
-  rm_free(cache->pages);
-  rm_free(cache->tokens);
-  rm_free(cache->logprobs);
-  rm_free(cache->routed);
-  rm_free(cache->buckets);
-  rm_free(cache->writes);
+  rm_free(cache->block);
   rm_free(cache);
 }
 

@@ -1,5 +1,5 @@
-// names.c: the spellings of names. A family's own names and those of Hugging Face checkpoints are in
-// the spec and in rm_kinds; the table below has one line for each other spelling: a pattern, in
+// names.c: the spellings of names. A family's own names and those of Hugging Face checkpoints are
+// in the spec and in rm_kinds; the table below has one line for each other spelling: a pattern, in
 // which # is the expert, and what the tensor contains. Before matching, the prefixes of module
 // wrappers (torch.compile, DDP, FSDP, activation checkpointing), leading "model." and the layer are
 // removed, so one line matches the checkpoint, the bare module and the wrapped one. Regular

@@ -33,7 +33,8 @@ static rm_code take_home(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   return rm_rank_wait(moe->rank, device, RM_WAIT_QUEUE, err);
 }
 
-// Copies n bytes of the dispatcher's to the stage and on to the device. Returns their address there.
+// Copies n bytes of the dispatcher's to the stage and on to the device. Returns their address
+// there.
 static void *to_device(rm_moe *moe, void *stage, const void *from, size_t n) {
   memcpy(stage, from, n);
   rm_mirrored_copy_to_device(&moe->stage.mirrored, stage, n);

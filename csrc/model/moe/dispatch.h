@@ -7,8 +7,8 @@
 //   back   rows by expert, on the experts' ranks → rows by choice, on the home rank, sorted by
 //          expert; plan->place is their index
 //
-// The two backends (model/rank.h) send different bytes and give the same rows. One expert's rows are
-// ordered by rank, then row:
+// The two backends (model/rank.h) send different bytes and give the same rows. One expert's rows
+// are ordered by rank, then row:
 //
 //   alltoall                  each row goes to the ranks of its experts, once for each choice
 //   allgather_reducescatter   all rows and ids go to all ranks, and each rank picks the rows for

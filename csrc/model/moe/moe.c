@@ -16,7 +16,8 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
                       int64_t static_rows, rm_error *err) {
   const rm_mesh *mesh = &rank->mesh;
   const rm_peers peers = rm_mesh_peers(mesh, rank->index, RM_AXIS_EP);
-  *moe = (rm_moe){.spec = params->spec,
+  *moe = (rm_moe){.params = params,
+                  .spec = params->spec,
                   .here = &params->placement,
                   .device = device,
                   .kernels = device->kernels,
@@ -105,14 +106,13 @@ void rm_moe_route(rm_moe *moe, const rm_moe_rows *at, int32_t *ids) {
 
 static rm_gemm_args grouped(const rm_moe *moe, const rm_moe_rows *at, rm_param_kind kind,
                             const int32_t *group_rows, int64_t m) {
-  const rm_range columns = rm_placement_dim(moe->spec, moe->here, rm_kinds[kind].rows);
-  const int64_t k = rm_shard_width(moe->shard, rm_kinds[kind].cols);
+  const int64_t k = moe->params->sizes[rm_kinds[kind].cols];
   return (rm_gemm_args){.w = rm_weight(at->weights, at->layer, kind),
                         .group_rows = group_rows,
                         .n_groups = moe->here->experts.n,
                         .group_stride = at->layer->of[kind].elems / moe->here->experts.n,
                         .m = m,
-                        .n = columns.n,
+                        .n = moe->params->here[rm_kinds[kind].rows].n,
                         .k = k,
                         .ldx = k,
                         .activation = moe->spec->activation,

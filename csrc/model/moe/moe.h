@@ -60,7 +60,8 @@ typedef struct rm_moe_static {
 
 // Scratch of the block, sized for max_rows rows per step on every rank; every layer uses it.
 typedef struct rm_moe {
-  const rm_spec *spec; // view, like the next six
+  const rm_params *params; // view, like the next seven
+  const rm_spec *spec;
   const rm_placement *here;
   const rm_device *device;
   const rm_kernels *kernels; // the device's op table

@@ -100,7 +100,8 @@ void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]) {
 }
 
 // Computes the experts of x: [homes][pitch] rows, of which the first home_rows of each rank have
-// expert ids, rows of which are ids_pitch apart. Writes the outputs to `back`, [homes][pitch][each].
+// expert ids; those of two ranks are ids_pitch apart. Writes the outputs to `back`,
+// [homes][pitch][each].
 static rm_code compute(rm_moe *moe, const rm_moe_rows *at, const char *x, const int32_t *ids,
                        int64_t homes, int64_t home_rows, int64_t pitch, int64_t ids_pitch,
                        rm_error *err) {

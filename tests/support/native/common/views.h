@@ -1,5 +1,5 @@
-// views.h: the results of a request, copied from its group and sequences so that drivers can compare
-// them by one struct. Valid until the next step or release.
+// views.h: the results of a request, copied from its group and sequences so that drivers can
+// compare them by one struct. Valid until the next step or release.
 #pragma once
 
 #include "scheduler/scheduler.h"
