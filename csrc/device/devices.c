@@ -128,10 +128,13 @@ rm_code rm_mirrored_create(const rm_device *device, size_t bytes, const char *wh
   const rm_code code = rm_device_alloc(device, bytes, what, &there, err);
   if (code) return code;
   if (device->on_host) here = there;
-  else if (device->alloc_pinned(device->self, bytes, &here) != RM_DEVICE_OK) {
-    device->free(device->self, there, bytes);
-    return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes of %s: %s", bytes, what,
-                   device->message(device->self));
+  else {
+    const rm_device_status status = device->alloc_pinned(device->self, bytes, &here);
+    if (status != RM_DEVICE_OK) device->free(device->self, there, bytes);
+    if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err);
+    if (status != RM_DEVICE_OK)
+      return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes of %s: %s", bytes, what,
+                     device->message(device->self));
   }
   *out = (rm_mirrored_buffer){device, here, there, bytes};
   return RM_OK;

@@ -8,34 +8,30 @@
 #include "device/devices.h"
 #include "gpu/device_block.h"
 
-typedef struct run { // buffers of one direction
-  char *there, *here; // owned: [capacity] bytes of device memory, [capacity] of pinned memory
-} run;
-
 typedef struct staged {
   rm_comm *host; // view
   const rm_device *device; // view
   int rank, size;
   size_t capacity;
-  run out, in;
+  rm_mirrored_buffer out, in; // owned: [capacity] bytes for each direction
   rm_block *send, *recv; // [size] each, carved: blocks of the host exchange
   char **from, **to; // [size] each, carved: their bytes on the device
 } staged;
 
 // --------------------------------------------------------------------------------------- one call
 // The blocks of the host exchange: the bytes in pinned memory of what was placed on the device.
-static void place_here(const staged *s, const run *r, const rm_block blocks[], char *const at[],
-                       rm_block here[]) {
+static void place_here(const staged *s, const rm_mirrored_buffer *run, const rm_block blocks[],
+                       char *const at[], rm_block here[]) {
   for (int i = 0; i < s->size; i++) {
     const size_t bytes = at[i] ? rm_block_bytes(&blocks[i]) : 0;
-    here[i] = (rm_block){at[i] ? r->here + (at[i] - r->there) : r->here, bytes > 0, bytes, bytes};
+    here[i] = (rm_block){run->host + (at[i] ? at[i] - run->on_device : 0), bytes > 0, bytes, bytes};
   }
 }
 
 static rm_code copy_to_host(staged *s, const rm_block send[], size_t sent, rm_error *err) {
   rm_device_pack_all(s->device, send, s->size, s->from);
-  if (sent > 0) s->device->copy_to_host(s->device->self, s->out.here, s->out.there, sent);
-  // Also waits for the previous exchange's copy from s->in.here.
+  if (sent > 0) s->device->copy_to_host(s->device->self, s->out.host, s->out.on_device, sent);
+  // Also waits for the previous exchange's copy from s->in.host.
   return rm_device_wait(s->device, err);
 }
 
@@ -44,8 +40,8 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
   staged *s = self;
   (void)sequence; // the host group counts its own calls
   const size_t sent =
-      rm_device_place(send, s->size, s->rank, rm_is_one_block(op), 0, s->out.there, s->from);
-  const size_t received = rm_device_place(recv, s->size, s->rank, 0, 0, s->in.there, s->to);
+      rm_device_place(send, s->size, s->rank, rm_is_one_block(op), 0, s->out.on_device, s->from);
+  const size_t received = rm_device_place(recv, s->size, s->rank, 0, 0, s->in.on_device, s->to);
   const rm_block *from = &send[s->rank], *to = &recv[s->rank];
   const size_t own = rm_device_own_needs_run(from, to) ? rm_block_bytes(to) : 0;
   rm_code code = rm_device_check_room(op, "bytes", s->rank, s->capacity, sent > own ? sent : own,
@@ -60,9 +56,10 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
   rm_comm_set_epoch(s->host, epoch);
   rm_comm_set_timeout(s->host, timeout);
   if ((code = rm_comm_exchange(s->host, op, s->send, s->recv, err))) return code;
-  if (received > 0) s->device->copy_to_device(s->device->self, s->in.there, s->in.here, received);
+  if (received > 0)
+    s->device->copy_to_device(s->device->self, s->in.on_device, s->in.host, received);
   rm_device_unpack_all(s->device, recv, s->size, s->to);
-  rm_device_own(s->device, from, to, s->out.there);
+  rm_device_own(s->device, from, to, s->out.on_device);
   return RM_OK;
 }
 
@@ -73,36 +70,14 @@ static rm_code look(void *self, rm_error *err) {
 }
 
 // --------------------------------------------------------------------------------------- creation
-static void free_run(const rm_device *device, run *r, size_t bytes) {
-  if (r->there) device->free(device->self, r->there, bytes);
-  if (r->here) device->free_pinned(device->self, r->here, bytes);
-  *r = (run){0};
-}
-
 // Not called in a forked child, where device memory cannot be freed.
 static void leave(void *self) {
   staged *s = self;
-  free_run(s->device, &s->out, s->capacity);
-  free_run(s->device, &s->in, s->capacity);
+  rm_mirrored_destroy(&s->out);
+  rm_mirrored_destroy(&s->in);
 }
 
 static void destroy(void *self) { rm_free(self); }
-
-static rm_code make_run(const rm_device *device, run *r, size_t bytes, rm_error *err) {
-  void *there = NULL, *here = NULL;
-  const rm_code code = rm_device_alloc(device, bytes, "a buffer for exchanges", &there, err);
-  if (code) return code;
-  r->there = there;
-  const rm_device_status status = device->alloc_pinned(device->self, bytes, &here);
-  if (status == RM_DEVICE_OK) return r->here = here, RM_OK;
-  if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
-  return rm_fail(err, RM_E_MEMORY, "no host memory for a buffer for exchanges of %zu bytes", bytes);
-}
-
-static rm_code make_runs(staged *s, rm_error *err) {
-  const rm_code code = make_run(s->device, &s->out, s->capacity, err);
-  return code ? code : make_run(s->device, &s->in, s->capacity, err);
-}
 
 rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t capacity,
                               rm_comm **out, rm_error *err) {
@@ -129,7 +104,8 @@ rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t cap
                                   .check = look,
                                   .leave = leave,
                                   .destroy = destroy};
-  rm_code code = make_runs(s, err);
+  rm_code code = rm_mirrored_create(device, capacity, "a buffer for exchanges", &s->out, err);
+  if (!code) code = rm_mirrored_create(device, capacity, "a buffer for exchanges", &s->in, err);
   if (!code) code = rm_comm_create(&transport, rank, size, out, err);
   if (!code) rm_comm_set_timeout(*out, rm_comm_timeout(host));
   if (code) {

@@ -311,7 +311,7 @@ REFUSED = [
         {"ROLLMESH_SIMT_MEMORY": "4096"},
         {},
         rm.CapacityError,
-        r"cuda:\d has no memory for two exchange buffers of \d+ bytes",
+        r"a buffer for exchanges takes \d+\.\d\d [KM]iB and cuda:\d has",
     ),
     (
         {"ROLLMESH_SIMT_MEMORY": "300000"},

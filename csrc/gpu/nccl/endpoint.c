@@ -337,13 +337,10 @@ void rm_nccl_leave(void *self) {
   rm_nccl_endpoint *end = self;
   destroy_comm(end);
   join_aborter(end);
-  if (end->out) end->device->free(end->device->self, end->out, end->capacity);
-  if (end->in) end->device->free(end->device->self, end->in, end->capacity);
-  if (end->words) end->device->free(end->device->self, end->words, rm_nccl_words_bytes(end));
-  if (end->host_words)
-    end->device->free_pinned(end->device->self, end->host_words, rm_nccl_words_bytes(end));
+  rm_device_free(end->device, end->out, end->capacity);
+  rm_device_free(end->device, end->in, end->capacity);
+  rm_mirrored_destroy(&end->words);
   end->out = end->in = NULL;
-  end->words = end->host_words = NULL;
 }
 
 void rm_nccl_destroy(void *self) {

@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include "comm/comm.h"
+#include "device/devices.h"
 #include "gpu/nccl/library.h"
 
 typedef struct rm_nccl_endpoint { // the transport's self
@@ -15,10 +16,9 @@ typedef struct rm_nccl_endpoint { // the transport's self
   size_t capacity;
   double timeout; // seconds, for leaving the group
   char *out, *in; // owned: [capacity] of device memory each, for strided blocks
-  // Owned: buffers of the first test, [3 · size] on the device and on the host. They are freed only
-  // with the endpoint: cudaFree waits for the device, whose queue may hold a kernel of another
-  // group that waits for this rank.
-  uint64_t *words, *host_words;
+  // Owned: [3 · size] words of the first test. They are freed only with the endpoint: cudaFree waits
+  // for the device, whose queue may hold a kernel of another group that waits for this rank.
+  rm_mirrored_buffer words;
   char **from, **to; // [size] each, carved: addresses of a call's bytes for each rank
   // Held for microseconds only, since the communicator is non-blocking, also when another thread
   // aborts. Held from ncclGroupStart to ncclGroupEnd, so that no other call of this communicator
@@ -29,9 +29,6 @@ typedef struct rm_nccl_endpoint { // the transport's self
   int has_aborter;
 } rm_nccl_endpoint;
 
-static inline size_t rm_nccl_words_bytes(const rm_nccl_endpoint *end) {
-  return 3 * (size_t)end->size * sizeof *end->words;
-}
 // Flags of error handling. ABORTS_HOST: abort the host group too. CREATING: during creation, where
 // invalid arguments are RM_E_CONFIG.
 enum { RM_NCCL_ABORTS_HOST = 1, RM_NCCL_CREATING = 2 };

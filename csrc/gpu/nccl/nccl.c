@@ -29,27 +29,18 @@ static uint64_t digest_of(const char *name) {
 }
 
 // ---------------------------------------------------------------------------- comparing the ranks
-static rm_code map_run(const rm_nccl_endpoint *end, char **out, rm_error *err) {
-  void *block = NULL;
-  const rm_device *device = end->device;
-  if (!end->capacity) return RM_OK;
-  const rm_device_status status = device->alloc(device->self, end->capacity, &block);
-  if (status == RM_DEVICE_OK) *out = block;
-  if (status == RM_DEVICE_OK) return RM_OK;
-  if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
-  return rm_fail(err, RM_E_CAPACITY, "%s has no memory for two exchange buffers of %zu bytes",
-                 device->name, end->capacity);
-}
-
 static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, hello *mine,
                        rm_error *err) {
   const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  void *out = NULL, *in = NULL;
   if (options->capacity > INT64_MAX)
     return rm_fail(err, RM_E_CONFIG, "capacity: expected less than 2^63 bytes, got %zu",
                    options->capacity);
   rm_code code = rm_nccl_load(options->library, &end->api, err);
-  if (!code) code = map_run(end, &end->out, err);
-  if (!code) code = map_run(end, &end->in, err);
+  for (int i = 0; i < 2 && end->capacity && !code; i++)
+    code =
+        rm_device_alloc(end->device, end->capacity, "a buffer for exchanges", i ? &in : &out, err);
+  end->out = out, end->in = in;
   if (code) return code;
   mine->version = end->api.version;
   mine->gpu = digest_of(options->gpu);
@@ -180,18 +171,11 @@ static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *
 }
 
 static rm_code test_group(rm_nccl_endpoint *end, double timeout, rm_comm *comm, rm_error *err) {
-  const rm_device *device = end->device;
-  const size_t bytes = rm_nccl_words_bytes(end);
-  void *there = NULL, *here = NULL;
-  rm_code code;
-  const int has_both = device->alloc(device->self, bytes, &there) == RM_DEVICE_OK &&
-                       device->alloc_pinned(device->self, bytes, &here) == RM_DEVICE_OK;
-  end->words = there;
-  end->host_words = here;
-  if (!has_both)
-    code = rm_fail(err, RM_E_CAPACITY, "%s has no memory for %zu bytes: %s", device->name, bytes,
-                   device->message(device->self));
-  else code = exchange_words(end, there, here, timeout, comm, err);
+  rm_code code = rm_mirrored_create(end->device, 3 * (size_t)end->size * sizeof(uint64_t),
+                                    "the test of a group", &end->words, err);
+  if (!code)
+    code = exchange_words(end, (uint64_t *)end->words.on_device, (uint64_t *)end->words.host,
+                          timeout, comm, err);
   if (!code) code = rm_comm_barrier(end->host, err); // usable only if all ranks have succeeded
   if (code) rm_nccl_abort(end, code);
   return code;
