@@ -269,7 +269,9 @@ def test_an_open_set_is_dropped(make: Make) -> None:
     for mode in ("staged", "inplace"):
         pushed = generator.begin_sync(mode=mode, cast=True)
         generator.sleep(keep_weights=True)
-        with pytest.raises(rm.StateError, match="this sync is closed: a part was put to sleep"):
+        with pytest.raises(
+            rm.StateError, match="this sync is closed: the weights were put to sleep"
+        ):
             pushed.push("model.norm.weight", helpers.numpy_state_dict(MOE)["model.norm.weight"])
         generator.wake()
         assert of_version(generator) == before
@@ -326,7 +328,7 @@ def test_no_room_in_the_host(make: Make, library: Path, changes: dict[str, Any])
             generator.sleep(keep_weights=True)
             break
         except MemoryError as error:
-            assert "no host memory for the" in str(error)  # noqa: PT017
+            assert "for the weights on the host, got none" in str(error)  # noqa: PT017
         finally:
             _core.memory_fail_at(0)
         refused += 1

@@ -67,9 +67,13 @@ class Scores:
 
     def mean(self) -> float | None:
         """Returns the mean reward of the judged completions, or None if all are unjudged."""
-        return float(np.mean(judged)) if (judged := self.judged()) else None
+        return float(np.mean(judged)) if (judged := self._judged()) else None
 
-    def judged(self) -> list[float]:
+    def std(self) -> float | None:
+        """Returns the standard deviation of the judged rewards, or None if all are unjudged."""
+        return float(np.std(judged)) if (judged := self._judged()) else None
+
+    def _judged(self) -> list[float]:
         return [number for number in self.total if not math.isnan(number)]
 
     def take(self, indices: Sequence[int]) -> Scores:
@@ -89,10 +93,10 @@ class Scores:
 
 
 def step_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
-    completions, num_tokens, judged = rollout.completions, rollout.num_tokens, scores.judged()
+    completions, num_tokens = rollout.completions, rollout.num_tokens
     return {
         "reward_mean": scores.mean(),
-        "reward_std": float(np.std(judged)) if judged else None,
+        "reward_std": scores.std(),
         "unjudged_share": float(np.isnan(scores.total).mean()),
         "tokens": num_tokens,
         "tokens_per_s": num_tokens / rollout.seconds,
