@@ -37,7 +37,7 @@ rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *e
 rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t rank);
 // The placement of a single rank, which holds everything.
 rm_placement rm_placement_whole(const rm_spec *spec);
-// What the rows or the columns of a parameter are. A range of rows is in rows, also of q, k and v.
+// The meaning of a parameter's rows or columns. A range is counted in rows, for q, k and v too.
 typedef enum rm_dim {
   // Whole on every rank.
   RM_DIM_ONE,
@@ -51,7 +51,7 @@ typedef enum rm_dim {
   RM_DIM_OUT, // hidden elements that o_proj or down_proj computes
   RM_DIM_INNER,
   RM_DIM_SHARED_INNER,
-  // Of one expert, which ranks hold as the placement's `experts` says.
+  // Parts of one expert. The placement's `experts` selects the ranks that hold it.
   RM_DIM_EXPERT_INNER,
   RM_DIM_EXPERT_OUT,
   // Not of parameters: heads, and KV heads without those that a lower rank of the tp group holds.

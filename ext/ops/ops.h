@@ -57,7 +57,7 @@ typedef union rm_op_args {
   RM_OPS(RM_OP_ARGS)
 } rm_op_args;
 
-// Values of a call that no argument struct has: sizes, and the columns of rm_sample_params.
+// Values of a call outside its argument struct: sizes, and the columns of rm_sample_params.
 typedef struct rm_op_sizes {
   int64_t x_rows, width, elems, k_elems, v_elems, q_width, k_width, both, n_blocks, n_banned, two;
   int64_t bounds, choices, n_pages, n_positions, half;

@@ -8,7 +8,7 @@
 Everything but the errors is imported on first use, so that `rollmesh --help` needs neither NumPy
 nor the extension. `rollmesh.ops` has the engine's operations over NumPy arrays, `rollmesh.sources`
 weights from folders and shared memory, `rollmesh.torch` a trainer whose forward pass is the
-generator's (needs torch). The training loop, `rollmesh.grpo`, is a package of its own and needs the
+generator's (needs torch). The training loop, `rollmesh.grpo`, is a separate package and needs the
 `train` extra.
 """
 

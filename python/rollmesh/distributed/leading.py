@@ -142,7 +142,7 @@ class LedEngine(PeerEngine):
                 result = function()
             except Exception as error:  # noqa: BLE001 (raised once the other ranks know)
                 failure = error
-            # After a mismatch no rank is in the call.
+            # After a mismatch all ranks have left the call.
             if not (self.is_followed or isinstance(failure, CollectiveMismatchError)):
                 end = [result, failure, getattr(failure, "outputs", None)]
                 with suppress(*(() if failure is None else ENDED)):

@@ -33,7 +33,7 @@ class Lead(Enum):
 
     QUEUED = auto()  # rank 0 sends it with its next message
     COLLECTIVE = auto()  # the ranks exchange messages in it: rank 0 sends it before it runs
-    EVERY_RANK = auto()  # the same, but every rank makes it by itself
+    EVERY_RANK = auto()  # as COLLECTIVE, but every rank calls it and rank 0 sends nothing
 
 
 def led(kind: Lead) -> Callable[[F], F]:
@@ -61,7 +61,7 @@ class RankEngine:
     def __init__(self, engine: _core.Engine):
         self._engine = engine
         self.paused = False
-        # Requests that other ranks compute → their results, None until they are finished.
+        # Requests computed by other ranks → their results, None until they are finished.
         self.foreign: dict[int, Any] = {}
 
     def __getattr__(self, name: str) -> Any:

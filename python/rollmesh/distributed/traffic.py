@@ -79,7 +79,7 @@ class Step(NamedTuple):
         return (self.rows * self.hidden - self.kept("hidden")) * self.elem
 
     def kept(self, cut: str) -> int:
-        """Returns the elements that the ranks of a replica compute of their own home rows. cut: the
+        """Returns the number of elements of its home rows that a replica computes. cut: the
         field of Placement that divides the columns."""
         mesh = self.mesh
         ranks = placements(self.spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]

@@ -395,7 +395,7 @@ def _rope_from_dict(values: Any, head_dim: int, max_positions: int) -> _rope.Rop
 
 
 def _check_layers(spec: ModelSpec) -> None:
-    """Checks that no size is given for a kind of layer that the model does not have."""
+    """Refuses sizes of a kind of layer that the model lacks."""
     for key, is_needed in {
         "intermediate_size": not all(spec.is_moe_layer),
         "num_experts": any(spec.is_moe_layer),

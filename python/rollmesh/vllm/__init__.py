@@ -82,8 +82,8 @@ def refuse() -> None:
 
 
 def register() -> None:
-    """Entry point of vllm.general_plugins: checks the environment. Nothing is registered, since the
-    worker itself handles the weight transfer backend "rollmesh"."""
+    """Entry point of vllm.general_plugins: checks the environment. The worker itself handles
+    the weight transfer backend "rollmesh"."""
     if not asked_for():
         return
     check_version()

@@ -129,7 +129,7 @@ def check(vllm_config: Any) -> None:
 
 
 def _at(vllm_config: Any, path: str) -> Any:
-    """Returns the attribute at a path, or None if the path has a None or ends early."""
+    """Returns the attribute at a path, or None if an attribute on the way is None."""
     value = vllm_config
     for name in path.split("."):
         value = getattr(value, name, None)

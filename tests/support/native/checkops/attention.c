@@ -223,7 +223,7 @@ const op_test op_qk_rope_kv = {.name = "qk_rope_kv",
 // -------------------------------------------------------------------------------------- attention
 enum { ATTEND_PREFILL = 1, ATTEND_MIXED = 2 };
 
-// What only a GPU's kernels tell apart: whole tiles of rows, splits of a bf16 context, rows of
+// Cases that only the kernels of GPUs tell apart: whole tiles of rows, splits of a bf16 context, rows of
 // sequences in turn, heads of several launches, a page longer than a split; and no heads, which
 // only a GPU takes.
 static void draw_long_attention(trial *t) {

@@ -96,7 +96,7 @@ static void say_where(const op_test *op, const char *isa, const char *setting) {
                           want.small ? " --small" : "", want.heap ? " --heap" : "");
 }
 
-// What the simulated device prints with a fault.
+// Text that the simulated device prints with a fault.
 const char *simt_where(void) { return where; }
 
 static void on_bad_access(int signal) {

@@ -178,7 +178,7 @@ static void build_pack(trial *t) {
   output(t, "digest, nonfinite_index, diff_index", 3, sizeof(uint64_t));
 }
 
-// What pack finds is the last output, where a GPU writes it.
+// The findings of pack are the last output, written by the GPU.
 static void *found_of(const trial *t) { return t->buffers[t->n_buffers - 1].data; }
 
 static void report(trial *t) {
