@@ -155,9 +155,9 @@ static void check_tables(rm_op_call *c) {
     if (last / a->page_size >= a->max_pages)
       rm_op_refuse(c, RM_E_REQUEST, "a position", last, "less than", a->max_pages * a->page_size);
     if (!c->failed)
-      rm_op_in_range(c, "block_tables",
-                     a->block_tables + seqs[r] * a->max_pages + first / a->page_size,
-                     last / a->page_size - first / a->page_size + 1, 0, c->s.n_pages);
+      rm_op_in_range_from(c, "block_tables", a->block_tables,
+                          seqs[r] * a->max_pages + first / a->page_size,
+                          last / a->page_size - first / a->page_size + 1, 0, c->s.n_pages);
   }
 }
 

@@ -251,8 +251,13 @@ void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const
 
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low,
                     int64_t high) {
+  rm_op_in_range_from(c, name, a, 0, n, low, high);
+}
+
+void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t first,
+                         int64_t n, int64_t low, int64_t high) {
   a = rm_op_seen(c, a);
-  for (int64_t i = 0; a && i < n && !c->failed; i++)
+  for (int64_t i = first; a && i < first + n && !c->failed; i++)
     if (a[i] < low || a[i] >= high)
       rm_op_raise(c, RM_E_REQUEST, "%s: expected values in [%lld, %lld), got %d at index %lld",
                   name, (long long)low, (long long)high, (int)a[i], (long long)i);

@@ -230,9 +230,11 @@ float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low);
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit);
-// Check that all a[i] are in [low, high).
+// Check that all a[i] are in [low, high), for i from 0 or from `first` on.
 void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low,
                     int64_t high);
+void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t first,
+                         int64_t n, int64_t low, int64_t high);
 int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b); // 0 after an error
 int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n,
                            int64_t k); // rm_packed_elems, checked
