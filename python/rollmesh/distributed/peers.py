@@ -102,6 +102,7 @@ class PeerEngine(RankEngine):
         self._comm.abort()
 
     def lead(self, kind: Lead, name: str, args: tuple[Any, ...], run: Callable[[], T]) -> T:
+        """Runs an operation of `led`."""
         try:
             return run()
         except BaseException as error:

@@ -43,9 +43,10 @@ def led(kind: Lead) -> Callable[[F], F]:
     def mark(method: F) -> F:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.engine.lead(
-                kind, method.__name__, args, lambda: method(self, *args, **kwargs)
-            )
+            engine = self.engine
+            if not engine.has_peers:
+                return method(self, *args, **kwargs)
+            return engine.lead(kind, method.__name__, args, lambda: method(self, *args, **kwargs))
 
         return cast(F, call)
 
@@ -71,10 +72,8 @@ class RankEngine:
     def engine(self) -> RankEngine:
         return self
 
-    def lead(self, kind: Lead, name: str, args: tuple[Any, ...], run: Callable[[], T]) -> T:
-        """Runs an operation of `led`."""
-        del kind, name, args
-        return run()
+    def finished(self) -> set[int]:
+        return self._engine.finished()
 
     def all_gather(self, call: str, value: Any = None, error: Exception | None = None) -> list[Any]:
         """Returns every rank's value once all ranks have reached this point. error: this rank's
