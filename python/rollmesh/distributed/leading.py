@@ -272,7 +272,12 @@ class LedEngine(PeerEngine):
             raise
         except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
             fault = error
-        everyone = self.all_gather("a step", [rows, fault, self._results(result_of)])
+        results = self._results(result_of)
+        value = rows if fault is None and not results else [rows, fault, results]
+        everyone = [
+            [its, None, []] if isinstance(its, int) else its
+            for its in self.all_gather("a step", value)
+        ]
         for number, result in (entry for _, _, results in everyone for entry in results):
             if number in self.foreign:
                 self.foreign[number] = result

@@ -32,10 +32,33 @@ from rollmesh.runtime.engine_views import CONTRACT_VERSION
 from rollmesh.runtime.messages import reason
 
 T = TypeVar("T")
-# A push of begin_sync that succeeded is an empty message.
 PUSHES = "begin_sync"
-PUSHED: list[Any] = [PUSHES, "push", None, False]
 FOLLOW = "follow()"  # the call of a rank that makes every call of rank 0
+A_STEP: list[Any] = [[["step", [], None]], None]  # rank 0 sends a step alone
+WORDS = {"none": None, "push": "push", "step": A_STEP}  # words for frequent values
+
+
+def _pack(call: str, value: Any, why: str | None, leads: bool) -> bytes:
+    """Returns a message. Frequent ones have a short form, because serialising a value takes longer
+    than a step of a small model: a word or an integer, then the call. Others begin with a colon."""
+    word = None
+    if leads:
+        word = "step" if value == A_STEP else None
+    elif value is None:
+        word = "none"
+    elif type(value) is int or (type(value) is str and value == "push"):
+        word = str(value)
+    if word is None or why is not None:
+        return b":" + encode([call, value, why, leads])
+    return f"{word} {call}".encode("utf-8", "surrogatepass")
+
+
+def _unpack(message: bytes) -> list[Any]:
+    """Returns the call, the value, the reason and whether rank 0 leads."""
+    if message.startswith(b":"):
+        return list(decode(message[1:]))
+    word, _, call = message.decode("utf-8", "surrogatepass").partition(" ")
+    return [call, WORDS[word] if word in WORDS else int(word), None, word == "step"]
 
 
 class PeerEngine(RankEngine):
@@ -63,9 +86,7 @@ class PeerEngine(RankEngine):
     ) -> list[tuple[Any, str | None, bool]]:
         """Returns every rank's value and `why`, and whether the rank is in follow(), which is
         allowed if rank 0 decides what the ranks do (`leads`)."""
-        message = [call, value, why, leads]
-        parts = self.control.all_gather(b"" if message == PUSHED else encode(message))
-        everyone = [decode(part) if part else PUSHED for part in parts]
+        everyone = list(map(_unpack, self.control.all_gather(_pack(call, value, why, leads))))
         first, _, _, leads = everyone[0]
         for rank, (its, *_) in enumerate(everyone):
             if its != first and not (leads and its == FOLLOW):
