@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollmesh as rm
+from rollmesh.distributed.peers import A_STEP, PUSHES, _pack, _unpack
 from rollmesh.distributed.wire import decode, encode
 from rollmesh.errors import FormatError
 from rollmesh.weights.transport.tensors import BF16
@@ -258,3 +259,35 @@ def test_a_name_is_not_looked_up() -> None:
     for name in ("SystemExit", "__class__", "annotations", "Error.__base__"):
         got = decode(message({"kind": "error", "name": name, "message": "x"}))
         assert type(got) is rm.Error
+
+
+@pytest.mark.parametrize(
+    "value, why, leads, is_short",
+    [
+        (None, None, False, True),
+        (0, None, False, True),
+        (-7, None, False, True),
+        ("push", None, False, True),
+        (A_STEP, None, True, True),
+        (A_STEP, None, False, False),
+        (None, None, True, False),
+        (None, "a reason", False, False),
+        (True, None, False, False),
+        ("none", None, False, False),
+        ([["step", [1], None], None], None, True, False),
+    ],
+)
+def test_messages_of_ranks(value: Any, why: str | None, leads: bool, is_short: bool) -> None:
+    """Frequent messages have a short form, with any text as the call."""
+    for call in (PUSHES, "", "generate(prompts=['a b: \ud800 €'])"):
+        message = _pack(call, value, why, leads)
+        assert message.startswith(b":") is not is_short
+        got = _unpack(message)
+        assert got == [call, value, why, leads]
+        assert type(got[1]) is type(value)
+
+
+@pytest.mark.parametrize("message", [b"", b"x", b"steps a", b"1.5 a", b"\xff a", b":", b":x"])
+def test_bytes_that_no_rank_sends(message: bytes) -> None:
+    with pytest.raises(FormatError):
+        _unpack(message)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo_runs import DENSE, SMALL, whole  # noqa: F401
+from grpo_runs import DENSE, SMALL, command, whole  # noqa: F401
 from paths import ROOT
 
 import rollmesh as rm
@@ -280,18 +280,7 @@ def test_metrics_that_are_none_are_named(line: bytes, tmp_path: Path) -> None:
 def test_settings_that_nothing_can_hold_are_refused(
     changes: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(
-            [
-                "grpo",
-                str(DENSE),
-                "--out",
-                str(tmp_path / "out"),
-                *(word for c in changes for word in ("--set", c)),
-            ]
-        )
-        == 2
-    )
+    assert command(tmp_path / "out", changes) == 2
     assert f"rollmesh grpo: ConfigError: {message}" in capsys.readouterr().err
 
 

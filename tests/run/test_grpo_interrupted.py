@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo_runs import DENSE, SMALL, lines_of, run, state_of, whole  # noqa: F401
+from grpo_runs import DENSE, SMALL, command, lines_of, run, state_of, whole  # noqa: F401
 from paths import ROOT
 
 import rollmesh as rm
@@ -158,18 +158,7 @@ def test_neither_a_display_nor_a_picture_ends_a_run(
     with open(writer, "w", buffering=1) as gone, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", gone)
         sets = [*SMALL, "rollout.num_completions_to_print=2"]
-        assert (
-            main(
-                [
-                    "grpo",
-                    str(DENSE),
-                    "--out",
-                    str(tmp_path),
-                    *(word for c in sets for word in ("--set", c)),
-                ]
-            )
-            == 0
-        )
+        assert command(tmp_path, sets) == 0
     assert len(lines_of(tmp_path)) == 5
     said = capsys.readouterr().err
     assert "rollmesh grpo: the display stops: BrokenPipeError: " in said
@@ -221,18 +210,7 @@ def test_an_ascii_terminal_ends_no_command(tmp_path: Path, monkeypatch: pytest.M
     shown = io.BytesIO()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
-        assert (
-            main(
-                [
-                    "grpo",
-                    str(DENSE),
-                    "--out",
-                    str(tmp_path),
-                    *(word for c in SMALL for word in ("--set", c)),
-                ]
-            )
-            == 0
-        )
+        assert command(tmp_path, SMALL) == 0
         assert b"max |\\u0394logp| 0.0e+00" in shown.getvalue()
 
 
@@ -288,20 +266,7 @@ def test_weights_and_biases_gets_the_lines_of_the_metrics(
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     out = tmp_path / "a-run"
-    assert (
-        main(
-            [
-                "grpo",
-                str(DENSE),
-                "--out",
-                str(out),
-                "--wandb",
-                "a project",
-                *(word for c in SMALL for word in ("--set", c)),
-            ]
-        )
-        == 0
-    )
+    assert command(out, SMALL, "--wandb", "a project") == 0
     [file] = out.glob("wandb/offline-run-*/*.wandb")
     logged, names, axes = [], [], []
     deadline, records = time.monotonic() + 30, []

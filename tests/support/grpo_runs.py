@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ def run(
         loop.train(this, out, lambda line, _: show(line))
     finally:
         this.close()
+
+
+def command(out: Path, changes: Sequence[str] = SMALL, *options: str) -> int:
+    """Returns the exit status of `rollmesh grpo` on the dense model, run in this process."""
+    from rollmesh.cli import main
+
+    sets = [word for change in changes for word in ("--set", change)]
+    return main(["grpo", str(DENSE), "--out", str(out), *options, *sets])
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:

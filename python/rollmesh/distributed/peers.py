@@ -25,11 +25,12 @@ from rollmesh.distributed.wire import decode, encode
 from rollmesh.errors import (
     CollectiveMismatchError,
     Error,
+    FormatError,
     RankLostError,
     SyncAbortedError,
 )
 from rollmesh.runtime.engine_views import CONTRACT_VERSION
-from rollmesh.runtime.messages import reason
+from rollmesh.runtime.messages import reason, shown
 
 T = TypeVar("T")
 PUSHES = "begin_sync"
@@ -54,11 +55,15 @@ def _pack(call: str, value: Any, why: str | None, leads: bool) -> bytes:
 
 
 def _unpack(message: bytes) -> list[Any]:
-    """Returns the call, the value, the reason and whether rank 0 leads."""
+    """Returns the call, the value, the reason and whether rank 0 leads. Raises FormatError for
+    bytes that `_pack` did not make."""
     if message.startswith(b":"):
         return list(decode(message[1:]))
-    word, _, call = message.decode("utf-8", "surrogatepass").partition(" ")
-    return [call, WORDS[word] if word in WORDS else int(word), None, word == "step"]
+    try:
+        word, _, call = message.decode("utf-8", "surrogatepass").partition(" ")
+        return [call, WORDS[word] if word in WORDS else int(word), None, word == "step"]
+    except ValueError as error:
+        raise FormatError(f"expected a message of a rank, got {shown(message)}") from error
 
 
 class PeerEngine(RankEngine):

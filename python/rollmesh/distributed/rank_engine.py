@@ -62,7 +62,7 @@ class RankEngine:
     def __init__(self, engine: _core.Engine):
         self._engine = engine
         self.paused = False
-        # Requests computed by other ranks → their results, None until they are finished.
+        # Results of the requests that other ranks compute; None before they arrive.
         self.foreign: dict[int, Any] = {}
 
     def __getattr__(self, name: str) -> Any:

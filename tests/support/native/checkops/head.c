@@ -107,8 +107,8 @@ static const float *draw_pairs(trial *t) {
   const kind what = draw_kind(t, SPOILED);
   const int any = !t->timed && one_in(t, 3), spoiled = !t->timed && one_in(t, 2);
   float *pairs = float_input(t, "pairs", RM_F32, 2 * n, what);
-  // No block has a NaN as its maximum, and then the sum of an infinite one is a NaN. The CPU's
-  // variants agree beyond that.
+  // Contract of a GPU's kernels: a maximum is a number, and the sum of an infinite one is a NaN. The
+  // CPU's variants are equal for all other inputs too.
   for (int64_t i = 0; i < n && check_device.is_gpu; i++) {
     if (isnan(pairs[2 * i])) pairs[2 * i] = INFINITY;
     if (isinf(pairs[2 * i])) pairs[2 * i + 1] = NAN;
