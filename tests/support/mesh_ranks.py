@@ -166,10 +166,10 @@ class Rank:
         engine = self.generator._engine
         kept, count = getattr(engine, method), iter(range(calls + 1))
 
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **more: Any) -> Any:
             if next(count, calls + 1) == calls:
                 (do or self.end_itself)()
-            return kept(*args)
+            return kept(*args, **more)
 
         setattr(engine, method, counted)
 
@@ -385,7 +385,7 @@ def lost(rank: Rank) -> Any:
             file.write(repr(time.monotonic()))
         rank.end_itself()
 
-    method = {"sync": "sync_push", "commit": "sync_commit", "exchange": "_gather"}.get(
+    method = {"sync": "sync_push", "commit": "sync_commit", "exchange": "gather"}.get(
         where, "step"
     )
     rank.after(
@@ -400,7 +400,7 @@ def lost(rank: Rank) -> Any:
         while True:
             if where == "logits":
                 generator.logits(PROMPTS)
-            elif method in ("step", "_gather"):
+            elif method in ("step", "gather"):
                 generator.generate(PROMPTS, params, use_tqdm=False)
             else:
                 generator.sync_weights(rank.source(0.5), cast=True)
