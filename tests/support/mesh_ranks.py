@@ -385,9 +385,7 @@ def lost(rank: Rank) -> Any:
             file.write(repr(time.monotonic()))
         rank.end_itself()
 
-    method = {"sync": "sync_push", "commit": "sync_commit", "exchange": "gather"}.get(
-        where, "step"
-    )
+    method = {"sync": "sync_push", "commit": "sync_commit", "exchange": "gather"}.get(where, "step")
     rank.after(
         rank.job.get("calls", 3),
         method,

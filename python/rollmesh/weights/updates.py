@@ -47,9 +47,10 @@ class Weights:
         deadline: float | None = None,
         let_step: Callable[[float], None] | None = None,
     ) -> SyncReport:
-        """Copies and commits a whole set. let_step: lets requests take steps between the copies,
-        if all ranks are in this process and the set is staged. If ranks are processes, a rank that fails still iterates
-        over all entries, so that all ranks report their errors at the same points."""
+        """Copies and commits a whole set. If ranks are processes, a rank that fails still iterates
+        over all entries, so that all ranks report their errors at the same points. let_step: lets
+        requests take steps for some seconds. It is called between the copies of a staged set, if
+        all ranks are in this process."""
         engine = self.engine
         if engine.has_peers or options.mode == "inplace":
             let_step = None
