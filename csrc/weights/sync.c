@@ -344,7 +344,8 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   for (int64_t i = 0; i < target->n_pieces && !code; i++)
     compares |= tied_twin(store, target->pieces[i].param) >= 0 &&
                 !shares_copies(store, target->pieces[i].param, entry);
-  if (compares) code = run_tasks(store, INT64_MAX, err); // the values to compare with must be copied first
+  // The values to compare with must be copied first.
+  if (compares) code = run_tasks(store, INT64_MAX, err);
   for (int64_t i = 0; i < target->n_pieces && !code; i++)
     code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;

@@ -541,7 +541,8 @@ class Generator:
             )
         )
         try:
-            report = replace(self._loop.run(loan, deadline), pause_s=loan.pause_s)
+            report: SyncReport = self._loop.run(loan, deadline)
+            report = replace(report, pause_s=loan.pause_s)
         except UnexpectedKeyError as error:
             if any(part in str(error) for part in PEFT):
                 error.add_note(
