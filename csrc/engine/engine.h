@@ -147,9 +147,13 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draw
 // Steps may run while a staged sync is open. An in-place sync can begin only when all requests have
 // finished (RM_E_STATE), and steps are not possible until its commit.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
-// Each rank copies its shard. If one rank fails, the entries are undone on all ranks.
+// Begins a push; sync_copy copies the next `most` bytes of each rank's shard, or a little more.
+// *is_done: all ranks have copied all of it; the entries and their list are views until then. If one
+// rank fails, the push is undone on all ranks. Steps may run between two copies.
 rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
                             rm_error *err);
+rm_code rm_engine_sync_copy(rm_engine *engine, int64_t most, int *is_done, rm_error *err);
+void rm_engine_sync_undo(rm_engine *engine); // undoes the last push on all ranks here
 // report (optional): the bytes read by all ranks here, and the times of the slowest rank.
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report,
                               rm_error *err);

@@ -61,14 +61,35 @@ static rm_code await_tensors(rm_engine *engine, const rm_entry *const *entries, 
   return code;
 }
 
+void rm_engine_sync_undo(rm_engine *engine) {
+  for (int w = 0; w < engine->n_workers; w++) rm_sync_undo(engine->workers[w].store);
+}
+
+// Runs a part of a push on all workers. If one fails, all undo the push.
+static rm_code push_on_all(rm_engine *engine, rm_code (*part)(rm_worker *, void *), void *arg,
+                           rm_error *err) {
+  const rm_code code = rm_run_workers(engine, part, arg, err);
+  if (code) rm_engine_sync_undo(engine);
+  return code;
+}
+
 rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
                             rm_error *err) {
   pushed it = {entries, n};
   rm_code code = await_tensors(engine, entries, n, err);
   if (code) return code;
-  code = rm_run_workers(engine, push_worker, &it, err);
-  for (int w = 0; w < engine->n_workers && code; w++)
-    if (!engine->workers[w].code) rm_sync_undo(engine->workers[w].store, entries, n);
+  return push_on_all(engine, push_worker, &it, err);
+}
+
+static rm_code copy_worker(rm_worker *worker, void *most) {
+  return rm_sync_copy(worker->store, *(const int64_t *)most, &worker->err);
+}
+
+rm_code rm_engine_sync_copy(rm_engine *engine, int64_t most, int *is_done, rm_error *err) {
+  const rm_code code = push_on_all(engine, copy_worker, &most, err);
+  *is_done = 1;
+  for (int w = 0; w < engine->n_workers; w++)
+    *is_done &= rm_sync_is_copied(engine->workers[w].store);
   return code;
 }
 

@@ -55,6 +55,7 @@ rm_code rm_copy_tasks_add(rm_copy_tasks *tasks, const rm_copy_task *whole, rm_er
 typedef struct host_run {
   const rm_copy_tasks *tasks;
   const rm_kernels *kernels;
+  int64_t end;
   _Atomic int64_t next;
 } host_run;
 
@@ -62,14 +63,16 @@ static void pack_tasks(void *arg, int thread, int n_threads) {
   host_run *work = arg;
   const rm_ctx alone = {.n_threads = 1};
   (void)thread, (void)n_threads;
-  for (int64_t i; (i = atomic_fetch_add(&work->next, 1)) < work->tasks->n;)
+  for (int64_t i; (i = atomic_fetch_add(&work->next, 1)) < work->end;)
     work->kernels->pack(&alone, &work->tasks->list[i].args);
 }
 
-static void run_on_host(const rm_copy_tasks *tasks, const rm_kernels *kernels, const rm_ctx *ctx) {
-  host_run work = {.tasks = tasks, .kernels = kernels};
+// Copies tasks [tasks->done, end).
+static void run_on_host(const rm_copy_tasks *tasks, int64_t end, const rm_kernels *kernels,
+                        const rm_ctx *ctx) {
+  host_run work = {.tasks = tasks, .kernels = kernels, .end = end, .next = tasks->done};
   int64_t elements = 0;
-  for (int64_t i = 0; i < tasks->n && elements < SERIAL_ELEMENTS; i++)
+  for (int64_t i = tasks->done; i < end && elements < SERIAL_ELEMENTS; i++)
     elements += tasks->list[i].args.rows * tasks->list[i].args.cols;
   if (ctx->n_threads > 1 && elements >= SERIAL_ELEMENTS) ctx->run(ctx->team, pack_tasks, &work);
   else pack_tasks(&work, 0, 1);
@@ -96,15 +99,20 @@ static rm_code run_on_device(const rm_copy_tasks *tasks, int64_t first, int64_t 
   return code ? code : waited;
 }
 
-rm_code rm_copy_tasks_run(const rm_copy_tasks *tasks, rm_staging *staging, const rm_ctx *ctx,
-                          rm_error *err) {
-  if (staging->device->on_host) {
-    run_on_host(tasks, staging->device->kernels, ctx);
-    return RM_OK;
+rm_code rm_copy_tasks_run(rm_copy_tasks *tasks, int64_t most, rm_staging *staging,
+                          const rm_ctx *ctx, rm_error *err) {
+  int64_t end = tasks->done;
+  for (int64_t bytes = 0; end < tasks->n && bytes < most; end++) {
+    const rm_pack_args *args = &tasks->list[end].args;
+    bytes += args->rows * args->cols * (int64_t)rm_src_bytes(args->src_dtype);
   }
-  rm_code code = rm_staging_open(staging, err);
-  for (int64_t i = 0; i < tasks->n && !code; i += RM_STAGED_COPIES)
-    code = run_on_device(tasks, i, rm_min64(tasks->n - i, RM_STAGED_COPIES), staging, ctx, err);
+  rm_code code = RM_OK;
+  if (staging->device->on_host) run_on_host(tasks, end, staging->device->kernels, ctx);
+  else code = rm_staging_open(staging, err);
+  for (int64_t i = tasks->done; !staging->device->on_host && i < end && !code;
+       i += RM_STAGED_COPIES)
+    code = run_on_device(tasks, i, rm_min64(end - i, RM_STAGED_COPIES), staging, ctx, err);
+  tasks->done = end;
   return code;
 }
 

@@ -25,12 +25,13 @@ typedef struct rm_copy_task {
 typedef struct rm_copy_tasks {
   rm_copy_task *list; // owned; in the order added, rows ascending
   int64_t n, capacity;
+  int64_t done; // the first `done` tasks have been copied
 } rm_copy_tasks;
 
 // Cuts `whole` into tasks that share no tile of the destination, and adds them.
 rm_code rm_copy_tasks_add(rm_copy_tasks *tasks, const rm_copy_task *whole, rm_error *err);
-// Copies all tasks and waits. RM_E_DEVICE, RM_E_MEMORY, RM_E_CAPACITY: on a device only; the
-// destination is undefined then.
-rm_code rm_copy_tasks_run(const rm_copy_tasks *tasks, rm_staging *staging, const rm_ctx *ctx,
-                          rm_error *err);
+// Copies the next tasks, of `most` bytes or a little more, and waits. RM_E_DEVICE, RM_E_MEMORY,
+// RM_E_CAPACITY: on a device only; the destination is undefined then.
+rm_code rm_copy_tasks_run(rm_copy_tasks *tasks, int64_t most, rm_staging *staging,
+                          const rm_ctx *ctx, rm_error *err);
 void rm_copy_tasks_free(rm_copy_tasks *tasks);

@@ -316,12 +316,16 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
   return RM_OK;
 }
 
-static rm_code run_tasks(rm_store *store, rm_error *err) {
+// Copies the next tasks, and checks the values after the last of them.
+static rm_code run_tasks(rm_store *store, int64_t most, rm_error *err) {
+  rm_copy_tasks *tasks = &store->tasks;
   const double start = rm_now();
-  rm_code code = rm_copy_tasks_run(&store->tasks, &store->staging, &store->ctx, err);
-  if (!code) code = check_tasks(store, err);
+  rm_code code = rm_copy_tasks_run(tasks, most, &store->staging, &store->ctx, err);
+  if (!code && tasks->done == tasks->n) {
+    code = check_tasks(store, err);
+    tasks->n = tasks->done = 0;
+  }
   store->report.copy_seconds += rm_now() - start;
-  store->tasks.n = 0;
   return code;
 }
 
@@ -340,7 +344,8 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   for (int64_t i = 0; i < target->n_pieces && !code; i++)
     compares |= tied_twin(store, target->pieces[i].param) >= 0 &&
                 !shares_copies(store, target->pieces[i].param, entry);
-  if (compares) code = run_tasks(store, err); // the values to compare with must be copied first
+  // The values to compare with must be copied first.
+  if (compares) code = run_tasks(store, INT64_MAX, err);
   for (int64_t i = 0; i < target->n_pieces && !code; i++)
     code = add_piece(store, &target->pieces[i], entry, err);
   if (code) return code;
@@ -350,29 +355,42 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   return RM_OK;
 }
 
+static rm_code check_open(const rm_store *store, rm_error *err) {
+  return store->open ? RM_OK : rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
+}
+
 rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err) {
-  const uint64_t read_before = store->report.bytes;
-  rm_code code = RM_OK;
-  int64_t taken = 0;
-  if (!store->open) return rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
-  store->tasks.n = 0;
-  while (taken < n && !(code = take_entry(store, entries[taken], err))) taken++;
-  if (!code) code = run_tasks(store, err);
-  if (!code) return RM_OK;
-  rm_sync_undo(store, entries, taken);
-  store->report.bytes = read_before;
+  rm_code code = check_open(store, err);
+  if (code) return code;
+  if (!rm_sync_is_copied(store)) rm_sync_undo(store); // the caller was interrupted
+  store->pushed = entries;
+  store->n_pushed = 0;
+  store->read_before = store->report.bytes;
+  while (store->n_pushed < n && !(code = take_entry(store, entries[store->n_pushed], err)))
+    store->n_pushed++;
+  if (code) rm_sync_undo(store);
   return code;
 }
 
-void rm_sync_undo(rm_store *store, const rm_entry *const *entries, int64_t n) {
-  for (int64_t e = 0; e < n && store->open; e++) {
-    const rm_target *target = &entries[e]->target;
+rm_code rm_sync_copy(rm_store *store, int64_t most, rm_error *err) {
+  rm_code code = check_open(store, err);
+  if (!code && (code = run_tasks(store, most, err))) rm_sync_undo(store);
+  return code;
+}
+
+int rm_sync_is_copied(const rm_store *store) { return store->tasks.n == 0; }
+
+void rm_sync_undo(rm_store *store) {
+  for (int64_t e = 0; e < store->n_pushed && store->open; e++) {
+    const rm_target *target = &store->pushed[e]->target;
     for (int64_t i = 0; i < target->n_pieces; i++)
       store->flags[target->pieces[i].param] &= (uint8_t)~SEEN;
     store->report.n_parameters -= target->n_pieces;
     store->report.n_tensors -= target->n_pieces > 0;
     store->report.n_skipped -= target->n_pieces == 0;
   }
+  if (store->n_pushed) store->report.bytes = store->read_before;
+  store->tasks.n = store->tasks.done = store->n_pushed = 0;
 }
 
 // ----------------------------------------------------------------------------------------- commit
@@ -457,6 +475,7 @@ static void settle_biases(rm_store *store) {
 }
 
 rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
+  if (!rm_sync_is_copied(store)) rm_sync_undo(store);
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n, embed = store->tied_embed;
@@ -495,6 +514,7 @@ static int anything_written(const rm_store *store) {
 void rm_sync_abort(rm_store *store) {
   if (!store->open) return;
   store->open = 0;
+  store->tasks.n = store->tasks.done = store->n_pushed = 0;
   // In place with nothing written yet: the allocation still holds the old version.
   if (store->options.in_place && store->version_before >= 0 && store->version < 0 &&
       !anything_written(store)) {

@@ -66,10 +66,14 @@ rm_code rm_entry_resolve(const rm_params *params, int skip_unknown, rm_entry *en
 // Compares a tensor with the target of an entry; reads and writes no values.
 rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err);
-// Copies entries whose tensors were checked: all of them, or none.
+// Begins a push of entries whose tensors were checked. They stay valid until rm_sync_copy has copied
+// all of them; a push ends with all of them or, after an error, with none.
 rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err);
-// Undoes a push that succeeded here and failed on another rank.
-void rm_sync_undo(rm_store *store, const rm_entry *const *entries, int64_t n);
+// Copies the next part of the push, of `most` bytes or a little more.
+rm_code rm_sync_copy(rm_store *store, int64_t most, rm_error *err);
+int rm_sync_is_copied(const rm_store *store); // whether the last push has ended
+// Undoes the last push, which failed here or on another rank.
+void rm_sync_undo(rm_store *store);
 // The two phases of two_phase_commit.h. prepare makes the checks of an open sync; on failure the
 // sync is closed and the old version serves.
 rm_code rm_sync_prepare(rm_store *store, rm_error *err);

@@ -372,7 +372,7 @@ static PyMethodDef methods[] = {
     RM_ENGINE_METHODS(METHOD) OWN_METHOD(close, METH_NOARGS),
     OWN_METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS),
     OWN_METHOD(sync_take, METH_VARARGS),
-    OWN_METHOD(sync_push, METH_O),
+    OWN_METHOD(sync_push, METH_VARARGS),
     {0},
 };
 

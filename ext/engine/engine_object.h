@@ -92,4 +92,4 @@ RM_ENGINE_METHODS(RM_DECLARE_METHOD)
 // (tensors and their finalizers).
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
 PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *entries);
+PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args);

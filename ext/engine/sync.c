@@ -250,27 +250,59 @@ static int entries_of(rm_engine_object *self, PyObject *list, Py_ssize_t n, cons
   return 0;
 }
 
-PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *given) {
-  PyObject *module = rm_engine_module(self), *result = NULL;
-  PyObject *list = PySequence_Tuple(given); // another thread may change a list
-  const rm_entry *one, **entries = &one;
+// Calls between() while other calls may use the engine. Returns −1 with an exception set.
+static int let_others(rm_engine_object *self, PyObject *between) {
+  PyObject *type, *value, *trace;
+  rm_engine_leave(self);
+  RM_OWNED *none = PyObject_CallNoArgs(between);
+  PyErr_Fetch(&type, &value, &trace);
+  while (rm_engine_enter(self)) {
+    if (!self->engine || self->pid != (long)getpid()) return -1;
+    PyErr_Clear(); // another thread is inside; the push needs the engine to end
+    Py_BEGIN_ALLOW_THREADS
+      usleep(50);
+    Py_END_ALLOW_THREADS
+  }
+  PyErr_Restore(type, value, trace);
+  return none ? 0 : -1;
+}
+
+// Copies the entries in parts of `most` bytes, and calls between() after each part but the last.
+// Returns −1 with an exception set.
+static int push(rm_engine_object *self, const rm_entry **entries, int64_t n, int64_t most,
+                PyObject *between) {
   rm_error err = RM_ERROR_INIT;
+  int is_done = 0;
+  rm_code code = RM_UNLOCKED(rm_engine_sync_push(self->engine, entries, n, &err));
+  while (!code && !is_done) {
+    code = RM_UNLOCKED(rm_engine_sync_copy(self->engine, most, &is_done, &err));
+    if (code || is_done || !let_others(self, between)) continue;
+    if (self->engine) rm_engine_sync_undo(self->engine);
+    return -1;
+  }
+  if (code) rm_raise(rm_engine_module(self), &err);
+  return code ? -1 : 0;
+}
+
+PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
+  PyObject *module = rm_engine_module(self), *given, *between = NULL;
+  long long most = INT64_MAX;
+  if (!PyArg_ParseTuple(args, "O|LO:sync_push", &given, &most, &between)) return NULL;
+  RM_OWNED *list = PySequence_Tuple(given); // another thread may change a list
+  const rm_entry *one, **entries = &one;
+  int failed = 1;
   if (!list) return NULL;
   const Py_ssize_t n = PyTuple_Size(list);
   if (n > 1 && !(entries = rm_alloc((size_t)n, sizeof *entries)))
     rm_raise_code(module, RM_E_MEMORY, "no memory for a push of %zd tensors", n);
   if (entries && !rm_engine_enter(self)) {
-    const int failed = entries_of(self, list, n, entries);
-    const rm_code code =
-        failed ? RM_OK : RM_UNLOCKED(rm_engine_sync_push(self->engine, entries, n, &err));
-    rm_engine_leave(self);
-    if (!failed) result = rm_none(module, code, &err);
+    failed = entries_of(self, list, n, entries) || push(self, entries, n, most, between);
+    if (self->engine) rm_engine_leave(self);
   }
-  for (Py_ssize_t i = 0; result && i < n; i++)
+  for (Py_ssize_t i = 0; !failed && i < n; i++)
     drop_tensor((entry_object *)PyTuple_GetItem(list, i));
   if (entries != &one) rm_free(entries);
-  Py_DECREF(list);
-  return result;
+  return failed ? NULL : Py_NewRef(Py_None);
 }
 
 static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {

@@ -1,6 +1,6 @@
 # The C extension: ext/. Generator and rollmesh.ops are its public faces; every name here is private
 # to the package.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, final
 
 import numpy as np
@@ -254,7 +254,9 @@ class Engine:
     # Checks the tensor and keeps it in the entry until the push.
     def sync_take(self, entry: SyncEntry, tensor: Any, /) -> None: ...
     # Copies the entries' tensors into the staged weights: all of them, or none.
-    def sync_push(self, entries: Sequence[SyncEntry], /) -> None: ...
+    def sync_push(
+        self, entries: Sequence[SyncEntry], most: int = ..., between: Callable[[], object] = ..., /
+    ) -> None: ...
     # Swaps versions. inflight: refuse, restart, abort, keep or keep_kv.
     def sync_commit(self, inflight: str, /) -> SyncValues: ...
     # Closes an open sync; the old version keeps serving.

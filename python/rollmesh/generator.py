@@ -15,6 +15,7 @@ import inspect
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
@@ -534,10 +535,14 @@ class Generator:
         if source is not None or not self._engine.has_peers:
             check_source(source)
         deadline = deadline_of(timeout)
-        try:
-            report: SyncReport = self._loop.lend(
-                lambda: self._weights.sync(options, source=source, deadline=deadline), deadline
+        loan = self._loop.loan(
+            lambda: self._weights.sync(
+                options, source=source, deadline=deadline, let_step=loan.let_step
             )
+        )
+        try:
+            report: SyncReport = self._loop.run(loan, deadline)
+            report = replace(report, pause_s=loan.pause_s)
         except UnexpectedKeyError as error:
             if any(part in str(error) for part in PEFT):
                 error.add_note(

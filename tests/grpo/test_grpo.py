@@ -124,6 +124,7 @@ def test_a_run_leaves_what_it_promises(
         "tokens_differ",
         "tokens_per_s",
         "sync_s",
+        "pause_s",
     }
     wanted |= {"generate_s", "reward_s", "update_s"}
     assert all(wanted <= m.keys() for m in lines)

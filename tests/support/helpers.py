@@ -23,7 +23,16 @@ import numpy as np
 
 Config = dict[str, Any]
 # Metrics of a run that differ between any two runs.
-TIMES = ("tokens_per_s", "sync_s", "sync_gb_per_s", "generate_s", "update_s", "step_s", "eval_s")
+TIMES = (
+    "tokens_per_s",
+    "sync_s",
+    "pause_s",
+    "sync_gb_per_s",
+    "generate_s",
+    "update_s",
+    "step_s",
+    "eval_s",
+)
 TIMES += ("reward_s", "environment_s", "both_share", "trainer_only_share", "generator_only_share")
 TINY_RUN = [  # settings of `rollmesh grpo` under which a step takes a moment
     "model.hidden_size=32", "model.intermediate_size=32", "model.num_attention_heads=2",

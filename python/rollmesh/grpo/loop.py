@@ -211,6 +211,7 @@ def run_step(
         "step": step,
         **step_metrics(rollout, scores),
         "sync_s": sync_s,
+        "pause_s": pushed.pause_s,
         "sync_gb_per_s": pushed.gb_per_s,
         **sampled,
     }

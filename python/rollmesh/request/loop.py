@@ -85,23 +85,52 @@ class Call:
 
 
 class Loan(Call):
-    """A function that the caller's thread runs while the engine's thread waits."""
+    """A function that the caller's thread runs while the engine's thread waits. It may let the
+    engine's thread run steps of the active calls; other calls begin after its end."""
 
-    def __init__(self, function: Callable[[], Any]):
+    def __init__(self, function: Callable[[], Any], step_for: Callable[[float], None]):
         super().__init__(function)
-        self.returned: SimpleQueue[None] = SimpleQueue()
+        self._step_for = step_for
+        # From the caller's thread: seconds for steps, or None at the end. From the engine's: None
+        # after these steps.
+        self.returned: SimpleQueue[float | None] = SimpleQueue()
+        self._lent: SimpleQueue[None] = SimpleQueue()
+        self._since = 0.0  # the end of the last step, or the beginning
+        self.pause_s = 0.0  # the longest time without a step
 
     def begin(self) -> bool:
+        self._since = time.monotonic()
         self.news.put(self)
-        self.returned.get()
+        while (seconds := self.returned.get()) is not None:
+            self._step_for(seconds)
+            self._lent.put(None)
         return True
 
     def use(self) -> None:
         """Runs the function, in the caller's thread."""
         function, self._function = self._function, _nothing
         self.result = function()
+        self._note_pause()
         self.is_done = True
         self.returned.put(None)
+
+    def let_step(self, seconds: float) -> None:
+        """Lets the engine's thread run steps for this time, if calls are active."""
+        self._note_pause()
+        self.returned.put(seconds)
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._lent.get()
+                break
+            except BaseException as error:  # noqa: BLE001 (raised once the steps have ended)
+                interrupt = error
+        self._since = time.monotonic()
+        if interrupt is not None:
+            raise interrupt
+
+    def _note_pause(self) -> None:
+        self.pause_s = max(self.pause_s, time.monotonic() - self._since)
 
 
 _STOP = Call(_nothing)
@@ -162,7 +191,10 @@ class EngineLoop:
 
     def lend(self, function: Callable[[], Any], deadline: float | None = None) -> Any:
         """Runs a function in this thread, with exclusive use of the engine."""
-        return self.run(Loan(function), deadline)
+        return self.run(self.loan(function), deadline)
+
+    def loan(self, function: Callable[[], Any]) -> Loan:
+        return Loan(function, self._step_for)
 
     def post(self, call: Call) -> None:
         """Adds a call to the inbox."""
@@ -333,6 +365,14 @@ class EngineLoop:
         self._undone.discard(call)
         call.is_done = True
         call.tell()
+
+    def _step_for(self, seconds: float) -> None:
+        """Runs steps for about this time, at least one, while they do something."""
+        end = time.monotonic() + seconds
+        while self._active:
+            self._step()
+            if not self._moves or time.monotonic() >= end:
+                return
 
     def _step(self) -> None:
         """Runs one step for all active calls."""

@@ -162,6 +162,7 @@ class SyncReport:
     copy_seconds: float  # part of `seconds` inside the copies
     # 16 hex digits over names and stored values; the same for every spelling of the same weights
     digest: str
+    pause_s: float = 0.0  # longest time without a step for running requests
 
     @property
     def gb_per_s(self) -> float:

@@ -27,6 +27,8 @@ class Pushed(Protocol):
 
     @property
     def gb_per_s(self) -> float: ...
+    @property
+    def pause_s(self) -> float: ...
 
 
 class RolloutGenerator(Generates, Protocol):

@@ -56,6 +56,7 @@ class PushReport:
     version: int
     bytes: int  # bytes of tensor data
     seconds: float
+    pause_s: float
 
     @property
     def gb_per_s(self) -> float:
@@ -105,7 +106,8 @@ class VllmGenerator:
         self._loop.run(self._sync(source, version, cast))
         self.version = version
         num_bytes = sum(tensor.nbytes for tensor in source.values())
-        return PushReport(version, num_bytes, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return PushReport(version, num_bytes, seconds, pause_s=seconds)
 
     async def _sync(self, source: Mapping[str, Any], version: int, cast: bool) -> None:
         if cast not in self._senders:

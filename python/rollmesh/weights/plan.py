@@ -9,7 +9,7 @@ the entries keep its tensors until they are copied. Every other mapping is read 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rollmesh import _core
@@ -37,14 +37,22 @@ BATCH_BYTES = 2 << 30
 # Bytes of gathered tensors in one call, and of all tensors if there is a deadline, which is checked
 # between two calls.
 GATHERED_BYTES = 256 << 20
+PART_BYTES = 16 << 20  # copied between two steps, which takes milliseconds
 Faults = dict[type[Error], list[str]]
 
 
 class Plan:
     """The entries of one sync."""
 
-    def __init__(self, engine: RankEngine, options: SyncOptions):
+    def __init__(
+        self,
+        engine: RankEngine,
+        options: SyncOptions,
+        let_step: Callable[[float], None] | None = None,
+    ):
+        """let_step: lets requests take steps for some seconds; None: they wait."""
         self._engine, self._strict = engine, options.strict
+        self._let_step, self._since = let_step, 0.0
         self._entries: dict[str, _core.SyncEntry] = {}
 
     def entry(self, name: Any) -> _core.SyncEntry:
@@ -70,10 +78,23 @@ class Plan:
         """Copies one tensor. After an error the entry keeps no reference to it."""
         entry = self._take(name, tensor)
         try:
-            self._engine.sync_push([entry])
+            self._copy([entry])
         except BaseException:
             entry.release()
             raise
+
+    def _copy(self, entries: list[_core.SyncEntry]) -> None:
+        self._since = time.monotonic()
+        if self._let_step is None:
+            self._engine.sync_push(entries)
+        else:
+            self._engine.sync_push(entries, PART_BYTES, self._between)
+
+    def _between(self) -> None:
+        """Gives requests as much time as the copies since the last steps have taken."""
+        assert self._let_step is not None
+        self._let_step(time.monotonic() - self._since)
+        self._since = time.monotonic()
 
     def check(self, source: Mapping[str, Any]) -> None:
         """Checks all entries of a mapping before a byte is copied. A tensor that has to be gathered
@@ -122,13 +143,13 @@ class Plan:
         faults: Faults = {}
         for batch in self._batches(source, deadline):
             try:
-                self._engine.sync_push(batch)
+                self._copy(batch)
                 continue
             except (NonFiniteError, TiedWeightError):
                 pass  # the whole batch was undone; the loop below finds each offending tensor
             for entry in batch:
                 try:
-                    self._engine.sync_push([entry])
+                    self._copy([entry])
                 except (NonFiniteError, TiedWeightError) as error:
                     faults.setdefault(type(error), []).append(str(error))
                     entry.release()

@@ -40,11 +40,21 @@ class Weights:
 
     @led(Lead.COLLECTIVE)
     def sync(
-        self, options: SyncOptions, *, source: Any, deadline: float | None = None
+        self,
+        options: SyncOptions,
+        *,
+        source: Any,
+        deadline: float | None = None,
+        let_step: Callable[[float], None] | None = None,
     ) -> SyncReport:
         """Copies and commits a whole set. If ranks are processes, a rank that fails still iterates
-        over all entries, so that all ranks report their errors at the same points."""
-        engine, plan = self.engine, Plan(self.engine, options)
+        over all entries, so that all ranks report their errors at the same points. let_step: lets
+        requests take steps for some seconds. It is called between the copies of a staged set, if
+        all ranks are in this process."""
+        engine = self.engine
+        if engine.has_peers or options.mode == "inplace":
+            let_step = None
+        plan = Plan(engine, options, let_step)
         is_mapping = isinstance(source, Mapping)
         self._open_together("the beginning of a sync", options)
         try:
@@ -66,7 +76,7 @@ class Weights:
                 else:
                     plan.push_entries(source, deadline)
                 engine.all_gather("a sync after its entries", error=fault or _error_of(checks[0]))
-                self._finish_before_commit(options, deadline)
+                self._finish_before_commit(options, deadline, let_step)
                 return self._commit(options)
         except BaseException as error:  # includes errors of closing the loan
             self._abort()
@@ -80,10 +90,15 @@ class Weights:
         self.engine.all_gather(where, error=_error_of(self._check_version, options))
         self.reset("a later sync began")
 
-    def _finish_before_commit(self, options: SyncOptions, deadline: float | None) -> None:
+    def _finish_before_commit(
+        self,
+        options: SyncOptions,
+        deadline: float | None,
+        let_step: Callable[[float], None] | None = None,
+    ) -> None:
         """Finishes running requests if inflight is "wait", then checks the deadline on all ranks
         together."""
-        self._finish_running(options, deadline)
+        self._finish_running(options, deadline, let_step)
         self.engine.all_gather(
             "a sync before its commit",
             error=_error_of(check_deadline, deadline, "its commit"),
@@ -297,9 +312,14 @@ class Weights:
                 f"version {options.version} does not exceed {self._last}, the last one"
             )
 
-    def _finish_running(self, options: SyncOptions, deadline: float | None) -> None:
+    def _finish_running(
+        self,
+        options: SyncOptions,
+        deadline: float | None,
+        let_step: Callable[[float], None] | None = None,
+    ) -> None:
         """If inflight is "wait", finishes running requests on the old version. deadline: checked
-        only in one process, since ranks take the same number of steps."""
+        only in one process, since ranks take the same number of steps. let_step: as in `sync`."""
         while options.inflight == "wait" and (left := self.engine.unfinished()):
             is_late = deadline is not None and time.monotonic() >= deadline
             if is_late and not self.engine.has_peers:
@@ -309,6 +329,8 @@ class Weights:
                     f"{left} requests cannot finish (paused or asleep): call resume() or wake(), "
                     "or choose another inflight"
                 )
+            if let_step is not None:
+                let_step(0.0)
 
 
 def _error_of(call: Callable[..., None], *args: Any) -> Exception | None:

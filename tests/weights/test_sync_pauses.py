@@ -1,0 +1,149 @@
+"""Requests take steps between the copies of a push, which stops them for a moment only.
+
+Input: a tiny random model whose copies are cut into single tasks. Oracle: the digest of the same
+set pushed while no request runs, and the tokens of requests that no push has interrupted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import numpy_state_dict, tiny_config
+
+import rollmesh as rm
+from rollmesh import _core
+from rollmesh.request.loop import Loan
+from rollmesh.weights import plan
+
+CONFIG = tiny_config(True, num_hidden_layers=3)
+OLD, NEW = numpy_state_dict(CONFIG, seed=1), numpy_state_dict(CONFIG, seed=2)
+LONG = rm.SamplingParams(max_tokens=1500, seed=3, ignore_eos=True)
+
+
+@pytest.fixture
+def generator(monkeypatch: pytest.MonkeyPatch) -> Iterator[rm.Generator]:
+    monkeypatch.setattr(plan, "PART_BYTES", 1)
+    with rm.Generator(
+        rm.ModelSpec.from_hf(CONFIG),
+        dtype="float32",
+        max_model_len=2048,
+        kv_cache_gib=0.05,
+        threads=2,
+    ) as made:
+        made.sync_weights(OLD, version=1)
+        yield made
+
+
+def while_running(generator: rm.Generator, call: Callable[[], None]) -> rm.CompletionOutput:
+    """Makes a call while a request runs. Returns the request's sample."""
+    outputs: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: outputs.extend(generator.generate([1, 2], LONG, use_tqdm=False))
+    )
+    before = generator.metrics()["generated_tokens"]
+    thread.start()
+    while generator.metrics()["generated_tokens"] == before:
+        pass
+    try:
+        call()
+    finally:
+        thread.join()
+    sample: rm.CompletionOutput = outputs[0].outputs[0]
+    assert len(sample.token_ids) == LONG.max_tokens
+    return sample
+
+
+@pytest.mark.parametrize("inflight", ["keep", "wait", "restart"])
+def test_a_request_takes_steps_during_a_push(generator: rm.Generator, inflight: Any) -> None:
+    digest = generator.sync_weights(NEW, version=2).digest
+    generator.sync_weights(OLD, version=3)
+    steps: list[int] = []
+    reports: list[rm.SyncReport] = []
+
+    def push() -> None:
+        steps.append(generator.metrics()["steps"])
+        reports.append(generator.sync_weights(NEW, version=4, inflight=inflight))
+        steps.append(generator.metrics()["steps"])
+
+    sample = while_running(generator, push)
+    [report] = reports
+    assert report.digest == digest
+    assert steps[1] - steps[0] > len(NEW) // 2  # a step at least after each tensor but the last
+    assert 0 < report.pause_s <= report.seconds
+    versions = set(sample.versions.tolist())
+    assert versions == {"keep": {3, 4}, "wait": {3}, "restart": {4}}[inflight]
+
+
+def test_an_error_in_the_last_part_undoes_the_push(generator: rm.Generator) -> None:
+    alone = generator.generate([1, 2], LONG, use_tqdm=False)[0].outputs[0]
+    last = list(NEW)[-1]
+    broken = {**NEW, last: np.full_like(NEW[last], np.nan)}
+
+    def push() -> None:
+        with pytest.raises(rm.NonFiniteError, match=last):
+            generator.sync_weights(broken, version=2, inflight="keep")
+
+    sample = while_running(generator, push)
+    assert generator.version == 1
+    assert np.array_equal(sample.token_ids, alone.token_ids)
+    assert np.array_equal(sample.logprobs, alone.logprobs)
+
+
+def test_an_interrupt_between_two_parts(
+    generator: rm.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = generator.generate([1, 2], LONG, use_tqdm=False)[0].outputs[0]
+    kept, calls = Loan.let_step, count()
+
+    def interrupted(loan: Loan, seconds: float) -> None:
+        kept(loan, seconds)
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Loan, "let_step", interrupted)
+
+    def push() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            generator.sync_weights(NEW, version=2, inflight="keep")
+
+    sample = while_running(generator, push)
+    assert np.array_equal(sample.logprobs, alone.logprobs)
+    assert generator.version == 1
+    assert generator.sync_weights(NEW, version=2).version == 2
+
+
+def test_a_push_whose_callback_raises_is_undone(generator: rm.Generator) -> None:
+    engine: _core.Engine = generator._engine._engine
+    engine.sync_begin(2)
+    entries = []
+    for name, tensor in NEW.items():
+        entries.append(engine.sync_resolve(name))
+        engine.sync_take(entries[-1], tensor)
+    with pytest.raises(ZeroDivisionError):
+        engine.sync_push(entries, 1, lambda: 1 / 0)
+    with pytest.raises(rm.IncompleteSyncError):
+        engine.sync_commit("refuse")
+    engine.sync_begin(2)
+    for entry, tensor in zip(entries, NEW.values(), strict=True):
+        engine.sync_take(entry, tensor)
+    engine.sync_push(entries, 1, lambda: engine.stats())
+    assert engine.sync_commit("refuse")["version"] == 2
+
+
+def test_closing_in_the_callback_of_a_push(generator: rm.Generator) -> None:
+    engine: _core.Engine = generator._engine._engine
+    engine.sync_begin(2)
+    entry = engine.sync_resolve("model.embed_tokens.weight")
+    engine.sync_take(entry, np.zeros_like(NEW["model.embed_tokens.weight"]))
+    big = [entry]
+    for layer in range(3):
+        name = f"model.layers.{layer}.self_attn.q_proj.weight"
+        big.append(engine.sync_resolve(name))
+        engine.sync_take(big[-1], NEW[name])
+    with pytest.raises(rm.StateError, match="closed"):
+        engine.sync_push(big, 1, engine.close)
