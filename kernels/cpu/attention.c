@@ -159,15 +159,15 @@ static int64_t head_page(const unit *u, int64_t t) {
 // The keys, and below the values, of the 16 positions from t.
 VEC const void *keys_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
-  return at(T, a->k_cache,
-            head_page(u, t) * rm_k_page_elems(a->page_size, a->head_dim) +
-                t % a->page_size * u->width_k);
+  return rm_at(T, a->k_cache,
+               head_page(u, t) * rm_k_page_elems(a->page_size, a->head_dim) +
+                   t % a->page_size * u->width_k);
 }
 VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
-  return at(T, a->v_cache,
-            head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) +
-                t % a->page_size * u->width_v);
+  return rm_at(T, a->v_cache,
+               head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) +
+                   t % a->page_size * u->width_v);
 }
 
 // The hardware prefetcher cannot predict pages, which are not contiguous, and a core has only a few
@@ -258,7 +258,7 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
   for (int64_t r = row0; r < row1; r++)
     for (int64_t h = 0; h < per; h++)
       fill_row(T, u.queries, u.n_q, (r - row0) * per + h,
-               at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
+               rm_at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
   for (int64_t from = first / RM_ATTN_SPLIT * RM_ATTN_SPLIT; from <= last; from += RM_ATTN_SPLIT) {
     const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK),
                   end = rm_min64(from + RM_ATTN_SPLIT, last + 1);

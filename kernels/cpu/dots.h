@@ -45,7 +45,7 @@ VEC vf odd_of(rm_dtype dtype, const k_block *w, int p) {
 // Elements between pairs of k in a packed tile, and between the tile columns of V.
 VEC int64_t packed_step(rm_dtype dtype) { return dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE; }
 VEC k_block packed_block(rm_dtype dtype, const void *w) {
-  return (k_block){{w, at(dtype, w, TILE / 2)}, packed_step(dtype)};
+  return (k_block){{w, rm_at(dtype, w, TILE / 2)}, packed_step(dtype)};
 }
 VEC int64_t tile_bytes(rm_dtype dtype) { return TILE * (dtype == RM_BF16 ? 2 : 4); }
 

@@ -2,7 +2,7 @@
 //
 // A panel is [k block][row][block_words]. The build's RM_PANEL_HEADER defines its form and the
 // product of a register block of rows with one k block: floats for FMA, permuted pairs for
-// vdpbf16ps. With AMX, gemm and lm_head have panels and products of their own. In each the sums are
+// vdpbf16ps. With AMX, gemm and lm_head have their own panels and products. In each the sums are
 // those of docs/numerics.md §2 and §4.
 //
 // All rows use a piece of a tile column while it is in the L1 cache. Meanwhile the next piece is
@@ -31,11 +31,11 @@ static inline int64_t dots_floats(int64_t k) {
 // Copies one row x[0 … k) into row r of a panel of `rows` rows, with +0 after k.
 VEC void fill_row(rm_dtype dtype, float *panel, int64_t rows, int64_t r, const void *x, int64_t k) {
   for (int64_t i = 0; i < k; i += RM_K_BLOCK)
-    fill_block(dtype, panel + (i / RM_K_BLOCK * rows + r) * block_words(dtype), at(dtype, x, i),
+    fill_block(dtype, panel + (i / RM_K_BLOCK * rows + r) * block_words(dtype), rm_at(dtype, x, i),
                k - i);
 }
 
-// ------------------------------------------------------------------------- products with 16 columns
+// ------------------------------------------------------------------------ products with 16 columns
 _Static_assert(RM_VEC_ROWS <= RM_LAST_ROWS && (int)RM_LAST_ROWS <= (int)MOST_ROWS,
                "WITH_ROWS names every size of a register block");
 
@@ -77,7 +77,7 @@ VEC void rows_products(rm_dtype dtype, const int R, const float *x, k_block w, f
     fetch_block(&f0, i);
     fetch_block(&f1, i);
     block_dots(dtype, R, x, &w, acc);
-    for (int half = 0; half < 2; half++) w.half[half] = at(dtype, w.half[half], p.w_step);
+    for (int half = 0; half < 2; half++) w.half[half] = rm_at(dtype, w.half[half], p.w_step);
   }
 }
 
@@ -117,7 +117,7 @@ DOTS(f32, RM_F32)
 #define tile_dots(dtype, ...) ((dtype) == RM_BF16 ? tile_dots_bf16 : tile_dots_f32)(__VA_ARGS__)
 #define value_dots(dtype, ...) ((dtype) == RM_BF16 ? value_dots_bf16 : value_dots_f32)(__VA_ARGS__)
 
-// --------------------------------------------------------------------------------- gemm and lm_head
+// -------------------------------------------------------------------------------- gemm and lm_head
 VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows,
                     int64_t k) {
 #ifdef RM_TILES
@@ -126,7 +126,7 @@ VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, in
     return;
   }
 #endif
-  for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, at(dtype, x, r * ldx), k);
+  for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, rm_at(dtype, x, r * ldx), k);
 }
 
 // acc [n_tiles][rows][16] = panel · the columns of n_tiles consecutive tiles from w.
@@ -152,9 +152,9 @@ VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void
         const int64_t here = t * n_blocks + b,
                       below = b + piece < b1 ? here + piece : here - b + b0 + n_blocks;
         const int64_t next = below < n_tiles * n_blocks ? below : skip;
-        const void *from = at(dtype, w, here * TILE);
+        const void *from = rm_at(dtype, w, here * TILE);
         const fetch soon = rows < FEW_ROWS ? fetch_near(dtype, from)
-                                           : fetch_all(dtype, at(dtype, w, next * TILE), 0);
+                                           : fetch_all(dtype, rm_at(dtype, w, next * TILE), 0);
         tile_dots(dtype, panel + b * words, rows, from, rm_min64(piece, n_blocks - b),
                   acc + t * rows * RM_N_TILE, &soon);
       }

@@ -1,7 +1,8 @@
-// panel_amx.h: the bf16 dot products of gemm and lm_head by AMX. One tdpbf16ps is one block of the contract for 16 rows ×
-// 16 columns: it sums the even k and the odd k in chains from +0 and adds their sum to the
-// accumulator; its second operand is a packed tile of weights, loaded as it is. Prefill and decode
-// share the code: up to 16 rows cost as much as one, so decode runs at the rate of memory.
+// panel_amx.h: the bf16 dot products of gemm and lm_head by AMX. One tdpbf16ps is one block of the
+// contract for 16 rows × 16 columns: it sums the even k and the odd k in chains from +0 and adds
+// their sum to the accumulator; its second operand is a packed tile of weights, loaded as it is.
+// Prefill and decode share the code: up to 16 rows cost as much as one, so decode runs at the rate
+// of memory.
 //
 // The panel is [k block][rows↑16][32] bf16 with rows of zeros at the end; with fewer than 16 rows,
 // tiles have that many rows. Each call configures and releases the tiles, which takes some hundred
