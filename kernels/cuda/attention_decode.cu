@@ -99,7 +99,7 @@ __device__ void add_values(float *acc, const float *p, float alpha, const rm_att
 }
 
 template <rm_dtype DTYPE>
-__global__ void __launch_bounds__(THREADS, 8)
+__global__ void __launch_bounds__(THREADS, DTYPE == RM_BF16 ? 8 : 6)
     split_kernel(rm_attention_args a, float *states, int64_t row0) {
   const int64_t row = row0 + blockIdx.x, head = blockIdx.y, split = blockIdx.z;
   const span s = rm_live_span(a, row);

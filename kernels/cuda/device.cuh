@@ -83,6 +83,16 @@ bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu)
 void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                   size_t width, size_t rows);
 
+// The driver's function of this name and type; NULL: none.
+template <class F> F *rm_cuda_driver(const char *name) {
+  void *entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found) !=
+      cudaSuccess)
+    cudaGetLastError(); // else the next launch would report it
+  return reinterpret_cast<F *>(entry);
+}
+
 // device.cu: whether a device (its `self`) is alive. rm_cuda_kill makes it dead, with `why` as its
 // message, unless the failure is the consequence of an invalidated capture.
 bool rm_cuda_lives(void *self);
