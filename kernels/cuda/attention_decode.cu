@@ -51,9 +51,9 @@ __device__ void partial_scores(float *part, const float *q, const rm_attention_a
         rm_packed_index(DTYPE, a.head_dim, pos / RM_N_TILE * RM_N_TILE, kb * RM_K_BLOCK);
     float sum[1] = {};
     rm_add_block(sum, q + kb * RM_K_BLOCK, 0,
-                 rm_load_column<DTYPE>(a.k_cache,
-                                       page * rm_k_page_elems(a.page_size, a.head_dim) + tile,
-                                       static_cast<int>(pos % RM_N_TILE)));
+                 rm_column_of<DTYPE>(a.k_cache,
+                                     page * rm_k_page_elems(a.page_size, a.head_dim) + tile,
+                                     static_cast<int>(pos % RM_N_TILE)));
     part[kb * RM_WARP + lane] = sum[0];
   }
 }
@@ -99,7 +99,7 @@ __device__ void add_values(float *acc, const float *p, float alpha, const rm_att
 }
 
 template <rm_dtype DTYPE>
-__global__ void __launch_bounds__(THREADS, DTYPE == RM_BF16 ? 8 : 6)
+__global__ void __launch_bounds__(THREADS, 8)
     split_kernel(rm_attention_args a, float *states, int64_t row0) {
   const int64_t row = row0 + blockIdx.x, head = blockIdx.y, split = blockIdx.z;
   const span s = rm_live_span(a, row);

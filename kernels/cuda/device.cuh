@@ -156,38 +156,46 @@ inline dim3 rm_gemm_grid(const rm_gemm_args *a, int64_t cols, int64_t rows) {
 }
 
 // ----------------------------------------------------------------------------------- dot products
-// The weights of one column of a tile of 32 k, as stored: a word has two k in bf16, one in float32.
+// The weights of one column of a tile of 32 k, in memory: words of two k in bf16, of one in float32.
 template <rm_dtype DTYPE> struct rm_column {
-  static constexpr int WORDS = DTYPE == RM_BF16 ? RM_K_BLOCK / 2 : RM_K_BLOCK;
+  static constexpr int WORDS = DTYPE == RM_BF16 ? RM_K_BLOCK / 2 : RM_K_BLOCK, UNROLL = 4;
+  const uint32_t *words;
+  __device__ uint32_t word(int i) const { return words[i * RM_N_TILE]; }
+};
+// The same in registers.
+template <rm_dtype DTYPE> struct rm_loaded_column {
+  static constexpr int WORDS = rm_column<DTYPE>::WORDS, UNROLL = RM_K_BLOCK / 2;
   uint32_t words[WORDS];
-  __device__ float of(int k) const {
-    if constexpr (DTYPE == RM_F32) return rm_float(words[k]);
-    else return rm_float(k % 2 ? words[k / 2] & 0xffff0000u : words[k / 2] << 16);
+  __device__ uint32_t word(int i) const { return words[i]; }
+  __device__ void load(const rm_column<DTYPE> &from) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) words[i] = from.word(i);
   }
 };
-// Loads column n of the tile that begins at element `tile`.
+// Column n of the tile that begins at element `tile`.
 template <rm_dtype DTYPE>
-__device__ inline rm_column<DTYPE> rm_load_column(const void *w, int64_t tile, int n) {
-  const uint32_t *from =
-      static_cast<const uint32_t *>(w) + tile * static_cast<int64_t>(rm_dtype_bytes(DTYPE)) / 4 + n;
-  rm_column<DTYPE> column;
-#pragma unroll
-  for (int i = 0; i < column.WORDS; i++) column.words[i] = from[i * RM_N_TILE];
-  return column;
+__device__ inline rm_column<DTYPE> rm_column_of(const void *w, int64_t tile, int n) {
+  const int64_t words = DTYPE == RM_BF16 ? tile / 2 : tile;
+  return {static_cast<const uint32_t *>(w) + words + n};
 }
 
-// acc[r] += E + O of one block of 32 k, for ROWS rows of x, float32 and `pitch` apart.
-template <rm_dtype DTYPE, int ROWS>
+// acc[r] += E + O of one block of 32 k, for ROWS rows of x, float32 and `pitch` apart. Each weight
+// is read once for all rows.
+template <rm_dtype DTYPE, int ROWS, template <rm_dtype> class COLUMN>
 __device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, int pitch,
-                                    const rm_column<DTYPE> &w) {
+                                    const COLUMN<DTYPE> &w) {
   float even[ROWS] = {}, odd[ROWS] = {};
-#pragma unroll
-  for (int k = 0; k < RM_K_BLOCK; k += 2)
+#pragma unroll(COLUMN<DTYPE>::UNROLL)
+  for (int pair = 0; pair < RM_K_BLOCK / 2; pair++) {
+    const uint32_t first = w.word(DTYPE == RM_BF16 ? pair : 2 * pair);
+    const float w_even = rm_float(DTYPE == RM_BF16 ? first << 16 : first),
+                w_odd = rm_float(DTYPE == RM_BF16 ? first & 0xffff0000u : w.word(2 * pair + 1));
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      even[r] = fmaf(x[r * pitch + k], w.of(k), even[r]);
-      odd[r] = fmaf(x[r * pitch + k + 1], w.of(k + 1), odd[r]);
+      even[r] = fmaf(x[r * pitch + 2 * pair], w_even, even[r]);
+      odd[r] = fmaf(x[r * pitch + 2 * pair + 1], w_odd, odd[r]);
     }
+  }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) acc[r] = acc[r] + (even[r] + odd[r]);
 }

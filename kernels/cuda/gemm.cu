@@ -33,9 +33,9 @@ __global__ void __launch_bounds__(THREADS) gemm_kernel(rm_gemm_args a) {
       __syncthreads();
       if (col < a.n) {
         const int64_t tile = w0 + rm_packed_index(DTYPE, a.k, w_row / RM_N_TILE * RM_N_TILE, k0);
-        rm_add_block(acc, mine, RM_K_BLOCK, rm_load_column<DTYPE>(a.w, tile, n));
+        rm_add_block(acc, mine, RM_K_BLOCK, rm_column_of<DTYPE>(a.w, tile, n));
         if constexpr (SWIGLU)
-          rm_add_block(up, mine, RM_K_BLOCK, rm_load_column<DTYPE>(a.w, tile + up_tiles, n));
+          rm_add_block(up, mine, RM_K_BLOCK, rm_column_of<DTYPE>(a.w, tile + up_tiles, n));
       }
       __syncthreads(); // before x is overwritten
     }

@@ -29,9 +29,9 @@ __device__ void few_rows(float *shared, const rm_gemm_args &a, int64_t w0, int64
     rm_stage_rows<DTYPE, ROWS, LENGTH, THREADS>(xs + turn * ROWS * LENGTH, a.x, a.ldx, a.k, row0,
                                                 end, at * RM_K_BLOCK);
   };
-  rm_column<DTYPE> w;
+  rm_loaded_column<DTYPE> w;
   float acc = 0.0f, up = 0.0f; // thread r·16 + n has row r, column n
-  if (block < tiles) w = rm_load_column<DTYPE>(a.w, first, n);
+  if (block < tiles) w.load(rm_column_of<DTYPE>(a.w, first, n));
   stage(0, 0);
   __syncthreads();
   for (int at = 0, turn = 0; at < tiles; at += STEP, turn ^= 1) {
@@ -44,7 +44,7 @@ __device__ void few_rows(float *shared, const rm_gemm_args &a, int64_t w0, int64
     }
     const int next = at + STEP;
     if (next + block < tiles)
-      w = rm_load_column<DTYPE>(a.w, first + static_cast<int64_t>(next) * TILE, n);
+      w.load(rm_column_of<DTYPE>(a.w, first + static_cast<int64_t>(next) * TILE, n));
     if (next < tiles) stage(next, turn ^ 1);
     __syncthreads(); // one per step is enough: the next step fills the other half
     if (me >= ROWS * RM_N_TILE) continue;

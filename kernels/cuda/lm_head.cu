@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass
     __syncthreads();
     if (col < a.vocab)
       rm_add_block(acc, x, RM_K_BLOCK,
-                   rm_load_column<DTYPE>(
+                   rm_column_of<DTYPE>(
                        a.w, rm_packed_index(DTYPE, a.hidden, col / RM_N_TILE * RM_N_TILE, k0),
                        me % RM_N_TILE));
     __syncthreads(); // before x is overwritten

@@ -64,12 +64,22 @@ __device__ void read_tile(uint32_t *stored, found *f, const rm_pack_args &a, til
       f->digest += element_digest(a.index0 + index, bits, DTYPE);
       if (is_nonfinite(bits, DTYPE))
         f->nonfinite = rm_least_of()(f->nonfinite, static_cast<uint64_t>(index));
-      auto *const to =
-          static_cast<stored_type<DTYPE> *>(a.dst) + place<DTYPE, PACKING>(a, t.row0 + r, col);
-      if (a.compare && *to != bits) f->diff = rm_least_of()(f->diff, static_cast<uint64_t>(index));
-      else if (!a.compare && a.layout == RM_PLAIN) *to = static_cast<stored_type<DTYPE>>(bits);
+      if (a.compare && static_cast<const stored_type<DTYPE> *>(
+                           a.dst)[place<DTYPE, PACKING>(a, t.row0 + r, col)] != bits)
+        f->diff = rm_least_of()(f->diff, static_cast<uint64_t>(index));
     }
     stored[r * PITCH + c] = bits;
+  }
+}
+
+template <rm_dtype DTYPE>
+__device__ void write_plain(const uint32_t *stored, const rm_pack_args &a, tile t, int low,
+                            int high) {
+  for (int i = rm_thread(); i < ROWS * COLS; i += THREADS) {
+    const int r = i / COLS, c = i % COLS;
+    if (r >= low && r < high && t.col0 + c < a.cols)
+      static_cast<stored_type<DTYPE> *>(a.dst)[(t.row0 + r) * a.dst_cols + t.col0 + c] =
+          static_cast<stored_type<DTYPE>>(stored[r * PITCH + c]);
   }
 }
 
@@ -108,7 +118,8 @@ __global__ void __launch_bounds__(THREADS) pack_kernel(rm_pack_args a, bool down
     __syncthreads();
     const int low = static_cast<int>(rm_max64(0, a.dst_row0 - t.row0)),
               high = static_cast<int>(rm_min64(ROWS, end - t.row0));
-    if (!a.compare && a.layout != RM_PLAIN) write_packed<DTYPE, PACKING>(stored, a, t, low, high);
+    if (!a.compare && a.layout == RM_PLAIN) write_plain<DTYPE>(stored, a, t, low, high);
+    else if (!a.compare) write_packed<DTYPE, PACKING>(stored, a, t, low, high);
     __syncthreads(); // before the next tile
   }
   f.digest = rm_over_block<THREADS>(f.digest, by_warp, rm_sum_of());
