@@ -204,6 +204,7 @@ def parts() -> list[Part]:
         Part("check-fma", 120, checks(OPS, "fma"), "programs"),
         Part("check-mma", 200, checks(MMA_OPS, "mma"), "programs"),
         Part("test-device", 150, pytest("tests/gpu/test_cuda_device.py",
+                                        "tests/gpu/test_cuda_device_faults.py",
                                         "tests/gpu/test_cuda_captures.py"), "build"),
         Part("decode-8b", 150, figures("decode-8b", "limits decode --shapes dense-8b "
                                                     f"{mma}"), "programs"),
