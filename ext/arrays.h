@@ -36,6 +36,9 @@ typedef struct rm_array_want {
 // Whether an array is of numpy.ma or of another class with a mask, which C code would ignore.
 int rm_array_is_masked(PyObject *object);
 
+// Compares sizes with the expected ones. Returns 0, or −1 with ShapeError.
+int rm_array_check_shape(PyObject *module, rm_array_want *want, int n_dims, const int64_t *shape);
+
 // Sets *data to the array's data, a view that is valid while `object` is alive and unchanged.
 // Returns 0, or −1 with the exception set: DTypeError, ShapeError, LayoutError (not C order,
 // misaligned, read-only), UnsupportedTensorError (not an array, or a masked one).

@@ -29,9 +29,9 @@ void rm_op_device_leave(rm_op_device *op_device, int saved) {
 
 static size_t grown(size_t bytes) { return bytes < 4096 ? 4096 : bytes + bytes / 4; }
 
-rm_code rm_op_device_mirrored(rm_op_device *op_device, int i, size_t bytes, rm_error *err) {
+rm_code rm_op_device_mirrored(rm_op_device *op_device, size_t bytes, rm_error *err) {
   const rm_device *device = &op_device->device;
-  rm_mirrored_buffer *mirrored = &op_device->mirrored[i];
+  rm_mirrored_buffer *mirrored = &op_device->mirrored;
   const rm_code code = rm_device_check(device, device->wait_event(device->self, 0), err);
   if (code || (mirrored->device && bytes <= mirrored->bytes)) return code;
   rm_mirrored_destroy(mirrored);
@@ -79,7 +79,7 @@ static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 static void close_op_device(rm_op_device *self) {
   const rm_device *device = &self->device;
   const int saved = device->enter(device->self);
-  for (int i = 0; i < RM_OP_DEVICE_MIRRORED; i++) rm_mirrored_destroy(&self->mirrored[i]);
+  rm_mirrored_destroy(&self->mirrored);
   rm_device_free(device, self->workspace, self->workspace_bytes);
   device->leave(device->self, saved);
   device->close(device->self);

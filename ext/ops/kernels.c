@@ -40,10 +40,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   return (PyObject *)self;
 }
 
-RM_TRAVERSE(kernels_traverse, rm_kernels_object, (PyObject *)self->op_device)
-
 static void kernels_dealloc(PyObject *object) {
-  PyObject_GC_UnTrack(object);
   rm_kernels_object *self = (rm_kernels_object *)object;
   rm_team_destroy(self->team);
   rm_unmap(self->workspace, self->workspace_bytes);
@@ -55,15 +52,12 @@ static void kernels_dealloc(PyObject *object) {
 static PyMethodDef kernels_methods[] = {
     RM_METHOD("run", rm_op_run, METH_VARARGS,
               "run(op, {argument: value}): the outputs of an op of op_arguments()."),
-    RM_METHOD("pack", rm_op_pack, METH_VARARGS,
-              "pack(dst, src, layout, dst_row0, index0): (digest, nonfinite_index)."),
     {0},
 };
 
 static PyType_Slot slots[] = {
     {Py_tp_new, kernels_new},
     {Py_tp_dealloc, kernels_dealloc},
-    {Py_tp_traverse, kernels_traverse},
     {Py_tp_methods, kernels_methods},
     {Py_tp_doc,
      "Kernels(isa, threads, op_device = None, stream = 0): one variant of the ops over arrays; "
@@ -71,23 +65,26 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, RM_GC, slots);
+PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, 0, slots);
 
 // -------------------------------------------------------------------------------------- functions
 // (cos, sin, inv_freq, scale, bfloat16)
 static PyObject *rope_table(PyObject *module, PyObject *args) {
   PyObject *cos_object, *sin_object, *inv_freq_object;
-  rm_op_call c = {.module = module};
+  void *cos, *sin, *inv_freq;
   float scale;
   int bf16;
-  int64_t positions = -1, half = -1;
   if (!PyArg_ParseTuple(args, "OOOfp:rope_table", &cos_object, &sin_object, &inv_freq_object,
                         &scale, &bf16))
     return NULL;
-  const float *inv_freq = VIEW(&c, inv_freq_object, "inv_freq", NPY_FLOAT32, RM_ARRAY_IN, &half);
-  float *cos = VIEW(&c, cos_object, "cos", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
-  float *sin = VIEW(&c, sin_object, "sin", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
-  if (c.failed) return NULL;
+  rm_array_want of_inv_freq = {"inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, {-1}};
+  if (rm_array_data(module, inv_freq_object, &of_inv_freq, &inv_freq)) return NULL;
+  const int64_t half = of_inv_freq.shape[0];
+  rm_array_want of_cos = {"cos", NPY_FLOAT32, RM_ARRAY_WRITE, 2, {-1, half}};
+  if (rm_array_data(module, cos_object, &of_cos, &cos)) return NULL;
+  const int64_t positions = of_cos.shape[0];
+  rm_array_want of_sin = {"sin", NPY_FLOAT32, RM_ARRAY_WRITE, 2, {positions, half}};
+  if (rm_array_data(module, sin_object, &of_sin, &sin)) return NULL;
   Py_BEGIN_ALLOW_THREADS
     rm_rope_table(cos, sin, inv_freq, positions, half, scale, bf16 ? RM_BF16 : RM_F32);
   Py_END_ALLOW_THREADS

@@ -117,9 +117,6 @@ class Op(NamedTuple):
     core: _core.Kernels
     op_device: _core.OpDevice | None = None  # None: the host
 
-    def new(self, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False) -> Array:
-        return new_in(self.op_device, shape, dtype, zeros=zeros)
-
 
 def new_in(
     op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False
