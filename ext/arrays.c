@@ -60,6 +60,19 @@ int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void 
   return 0;
 }
 
+int rm_arrays_data(PyObject *module, PyObject *arguments, rm_array_want wants[], int n,
+                   void *data[]) {
+  if (PyTuple_Size(arguments) != n) {
+    PyErr_Format(PyExc_TypeError, "expected %d arrays, got %zd", n, PyTuple_Size(arguments));
+    return -1;
+  }
+  for (int i = 0; i < n; i++) {
+    if (wants[i].shape[0] == RM_ARRAY_AS_FIRST) wants[i].shape[0] = wants[0].shape[0];
+    if (rm_array_data(module, PyTuple_GetItem(arguments, i), &wants[i], &data[i])) return -1;
+  }
+  return 0;
+}
+
 int rm_array_ids(PyObject *module, PyObject *object, const char *name, const int32_t **ids,
                  int64_t *n_out) {
   PyArrayObject *array = (PyArrayObject *)object;

@@ -177,31 +177,25 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
   int64_t step = 1;
   const rm_device *device = &array->op_device->device;
   for (int i = t->n_dims - 1; i >= 0; i--) {
-    if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step) {
-      rm_raise_code(
+    if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step)
+      return rm_refuse(
           module, RM_E_LAYOUT,
           "%.200U: expected a C-contiguous array, got stride %lld in dim %d; copy it first", name,
           (long long)t->strides[i], i);
-      return -1;
-    }
     step *= t->shape[i];
   }
   uintptr_t at = (uintptr_t)t->data;
   if (!array->bytes) return 0;
   if (!at || __builtin_add_overflow(at, t->byte_offset, &at) ||
       device->ordinal_of(device->self, (const void *)at) != device->ordinal ||
-      device->ordinal_of(device->self, (const char *)at + array->bytes - 1) != device->ordinal) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
-                  "%.200U: expected memory of %s, got address %zu, which is not of its memory",
-                  name, device->name, (size_t)at);
-    return -1;
-  }
-  if (at % each(array)) {
-    rm_raise_code(module, RM_E_LAYOUT,
-                  "%.200U: expected an aligned array, got address %zu; copy it first", name,
-                  (size_t)at);
-    return -1;
-  }
+      device->ordinal_of(device->self, (const char *)at + array->bytes - 1) != device->ordinal)
+    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR,
+                     "%.200U: expected memory of %s, got address %zu, which is not of its memory",
+                     name, device->name, (size_t)at);
+  if (at % each(array))
+    return rm_refuse(module, RM_E_LAYOUT,
+                     "%.200U: expected an aligned array, got address %zu; copy it first", name,
+                     (size_t)at);
   array->data = (void *)at;
   return 0;
 }

@@ -21,7 +21,7 @@
 typedef struct rm_op_device {
   PyObject_HEAD
   rm_device device; // owned
-  char *library; // owned: path of the CUDA library
+  PyObject *library; // owned str: path of the CUDA library
   pthread_mutex_t mutex; // recursive
   pid_t owner; // the process that may use it: CUDA does not survive a fork
   void *workspace; // owned, grows

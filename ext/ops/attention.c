@@ -24,7 +24,27 @@ static void same_size(rm_op_call *c, const char *name, int dim, int64_t seen, in
                 (long long)wanted, dim, (long long)seen);
 }
 
+// ------------------------------------------------------------------------------------- rope_table
+#define OP a.rope_table
+static void run_rope_table(rm_op_call *c) {
+  const rm_rope_table_args *a = &c->a.rope_table;
+  rm_rope_table(a->cos, a->sin, a->inv_freq, c->s.n_positions, c->s.half, a->scale,
+                a->bfloat16 ? RM_BF16 : RM_F32);
+}
+
+#define TABLE(name) ARRAY(name, F32, RM_OP_OUT | RM_ARRAY_OF_HOST, n_positions, half)
+static const rm_op_argument rope_table[] = {
+    SIZE_AT(num_positions, n_positions, 0),
+    REAL(scale, -1),
+    FLAG(bfloat16),
+    ARRAY(inv_freq, F32, RM_ARRAY_OF_HOST, half),
+    TABLE(cos),
+    TABLE(sin),
+    {0},
+};
+
 // ----------------------------------------------------------------------------------- head_squares
+#undef OP
 #define OP a.head_squares
 static void split_heads(rm_op_call *c) {
   rm_head_squares_args *a = &c->a.head_squares;
@@ -189,4 +209,9 @@ static const rm_op_argument attention[] = {
 };
 
 const rm_op rm_ops_attention[] = {
-    OP_OF_T(head_squares), OP_OF_T(qk_rope_kv), OP_OF_T(attention), {0}};
+    {"rope_table", rope_table, run_rope_table, 0, NULL},
+    OP_OF_T(head_squares),
+    OP_OF_T(qk_rope_kv),
+    OP_OF_T(attention),
+    {0},
+};

@@ -19,7 +19,8 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                          op_device);
   const rm_kernels *table = NULL;
   if (op_device != Py_None &&
-      rm_cuda_kernels(((rm_op_device *)op_device)->library, isa, &table, &err))
+      rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL), isa,
+                      &table, &err))
     return rm_raise(module, &err);
   if (op_device == Py_None && !(table = rm_kernels_named(isa)))
     return rm_raise_code(
@@ -50,8 +51,7 @@ static void kernels_dealloc(PyObject *object) {
 }
 
 static PyMethodDef kernels_methods[] = {
-    RM_METHOD("run", rm_op_run, METH_VARARGS,
-              "run(op, {argument: value}): the outputs of an op of op_arguments()."),
+    RM_METHOD("run", rm_op_run, METH_VARARGS),
     {0},
 };
 
@@ -59,46 +59,15 @@ static PyType_Slot slots[] = {
     {Py_tp_new, kernels_new},
     {Py_tp_dealloc, kernels_dealloc},
     {Py_tp_methods, kernels_methods},
-    {Py_tp_doc,
-     "Kernels(isa, threads, op_device = None, stream = 0): one variant of the ops over arrays; "
-     "rollmesh.ops is its public face."},
     {0, NULL},
 };
 
 PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, 0, slots);
 
 // -------------------------------------------------------------------------------------- functions
-// (cos, sin, inv_freq, scale, bfloat16)
-static PyObject *rope_table(PyObject *module, PyObject *args) {
-  PyObject *cos_object, *sin_object, *inv_freq_object;
-  void *cos, *sin, *inv_freq;
-  float scale;
-  int bf16;
-  if (!PyArg_ParseTuple(args, "OOOfp:rope_table", &cos_object, &sin_object, &inv_freq_object,
-                        &scale, &bf16))
-    return NULL;
-  rm_array_want of_inv_freq = {"inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, {-1}};
-  if (rm_array_data(module, inv_freq_object, &of_inv_freq, &inv_freq)) return NULL;
-  const int64_t half = of_inv_freq.shape[0];
-  rm_array_want of_cos = {"cos", NPY_FLOAT32, RM_ARRAY_WRITE, 2, {-1, half}};
-  if (rm_array_data(module, cos_object, &of_cos, &cos)) return NULL;
-  const int64_t positions = of_cos.shape[0];
-  rm_array_want of_sin = {"sin", NPY_FLOAT32, RM_ARRAY_WRITE, 2, {positions, half}};
-  if (rm_array_data(module, sin_object, &of_sin, &sin)) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-    rm_rope_table(cos, sin, inv_freq, positions, half, scale, bf16 ? RM_BF16 : RM_F32);
-  Py_END_ALLOW_THREADS
-  Py_RETURN_NONE;
-}
-
 static PyObject *op_arguments(PyObject *module, PyObject *ignored) {
   (void)ignored;
   return Py_NewRef(rm_state(module)->op_arguments);
 }
 
-PyMethodDef rm_ops_functions[] = {
-    {"rope_table", rope_table, METH_VARARGS, "(cos, sin, inv_freq, scale, bfloat16)"},
-    {"op_arguments", op_arguments, METH_NOARGS,
-     "op_arguments(): {op: {argument: 'number', 'in', 'index', 'host', 'inout' or 'out'}}."},
-    {0},
-};
+PyMethodDef rm_ops_functions[] = {{"op_arguments", op_arguments, METH_NOARGS, NULL}, {0}};

@@ -52,10 +52,17 @@ enum { RM_OP_MAX_BLOCKS = 5, RM_OP_MAX_ARGUMENTS = 20, RM_OP_MAX_DIMS = 3 };
 
 // -------------------------------------------------------------------------------------- the table
 // The argument struct of every op.
+typedef struct rm_rope_table_args {
+  const float *inv_freq;
+  float *cos, *sin;
+  float scale;
+  int bfloat16;
+} rm_rope_table_args;
 #define RM_OP_ARGS(name, args) args name;
 typedef union rm_op_args {
   RM_OPS(RM_OP_ARGS)
   rm_pack_args pack;
+  rm_rope_table_args rope_table;
 } rm_op_args;
 
 // Values of a call outside its argument struct: sizes, and the columns of rm_sample_params.

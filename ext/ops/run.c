@@ -115,7 +115,7 @@ static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
     shape[i] = *sizes[i];
   }
   if (c->failed) return NULL;
-  if (c->self->op_device)
+  if (c->self->op_device && !(a->flags & RM_ARRAY_OF_HOST))
     return rm_device_array_new(c->module, c->self->op_device, type, n_dims, shape);
   PyObject *out = a->flags & RM_OP_ZERO ? PyArray_ZEROS(n_dims, shape, type, 0)
                                         : PyArray_EMPTY(n_dims, shape, type, 0);
@@ -279,8 +279,8 @@ PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
 // the host checks, so it may always be on the host), "host", "inout" or "out".
 static const char *role_of(const rm_op_argument *a) {
   return !is_array(a)                                   ? "number"
-         : a->flags & RM_ARRAY_OF_HOST                  ? "host"
          : a->flags & RM_OP_NEW                         ? "out"
+         : a->flags & RM_ARRAY_OF_HOST                  ? "host"
          : a->flags & RM_ARRAY_WRITE                    ? "inout"
          : a->type == RM_OP_I32 || a->type == RM_OP_I64 ? "index"
                                                         : "in";

@@ -45,6 +45,10 @@ CASES: dict[str, dict[str, Any]] = {
         "float32_out": False, "weight": words(2, 16, 32), "dst": words(2 * 512),
         "found": np.zeros(3, np.int64),
     },
+    "rope_table": {
+        "num_positions": 3, "scale": 1.0, "bfloat16": False, "inv_freq": f32(2),
+        "cos": f32(3, 2), "sin": f32(3, 2),
+    },
     "embed": {
         "packed": True, "vocab": 16, "hidden": 32, "ids": i32(2), "table": words(512),
         "out": words(2, 32),

@@ -28,17 +28,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh import _core
 from rollmesh._core import DeviceArray, available_isas, best_isa, isa_states
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import (
     Array,
     array_of,
-    host_array,
     matrices_of,
-    new_array,
     numpy_dtype,
-    real_of,
     round_up,
     size_of,
 )
@@ -266,9 +262,9 @@ def rope_table(
     """Returns (cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype.
     inv_freq is a NumPy array; the CPU computes the table."""
     op_device = op_device_on(device)
-    shape = (size_of("num_positions", num_positions), len(host_array("inv_freq", inv_freq, 1)))
-    cos, sin = new_array(shape, np.float32), new_array(shape, np.float32)
-    _core.rope_table(cos, sin, inv_freq, real_of("scale", scale), numpy_dtype(dtype) is np.uint16)
+    given = {"num_positions": num_positions, "scale": scale, "inv_freq": inv_freq}
+    given["bfloat16"] = numpy_dtype(dtype) is np.uint16
+    cos, sin = kernels().run("rope_table", given)
     return (cos, sin) if op_device is None else (op_device.to_device(cos), op_device.to_device(sin))
 
 

@@ -42,12 +42,6 @@ def is_real(value: Any) -> bool:
     return isinstance(value, REAL) and not isinstance(value, bool)
 
 
-def real_of(name: str, value: Any) -> float:
-    if not is_real(value) or not abs(value) <= MAX_FLOAT32:
-        raise ConfigError(f"{name}: expected a finite float32, got {shown(value)}")
-    return float(value)
-
-
 def size_of(name: str, value: Any) -> int:
     return integer_of(ShapeError, name, value, 0, MAX_SIZE)
 
@@ -70,12 +64,6 @@ def array_of(name: str, array: Array, dims: int | None = None) -> Array:
     if dims is not None and array.ndim != dims:
         raise ShapeError(f"{name}: expected {dims} dims, got {array.ndim}")
     return array
-
-
-def host_array(name: str, array: Array, dims: int) -> Array:
-    if isinstance(array, _core.DeviceArray):
-        raise UnsupportedTensorError(f"{name}: expected a NumPy array, got one on {array.device}")
-    return array_of(name, array, dims)
 
 
 def matrices_of(name: str, array: Array) -> Array:

@@ -32,7 +32,7 @@ from rollmesh.ops.arguments import (
     new_array,
     words_of,
 )
-from rollmesh.runtime.arguments import integer_of
+from rollmesh.runtime.arguments import exportable, integer_of
 from rollmesh.runtime.devices import CUDA_FAMILIES, LIBRARY_SWITCH, device_of
 from rollmesh.runtime.messages import shown
 
@@ -232,4 +232,4 @@ def _taken(
         )
     if isinstance(array, _core.DeviceArray) and array.op_device is op_device:
         return array
-    return op_device.take(name, array)
+    return op_device.take(name, exportable(name, array))
