@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import numbers
 import os
 import re
-import select
+import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -45,6 +44,7 @@ from rollmesh.errors import (
     StateError,
 )
 from rollmesh.runtime import nccl as _nccl
+from rollmesh.runtime.arguments import REAL, integer
 from rollmesh.runtime.devices import Device
 from rollmesh.runtime.messages import shown
 
@@ -56,14 +56,6 @@ BOARD_S = 2.0  # timeout of reads and writes of torch's store
 ASK_S = 1.0  # between two reads of the store that look for a rank that has given up
 GAVE_UP = "rollmesh: the rank that gave up"
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _machine() -> str:
@@ -145,19 +137,17 @@ class Comm:
     MAX_WORLD = 4096
 
     def __init__(self, rank: int, world: int, timeout: float):
-        if not _is_int(world) or not 1 <= world <= self.MAX_WORLD:
-            raise ConfigError(
-                f"world: expected a number of ranks in [1, {self.MAX_WORLD}], got {shown(world)}"
-            )
-        if not _is_int(rank) or not 0 <= rank < world:
-            raise ConfigError(
-                f"rank: expected one of {world} ranks, counted from 0, got {shown(rank)}"
-            )
-        if not _is_real(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
+        self.world = integer("world", world, 1, self.MAX_WORLD)
+        self.rank = integer("rank", rank, 0, self.world - 1)
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, REAL)
+            or not 0 < timeout <= MAX_TIMEOUT_S
+        ):
             raise ConfigError(
                 f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}"
             )
-        self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
+        self.timeout = float(timeout)
         self._used = self._closed = False
 
     def connect(self, mesh: Mesh) -> Endpoints:
@@ -232,7 +222,7 @@ class Torch(Comm):
         # torch's key-value store of the control group. It is readable after connections broke.
         self._store: Any = None
         self.heard = False  # True once a connection broke: another rank gave up first
-        self._watched: dict[int, int] = {}  # rank → pidfd, for the other ranks on this machine
+        self._watched = selectors.DefaultSelector()  # pidfds of the other ranks on this machine
         self._ranks: list[int] = distributed.get_process_group_ranks(
             group or distributed.group.WORLD
         )
@@ -285,16 +275,12 @@ class Torch(Comm):
         for rank, process in processes.items():
             if rank != self.rank and hasattr(os, "pidfd_open"):
                 with suppress(OSError):  # in another pid namespace, or no free descriptor
-                    self._watched[rank] = os.pidfd_open(process)
+                    self._watched.register(os.pidfd_open(process), selectors.EVENT_READ, rank)
 
     def ended(self, wait_s: float = 0.0) -> list[int]:
         """Returns the ranks on this machine whose process has ended. Processes on other machines
         cannot be watched."""
-        poll = select.poll()
-        ranks = {fd: rank for rank, fd in self._watched.items()}
-        for fd in ranks:
-            poll.register(fd, select.POLLIN)
-        return sorted(ranks[fd] for fd, _ in poll.poll(1000 * wait_s)) if ranks else []
+        return sorted(key.data for key, _ in self._watched.select(wait_s))
 
     def announce_giving_up(self) -> None:
         """Writes to the store that this rank gives up, unless another rank did so before. Ignores
@@ -322,9 +308,9 @@ class Torch(Comm):
 
     def close(self) -> None:
         super().close()
-        for fd in self._watched.values():
-            os.close(fd)
-        self._watched = {}
+        for key in list((self._watched.get_map() or {}).values()):
+            os.close(key.fd)
+        self._watched.close()
         exchanges, self._exchanges = self._exchanges, []
         for exchange in exchanges:
             exchange.close()

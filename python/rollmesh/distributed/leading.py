@@ -27,13 +27,14 @@ requests, and a foreign request counts as finished once its result has arrived.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar, cast
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from weakref import ref
 
 from rollmesh import _core
@@ -51,6 +52,8 @@ from rollmesh.errors import (
 )
 from rollmesh.runtime.threads import starting
 
+P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 Operations = Callable[[str], Callable[..., Any]]
 Run = Callable[[Callable[[], Any]], Any]
@@ -84,6 +87,46 @@ def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
         return f"[{', '.join(map(_text, value))}]"
     return repr(value)
+
+
+def by_every_rank(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], T]:
+    """Marks a method of Generator that every rank may call, see make_call."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def bound() -> Mapping[str, Any]:
+            return signature.bind(self, *args, **kwargs).arguments
+
+        return make_call(self, method.__name__, bound, lambda: method(self, *args, **kwargs))
+
+    return call
+
+
+def make_call(
+    generator: Any,
+    name: str,
+    arguments: Callable[[], Mapping[str, Any]],
+    function: Callable[[], T],
+) -> T:
+    """Makes a call that every rank may make, if ranks are processes: rank 0 makes it, and the other
+    ranks apply its operations and return its result."""
+    engine = generator._engine
+    if not isinstance(engine, LedEngine) or engine.is_followed:
+        return function()
+    values = arguments()
+    text = call_text(name, values)
+    if engine.rank == 0:
+        return engine.lead_call(text, function, generator._loop.call)
+
+    def apply() -> Any:
+        operations = generator._operations(lambda version: values.get("source"))
+        return engine.apply_calls(text, operations, lambda operation: operation())
+
+    result: T = generator._loop.lend(apply)
+    return result
 
 
 class LedEngine(PeerEngine):

@@ -20,7 +20,9 @@ from rollmesh.errors import (
     CollectiveTimeoutError,
     DeviceError,
     RankLostError,
+    SyncAbortedError,
 )
+from rollmesh.runtime.messages import reason
 
 # Errors that one rank may raise while the others do not.
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeviceError)
@@ -79,9 +81,9 @@ class RankEngine:
         """Returns every rank's value once all ranks have reached this point. error: this rank's
         error, or None. This rank raises it; the other ranks raise SyncAbortedError with the reason.
         If ranks are in different calls, all raise CollectiveMismatchError."""
-        del call
-        self.raise_failure(error, [])
-        return [value]
+        everyone = self.gather(call, value, None if error is None else reason(error))
+        self.raise_failure(error, [why for _, why, _ in everyone])
+        return [value for value, _, _ in everyone]
 
     def gather(
         self, call: str, value: Any, why: str | None = None
@@ -93,9 +95,11 @@ class RankEngine:
     def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
         """Raises this rank's own error or, if another rank has failed, SyncAbortedError with the
         first reason. All ranks have received the same reasons."""
-        del reasons
         if error is not None:
             raise error
+        for rank, why in enumerate(reasons):
+            if why is not None:
+                raise SyncAbortedError(f"rank {rank}: {why}")
 
     def abort_unless_shared(self, error: BaseException) -> bool:
         """Called when this rank leaves a call by an exception. Aborts the mesh unless the other

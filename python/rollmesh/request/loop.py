@@ -164,7 +164,7 @@ class EngineLoop:
         self,
         call: Call,
         deadline: float | None = None,
-        advance: Callable[[int], None] = lambda count: None,
+        advance: Callable[[int], object] | None = None,
     ) -> Any:
         """Makes a call and returns its result. advance: receives the numbers that the call reports.
 
@@ -248,7 +248,9 @@ class EngineLoop:
         if self.is_closed:  # the thread has ended and does not empty the inbox
             self._refuse_all()
 
-    def _wait(self, call: Call, deadline: float | None, advance: Callable[[int], None]) -> Any:
+    def _wait(
+        self, call: Call, deadline: float | None, advance: Callable[[int], object] | None
+    ) -> Any:
         while not call.is_done:
             wait = None
             if deadline is not None and not call.is_started and len(self._undone) > 1:
@@ -264,7 +266,7 @@ class EngineLoop:
             if isinstance(news, Loan):
                 news.use()
                 self._undone.discard(call)
-            elif news is not None:
+            elif advance is not None and news is not None:
                 advance(news)
         if not call.has_failed:
             return call.result

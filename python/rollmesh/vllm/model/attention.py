@@ -108,14 +108,6 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         head0: int,
         all_squares: Callable[[Array, Array], tuple[Array, Array]] | None = None,
     ) -> None:
-        for name, value in (
-            ("alibi_slopes", alibi_slopes),
-            ("sliding_window", sliding_window),
-            ("logits_soft_cap", logits_soft_cap),
-            ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
-        ):
-            if value:
-                raise ConfigError(f"{name}: expected none, got {value!r}; it is not supported")
         if head_size % HEAD_DIMS:
             raise ConfigError(
                 f"head_dim: expected a multiple of {HEAD_DIMS}, got {head_size}; vLLM's KV blocks "

@@ -247,17 +247,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
         them."""
         self.runner.idle_step()
 
-    def take_draft_token_ids(self) -> None:
-        """Returns None, since draft tokens are not supported."""
-
     def synchronize_device(self) -> None:
-        """Does nothing, since a step has finished when its call returns."""
+        """Does nothing: a step has finished when its call returns, only text is supported, and
+        there are no encoders and no draft tokens."""
 
-    def reset_mm_cache(self) -> None:
-        """Does nothing, since only text is supported."""
-
-    def reset_encoder_cache(self) -> None:
-        """Does nothing, since only decoders are supported."""
+    take_draft_token_ids = reset_mm_cache = reset_encoder_cache = synchronize_device
 
     def get_model(self) -> torch.nn.Module:
         return self.updates.model
