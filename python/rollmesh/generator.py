@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -239,17 +238,16 @@ class Generator(Calls):
             return entry.shape, entry.wanted()
 
         shape, rows = wanted() if self._loop.is_inside else self._loop.call(wanted)
-        rows = rows[rows[:, 1 + BOX_DIMS :].all(axis=1)]  # without the parts that are empty
-        needed = (
-            rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
-        )
-        if not len(needed):
-            return Shard(shape, (0,) * len(shape), (0,) * len(shape))
-        first, sizes = needed[:, : len(shape)], needed[:, BOX_DIMS : BOX_DIMS + len(shape)]
-        offsets = first.min(axis=0)
-        return Shard(
-            shape, tuple(offsets.tolist()), tuple(((first + sizes).max(axis=0) - offsets).tolist())
-        )
+        count, me = len(shape), self._engine.rank
+        needed = rows[:, 1 + BOX_DIMS :].all(axis=1)  # without the parts that are empty
+        if self._engine.has_peers:
+            needed &= rows[:, 0] == me
+        if not needed.any():
+            return Shard(shape, (0,) * count, (0,) * count)
+        rows = rows[needed, 1:]
+        first, sizes = rows[:, :count], rows[:, BOX_DIMS : BOX_DIMS + count]
+        offsets, ends = first.min(axis=0), (first + sizes).max(axis=0)
+        return Shard(shape, tuple(offsets.tolist()), tuple((ends - offsets).tolist()))
 
     def metrics(self) -> dict[str, Any]:
         """Returns counters since creation, sizes in bytes, times in seconds, and:
@@ -263,16 +261,12 @@ class Generator(Calls):
         stats = self._loop.call(self._engine.stats)
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
-        asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
-        own = {
-            "version": self._weights.version,
-            "asleep": asleep,
-            "paused": self._engine.paused,
-            "kv_usage": usage,
-        }
         return {
             **stats,
-            **own,
+            "version": self._weights.version,
+            "asleep": [part for part, bit in PARTS.items() if stats["asleep"] & bit],
+            "paused": self._engine.paused,
+            "kv_usage": usage,
             "nccl": self._nccl,
             "cublas": self._cublas and str(self._cublas),
             "invariant": self._cublas is None,
@@ -553,12 +547,7 @@ class Generator(Calls):
         self._loop.check_alive()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

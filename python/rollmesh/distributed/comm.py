@@ -55,6 +55,10 @@ SEEN_ENDING_S = 0.2  # a connection breaks a moment before the pidfd of its proc
 BOARD_S = 2.0  # timeout of reads and writes of torch's store
 ASK_S = 1.0  # between two reads of the store that look for a rank that has given up
 GAVE_UP = "rollmesh: the rank that gave up"
+# Environment variables of torchrun whose values together are a run's own.
+NAMES_OF_RUN = (
+    "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 
@@ -68,8 +72,9 @@ def _machine() -> str:
     )
 
 
-def _number(variable: str, text: str | None) -> int:
-    if text is None or not text.isdecimal():
+def _number(variable: str) -> int:
+    text = os.environ[variable]
+    if not text.isdecimal():
         raise ConfigError(f"{variable}: expected a number in the environment, got {shown(text)}")
     return int(text)
 
@@ -98,16 +103,10 @@ def check_group(group: Any) -> None:
         raise ConfigError(
             f"group: expected rm.comm.nccl(…) or rm.comm.shm(…) without torch, got {shown(group)}"
         ) from error
-    outside = distributed.GroupMember.NON_GROUP_MEMBER  # an integer that is not a rank
-    if type(group) is type(outside) and group == outside:
-        raise ConfigError(
-            "group: expected a group that this process is in, got torch's NON_GROUP_MEMBER; leave "
-            "the call out on this rank"
-        )
     if group is not None and not isinstance(group, distributed.ProcessGroup):
         raise ConfigError(
-            "group: expected a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None, "
-            f"got a {type(group).__name__}"
+            "group: expected a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup with this "
+            f"process in it or None, got {shown(group)}"
         )
     if not distributed.is_initialized():
         raise StateError(
@@ -507,30 +506,21 @@ def shm(
     are read from its environment variables. The name is a file in /dev/shm until all ranks have
     connected; use a random name, since another mesh must not use it at the same time. timeout:
     seconds that a rank waits for another rank, in any call, before CollectiveTimeoutError."""
-    given = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
-    if rank is None or world is None:
-        if None in given:
-            raise ConfigError(
-                "comm.shm: expected rank and world, or RANK and WORLD_SIZE in the environment "
-                "(torchrun sets them)"
-            )
-        rank = _number("RANK", given[0]) if rank is None else rank
-        world = _number("WORLD_SIZE", given[1]) if world is None else world
+    env = os.environ
+    if (rank is None or world is None) and not {"RANK", "WORLD_SIZE"} <= env.keys():
+        raise ConfigError(
+            "comm.shm: expected rank and world, or RANK and WORLD_SIZE in the environment "
+            "(torchrun sets them)"
+        )
+    rank = _number("RANK") if rank is None else rank
+    world = _number("WORLD_SIZE") if world is None else world
     if name is None:
-        parts = [
-            os.environ.get(key, "")
-            for key in (
-                "TORCHELASTIC_RUN_ID",
-                "MASTER_ADDR",
-                "MASTER_PORT",
-                "TORCHELASTIC_RESTART_COUNT",
-            )
-        ]
-        if not parts[2]:
+        if not env.get("MASTER_PORT"):
             raise ConfigError(
                 "comm.shm: expected a name, or MASTER_PORT in the environment (torchrun sets it)"
             )
-        name = "rollmesh-" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:24]
+        text = " ".join(env.get(key, "") for key in NAMES_OF_RUN)
+        name = "rollmesh-" + hashlib.sha256(text.encode()).hexdigest()[:24]
     return Shm(name, rank, world, timeout)
 
 
@@ -560,6 +550,3 @@ def nccl(group: Comm | None = None, library: str | os.PathLike[str] | None = Non
     different versions of NCCL. Later calls raise RankLostError, CollectiveTimeoutError and
     CollectiveMismatchError, as with any comm, and DeviceError if CUDA fails."""
     return Nccl(group, library)
-
-
-__all__ = ["Comm", "Endpoints", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]

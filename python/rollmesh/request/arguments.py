@@ -86,14 +86,10 @@ def param_list(params: Any, count: int) -> list[SamplingParams]:
         return [params] * count
     chosen = list(islice(params, count + 1)) if isinstance(params, Sequence) else []
     if len(chosen) != count or not all(isinstance(param, SamplingParams) for param in chosen):
-        of = (
-            f" of {len(chosen)}{' or more' * (len(chosen) > count)}"
-            if isinstance(params, Sequence)
-            else ""
-        )
+        of = f" of {len(chosen)}{' or more' * (len(chosen) > count)}"
         raise RequestError(
             f"params: expected a SamplingParams or a sequence of {count} of them, got a "
-            f"{type(params).__name__}{of}"
+            f"{type(params).__name__}{of * isinstance(params, Sequence)}"
         )
     return chosen
 

@@ -10,7 +10,7 @@ import os
 from rollmesh.errors import ConfigError
 from rollmesh.runtime import libraries
 from rollmesh.runtime.devices import Device
-from rollmesh.runtime.libraries import Library
+from rollmesh.runtime.libraries import Library as Library
 from rollmesh.runtime.messages import plain, shown
 
 LIBRARY_SWITCH = "ROLLMESH_CUBLASLT_LIBRARY"
@@ -53,6 +53,3 @@ def for_generator(where: Device, dtype: str) -> Library:
         return find()
     except ConfigError as error:
         raise ConfigError(f"fast = True: {error}") from None
-
-
-__all__ = ["INSTALL", "LEAST", "LIBRARY_SWITCH", "Library", "find", "for_generator"]

@@ -8,7 +8,7 @@ import os
 from rollmesh import _core
 from rollmesh.errors import ConfigError
 from rollmesh.runtime import libraries
-from rollmesh.runtime.libraries import Library
+from rollmesh.runtime.libraries import Library as Library
 from rollmesh.runtime.messages import shown
 
 SHARES_GPU = (2, 30, 3)  # the first in which two ranks may have one GPU
@@ -33,6 +33,3 @@ def find(path: str | os.PathLike[str] | None = None) -> Library:
         )
     asked = None if path is None else (os.fspath(path), "as asked for")
     return libraries.find("nccl", "nvidia-nccl", WHEEL, _core.nccl_version, asked, INSTALL)
-
-
-__all__ = ["FEWER_BLOCKS", "INSTALL", "SHARES_GPU", "SHARES_GPU_VARIABLE", "Library", "find"]

@@ -25,7 +25,6 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionMetadataBuilder,
-    AttentionType,
     MultipleOf,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -94,14 +93,11 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         num_heads: int,
         head_size: int,
         scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
+        num_kv_heads: int,
+        alibi_slopes: None,
+        sliding_window: None,
+        kv_cache_dtype: str,
+        *others: Any,
         rope: Rope,
         weights: Callable[[], Mapping[str, Array]],
         group: int,
@@ -114,8 +110,7 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
                 "have no padding"
             )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self._rope, self._weights, self._group, self._head0 = rope, weights, group, head0
         self._all_squares = all_squares
 
