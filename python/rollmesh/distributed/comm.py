@@ -233,7 +233,7 @@ class Torch(Comm):
         world = list(range(self.world))
         control = self._group(world)
         if control is not None:
-            self._store = self._exchanges[0].store()
+            self._store = self._exchanges[0].group.get_group_store()
             mine = {"mesh": asdict(mesh), "machine": _machine(), "process": os.getpid()}
             everyone = [json.loads(part) for part in control.all_gather(json.dumps(mine).encode())]
             check_alike([its["mesh"] for its in everyone])
@@ -272,8 +272,9 @@ class Torch(Comm):
 
     def _watch(self, processes: Mapping[int, int]) -> None:
         for rank, process in processes.items():
-            if rank != self.rank and hasattr(os, "pidfd_open"):
-                with suppress(OSError):  # in another pid namespace, or no free descriptor
+            if rank != self.rank:
+                # No pidfds on this system, another pid namespace, or no free descriptor.
+                with suppress(AttributeError, OSError):
                     self._watched.register(os.pidfd_open(process), selectors.EVENT_READ, rank)
 
     def ended(self, wait_s: float = 0.0) -> list[int]:
@@ -320,13 +321,9 @@ class _Exchange:
     them, then exchange the bytes."""
 
     def __init__(self, comm: Torch, group: Any, rank: int, size: int):
-        self._comm, self._group, self._rank, self._size = comm, group, rank, size
+        self._comm, self.group, self._rank, self._size = comm, group, rank, size
         self._process = os.getpid()
         self._asked = time.monotonic()  # time of the last read of the store
-
-    def store(self) -> Any:
-        """Returns the group's store, or None if torch is too old to return one."""
-        return self._group.get_group_store() if hasattr(self._group, "get_group_store") else None
 
     def __call__(
         self,
@@ -341,7 +338,7 @@ class _Exchange:
         from torch import distributed
 
         del timeout  # the torch group has its own timeout
-        if self._group is None:
+        if self.group is None:
             raise RankLostError(f"rank {self._rank} has aborted or left the group")
         mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
         headers = [torch.empty_like(mine) for _ in range(self._size)]
@@ -350,10 +347,10 @@ class _Exchange:
             : sum(map(len, send))
         ]
         try:
-            distributed.all_gather(headers, mine, group=self._group)
+            distributed.all_gather(headers, mine, group=self.group)
             self._check([header.tolist() for header in headers], op, sequence, epoch, sizes)
             distributed.all_to_all_single(
-                out, data, sizes, [len(part) for part in send], group=self._group
+                out, data, sizes, [len(part) for part in send], group=self.group
             )
         except RuntimeError as error:
             raise self._named(error, op, sequence) from error
@@ -397,7 +394,7 @@ class _Exchange:
     def look(self) -> None:
         """Called while a rank waits for its GPU. Raises RankLostError if another rank is known to
         have ended."""
-        if self._group is None:
+        if self.group is None:
             raise RankLostError(f"rank {self._rank} has aborted or left the group")
         if ended := ", ".join(map(str, self._comm.ended())):
             self._comm.heard = True
@@ -411,14 +408,14 @@ class _Exchange:
     def abort(self) -> None:
         """Closes the connections. Ranks that wait on them raise an error and read the reason from
         the store."""
-        if self._group is not None and os.getpid() == self._process:
+        if self.group is not None and os.getpid() == self._process:
             self._comm.announce_giving_up()
             self.close()
 
     def close(self) -> None:
         from torch import distributed
 
-        group, self._group = self._group, None  # its connections close with the last reference
+        group, self.group = self.group, None  # its connections close with the last reference
         # A forked child must not destroy the parent's group.
         if group is not None and os.getpid() == self._process and distributed.is_initialized():
             distributed.destroy_process_group(group)

@@ -4,7 +4,7 @@ loops (streams.py). Parts of them run in the engine's thread (loop.py).
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -69,19 +69,16 @@ class Calls:
         outputs: list[RequestOutput | None] = [None] * len(items)
         places: list[int] = []  # index of each prompt that the engine accepted
 
-        def add(call: Call) -> list[int]:
-            self._check_ready()
-            added: list[int] = []
-            for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
-                call.check_wanted()
-                try:
-                    added.append(self._add(prompt, param, index))
-                    places.append(index)
-                except (RequestError, CapacityError) as error:
-                    outputs[index] = _refused(prompt, error)
-            return added
+        def add(index: int, prompt: Prompt, param: SamplingParams) -> int | None:
+            try:
+                request = self._add(index, prompt, param)
+            except (RequestError, CapacityError) as error:
+                outputs[index] = _refused(prompt, error)
+                return None
+            places.append(index)
+            return request
 
-        call = _Steps(self, add, self._requests.output, deadline)
+        call = _Steps(self, add, zip(items, chosen, strict=True), self._requests.output, deadline)
         with progress(len(items), use_tqdm) as advance:
             call.reports = advance is not None
             done = self._loop.run(call, deadline, advance)
@@ -147,7 +144,8 @@ class Calls:
         If ranks are processes, all ranks must make the same calls of submit and poll in the same
         order."""
         items = prompt_list(prompts)
-        ids: list[int] = self._loop.run(_Submit(self, items, param_list(params, len(items))))
+        pairs = zip(items, param_list(params, len(items)), strict=True)
+        ids: list[int] = self._loop.run(_Submit(self, self._add, pairs))
         return ids
 
     @by_every_rank
@@ -255,22 +253,18 @@ class Calls:
     ) -> list[NDArray[np.float32]]:
         """See score. vocab_size > 0: see logits."""
 
-        def add(call: Call) -> list[int]:
-            self._check_ready()
-            added = []
-            for index, (sequence, param) in enumerate(zip(sequences, params, strict=True)):
-                call.check_wanted()
-                with naming_prompt(index):
-                    added.append(self._requests.add_score(sequence, param, vocab_size))
-            return added
+        def add(index: int, ids: Ids, param: SamplingParams | None) -> int:
+            with naming_prompt(index):
+                return self._requests.add_score(ids, param, vocab_size)
 
+        items = zip(sequences, params, strict=True)
         scores: list[NDArray[np.float32]] = self._loop.run(
-            _Steps(self, add, self._requests.scores, None)
+            _Steps(self, add, items, self._requests.scores, None)
         )
         return scores
 
     # ---------------------------------------------------------------------- in the engine's thread
-    def _add(self, prompt: Prompt, params: SamplingParams, index: int) -> int:
+    def _add(self, index: int, prompt: Prompt, params: SamplingParams) -> int:
         """Queues one prompt."""
         with naming_prompt(index):
             if not isinstance(prompt, (str, Chat)):
@@ -284,16 +278,6 @@ class Calls:
                 return self._requests.add(token_ids(ids), params)
             return self._requests.add(token_ids(self._codec.encode(prompt)), params, prompt=prompt)
 
-    def _all_or_none(self, add: Callable[[], list[int]]) -> list[int]:
-        """Calls `add`, which adds requests, and returns their ids. If it raises, removes the
-        requests that it added."""
-        before = self._requests.live()
-        try:
-            return add()
-        except BaseException:
-            self._requests.forget(set(self._engine.ids()).difference(before))
-            raise
-
     def _check_ready(self) -> None:
         """Raises StateError if the generator is paused or asleep."""
         if self._engine.paused:
@@ -303,27 +287,53 @@ class Calls:
             raise StateError(f"{part_names(asleep)} asleep; wake() first")
 
 
-class _Steps(Call):
-    """Adds requests, runs them until they are finished, and returns a result for each."""
+class _Adding(Call):
+    """Adds a request for each item, or none after an error."""
+
+    def __init__(
+        self, calls: Calls, add: Callable[..., int | None], items: Iterable[tuple[Any, ...]]
+    ):
+        """add: adds the request of an item and its index, and returns its id, or None."""
+
+        def add_all() -> list[int]:
+            added = []
+            try:
+                for index, item in enumerate(items):
+                    self.check_wanted()
+                    added.append(add(index, *item))
+            finally:
+                self.ids = [request for request in added if request is not None]
+            return self.ids
+
+        super().__init__(add_all)
+        self.calls, self.ids = calls, list[int]()
+
+    def drop(self) -> None:
+        self.calls._requests.forget(self.ids)
+
+
+class _Steps(_Adding):
+    """Runs the requests until they are finished, and returns a result for each."""
 
     def __init__(
         self,
         calls: Calls,
-        add: Callable[[Call], list[int]],
+        add: Callable[..., int | None],
+        items: Iterable[tuple[Any, ...]],
         take: Callable[[int], Any],
         deadline: float | None,
     ):
-        super().__init__(lambda: calls._all_or_none(lambda: add(self)))
-        self._calls, self._take, self.deadline = calls, take, deadline
+        super().__init__(calls, add, items)
+        self._take, self.deadline = take, deadline
         self.reports = False  # whether to report the number of finished requests to the caller
         self._is_cut = False  # whether the deadline has passed
         self.late: set[int] = set()  # requests aborted by the deadline
-        self._ids: list[int] = []
         self._open: set[int] = set()
 
     def begin(self) -> bool:
+        self.calls._check_ready()
         super().begin()
-        self._ids, self._open = self.result, set(self.result)
+        self._open = set(self.ids)
         return self._is_finished()
 
     def look(self, finished: set[int], rows: int, late: bool) -> bool:
@@ -332,47 +342,37 @@ class _Steps(Call):
             self.news.put(len(done))
         if done:
             self._open -= done
-            self._calls._requests.raise_fault(done)
-        elif rows == 0 and not late and not self._calls._engine.paused:
+            self.calls._requests.raise_fault(done)
+        elif rows == 0 and not late and not self.calls._engine.paused:
             raise Error(
                 f"the engine has nothing to do, but {len(self._open)} requests are not finished"
             )
         if late and self._open and not self._is_cut:
-            self._calls._requests.cut_off(self._open)
+            self.calls._requests.cut_off(self._open)
             self._is_cut, self.deadline = True, None
         return self._is_finished()
 
     def _is_finished(self) -> bool:
         if self._open:
             return False
-        self.late = self._calls._requests.late.intersection(self._ids)
-        self.result = [self._take(request) for request in self._ids]
-        for request in self._ids:
-            self._calls._requests.release(request)
+        self.late = self.calls._requests.late.intersection(self.ids)
+        self.result = [self._take(request) for request in self.ids]
+        for request in self.ids:
+            self.calls._requests.release(request)
         return True
 
-    def drop(self) -> None:
-        self._calls._requests.forget(self._ids)
 
+class _Submit(_Adding):
+    """Queues prompts for poll."""
 
-class _Submit(Call):
-    """Queues all prompts, or none after an error."""
-
-    def __init__(self, calls: Calls, prompts: list[Any], params: list[SamplingParams]):
-        super().__init__(lambda: calls._all_or_none(self._add))
-        self._calls, self._prompts, self._params = calls, prompts, params
-
-    def _add(self) -> list[int]:
-        ids = []
-        for index, (prompt, param) in enumerate(zip(self._prompts, self._params, strict=True)):
-            self.check_wanted()
-            ids.append(self._calls._add(prompt, param, index))
-        self._calls._submitted.update(ids)
-        return ids
+    def begin(self) -> bool:
+        super().begin()
+        self.calls._submitted.update(self.ids)
+        return True
 
     def undo(self) -> None:
-        self._calls._submitted.difference_update(self.result)
-        self._calls._requests.forget(self.result)
+        self.calls._submitted.difference_update(self.ids)
+        self.drop()
 
 
 class _Poll(Call):

@@ -51,7 +51,7 @@ class Call:
         self.result: Any = None
         self.error: BaseException | None = None
         self.reason: BaseException | None = None  # the exception that interrupted the caller
-        self.is_started = self.is_done = self.has_failed = self.is_undone = False
+        self.is_started = self.is_done = self.has_failed = False
 
     def begin(self) -> bool:
         """Runs the first part, in the engine's thread. Returns whether the call is done."""
@@ -199,12 +199,16 @@ class EngineLoop:
     def post(self, call: Call) -> None:
         """Adds a call to the inbox."""
         self._undone.add(call)
-        self._put(call)
+        self._inbox.put(call)
+        if self.is_closed:  # the thread has ended and does not empty the inbox
+            self._refuse_all()
 
-    def abandon(self, call: Call, reason: BaseException) -> None:
-        """Makes the engine's thread undo a call."""
+    def abandon(self, call: Call, reason: BaseException) -> Call:
+        """Makes the engine's thread undo a call. Returns the call that undoes it."""
         call.reason = reason
-        self._put(call)
+        undo = Call(lambda: self._undo(call))
+        self.post(undo)
+        return undo
 
     def close(self, release: Callable[[], None]) -> None:
         """Ends all calls and the thread. release: frees the engine; if it raises, the calls and the
@@ -243,11 +247,6 @@ class EngineLoop:
                 "iterator or signal handler)"
             )
 
-    def _put(self, call: Call) -> None:
-        self._inbox.put(call)
-        if self.is_closed:  # the thread has ended and does not empty the inbox
-            self._refuse_all()
-
     def _wait(
         self, call: Call, deadline: float | None, advance: Callable[[int], object] | None
     ) -> Any:
@@ -278,12 +277,12 @@ class EngineLoop:
 
     def _cancel(self, call: Call, reason: BaseException) -> None:
         """Abandons a call and waits until it is undone."""
-        self.abandon(call, reason)
+        undo = self.abandon(call, reason)
         if isinstance(call, Loan):
             call.returned.put(None)
             return
-        while not call.is_undone:
-            call.news.get()
+        while not undo.is_done:
+            undo.news.get()
 
     def _refuse_all(self) -> None:
         """Refuses all calls in the inbox, after the end of the thread."""
@@ -293,7 +292,7 @@ class EngineLoop:
                 if not call.is_done:
                     call.error, call.has_failed = _closed(), True
                 self._undone.discard(call)
-                call.is_done = call.is_undone = True
+                call.is_done = True
                 call.tell()
 
     # ---------------------------------------------------------------------------- in the thread
@@ -330,12 +329,9 @@ class EngineLoop:
             return None
 
     def _begin(self, call: Call) -> None:
-        self._moves = True
-        if call.reason is not None:
-            self._undo(call)
-            return
-        call.is_started = True
+        self._moves = call.is_started = True
         try:
+            call.check_wanted()
             is_done = call.begin()
         except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
             self._end(call, error)
@@ -346,16 +342,12 @@ class EngineLoop:
             self._active.append(call)
 
     def _undo(self, call: Call) -> None:
-        """Ends a call whose caller was interrupted."""
-        assert call.reason is not None
+        """Ends a call that has begun and whose caller was interrupted."""
         if call in self._active:
             self._end(call, call.reason)
-        elif call.is_done and not call.has_failed:
+        elif not call.has_failed:
             with suppress(Error):
                 call.undo()
-        self._undone.discard(call)
-        call.is_undone = True
-        call.tell()
 
     def _end(self, call: Call, error: BaseException | None = None) -> None:
         if call in self._active:

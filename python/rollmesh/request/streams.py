@@ -32,7 +32,7 @@ class _Stream(Call):
 
     def __init__(self, calls: Calls, prompt: Prompt, params: SamplingParams, partial: bool):
         """partial: whether the coroutine reads outputs while the request runs."""
-        super().__init__(lambda: calls._add(prompt, params, 0))
+        super().__init__(lambda: calls._add(0, prompt, params))
         self._calls, self._partial = calls, partial
         self._event_loop, self.ready = asyncio.get_running_loop(), asyncio.Event()
         self.output: RequestOutput | None = None  # the latest; replaces an output that was not read
