@@ -361,6 +361,7 @@ class Requests:
             )
         if record.logits is not None:
             return record.logits
+        scores: NDArray[np.float32] | None
         for scores in (view["prompt_sampling_logprobs"], view["prompt_logprobs"]):
             if scores is not None:
                 return scores
