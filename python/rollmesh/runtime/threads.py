@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from queue import SimpleQueue
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from rollmesh.errors import CapacityError
@@ -48,8 +47,7 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int)
     todo = list(enumerate(items))[::-1]
     results: dict[int, R] = {}
     errors: list[BaseException] = []
-    begun: list[None] = []  # one for each helper that has begun
-    ended: SimpleQueue[None] = SimpleQueue()
+    at_work: list[threading.Lock] = []  # each held by a helper until it ends
 
     def work() -> None:
         while todo and not errors:
@@ -60,35 +58,42 @@ def in_threads(function: Callable[[T], R], items: Iterable[T], num_threads: int)
             results[index] = function(item)
 
     def helper() -> None:
-        begun.append(None)
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
-            errors.append(error)
-        ended.put(None)
+        lock = threading.Lock()
+        with lock:
+            at_work.append(lock)
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
+                errors.append(error)
 
-    # A Ctrl-C inside start() can leave a thread that never ends; exit must not wait for it.
-    helpers = [
-        threading.Thread(target=helper, name="rollmesh-transport", daemon=True)
-        for _ in range(min(num_threads, len(todo)) - 1)
-    ]
+    helpers: list[threading.Thread] = []
     try:
-        with suppress(RuntimeError):
-            for thread in helpers:
-                thread.start()
+        for _ in range(min(num_threads, len(todo)) - 1):
+            # A Ctrl-C inside start() can leave a thread that never ends; exit must not wait for it.
+            helpers.append(threading.Thread(target=helper, name="rollmesh-transport", daemon=True))
+            try:
+                helpers[-1].start()
+            except RuntimeError:
+                break
         work()
-    except BaseException as error:  # noqa: BLE001 (raised below)
-        errors.append(error)  # a helper that starts late begins nothing
-    num_ended = 0
-    while num_ended < len(begun):  # join() cannot be repeated after a Ctrl-C
-        try:
-            ended.get()
-            num_ended += 1
-        except BaseException as error:  # noqa: BLE001 (a second Ctrl-C; the first is raised)
-            errors.append(error)
-    for thread in helpers:
-        if thread.is_alive():
-            thread.join()
+        _join(helpers)
+    except BaseException as error:
+        errors.append(error)  # before the wait: a helper that starts late begins nothing
+        ended = 0
+        while ended < len(at_work):  # a join that a Ctrl-C has interrupted cannot be repeated
+            try:
+                with at_work[ended]:
+                    ended += 1
+            except BaseException as another:  # noqa: BLE001 (a second Ctrl-C; the first is raised)
+                errors.append(another)
+        _join(helpers)
+        raise
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.is_alive():
+            thread.join()
