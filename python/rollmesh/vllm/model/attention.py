@@ -104,11 +104,6 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         head0: int,
         all_squares: Callable[[Array, Array], tuple[Array, Array]] | None = None,
     ) -> None:
-        if head_size % HEAD_DIMS:
-            raise ConfigError(
-                f"head_dim: expected a multiple of {HEAD_DIMS}, got {head_size}; vLLM's KV blocks "
-                "have no padding"
-            )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self._rope, self._weights, self._group, self._head0 = rope, weights, group, head0

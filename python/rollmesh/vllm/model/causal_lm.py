@@ -43,7 +43,7 @@ from rollmesh.model.families import FAMILIES
 from rollmesh.model.placement import placements
 from rollmesh.model.spec import ModelSpec
 from rollmesh.torch.arrays import array_of, tensor_of
-from rollmesh.vllm.model.attention import RollmeshAttentionBackend, Rope
+from rollmesh.vllm.model.attention import HEAD_DIMS, RollmeshAttentionBackend, Rope
 from rollmesh.vllm.model.columns import Columns
 from rollmesh.vllm.model.logits import logits_with
 from rollmesh.vllm.platforms import config
@@ -206,6 +206,11 @@ class Model(torch.nn.Module):
             raise ConfigError(
                 f"data_parallel_size: expected 1, got {parallel.data_parallel_size}; "
                 "VLLM_PLUGINS=rollmesh has data parallel ranks"
+            )
+        if spec.head_dim % HEAD_DIMS:
+            raise ConfigError(
+                f"head_dim: expected a multiple of {HEAD_DIMS}, got {spec.head_dim}; vLLM's KV "
+                "blocks have no padding"
             )
         if any(spec.sliding_windows):
             raise ConfigError(
