@@ -237,13 +237,12 @@ class Torch(Comm):
             mine = {"mesh": asdict(mesh), "machine": _machine(), "process": os.getpid()}
             everyone = [json.loads(part) for part in control.all_gather(json.dumps(mine).encode())]
             check_alike([its["mesh"] for its in everyone])
-            self._watch(
-                {
-                    rank: its["process"]
-                    for rank, its in enumerate(everyone)
-                    if its["machine"] == mine["machine"]
-                }
-            )
+            for rank, its in enumerate(everyone):
+                if rank != self.rank and its["machine"] == mine["machine"]:
+                    # No pidfds on this system, another pid namespace, or no free descriptor.
+                    with suppress(AttributeError, OSError):
+                        process = os.pidfd_open(its["process"])
+                        self._watched.register(process, selectors.EVENT_READ, rank)
         sizes = {"tp": mesh.tp, "ep": mesh.ep}
         ends: dict[str, _core.Comm | None] = {}
         for axis, size in sizes.items():
@@ -269,13 +268,6 @@ class Torch(Comm):
         # The torch group already has the timeout; users of this end read it here.
         end.set_timeout(self.timeout)
         return end
-
-    def _watch(self, processes: Mapping[int, int]) -> None:
-        for rank, process in processes.items():
-            if rank != self.rank:
-                # No pidfds on this system, another pid namespace, or no free descriptor.
-                with suppress(AttributeError, OSError):
-                    self._watched.register(os.pidfd_open(process), selectors.EVENT_READ, rank)
 
     def ended(self, wait_s: float = 0.0) -> list[int]:
         """Returns the ranks on this machine whose process has ended. Processes on other machines

@@ -23,7 +23,7 @@ from rollmesh.errors import PluginError
 from rollmesh.model.families import FAMILIES
 
 # The releases of vLLM that rollmesh supports, the newest and the one before. A release is added
-# after tests/vllm/test_vllm_*.py have run on it, in an environment that `VLLM=… .ci/vllm` makes.
+# after tests/vllm/test_vllm_*.py have passed in its environment, which `VLLM=… .ci/vllm` makes.
 TRIED = ("0.32.0", "0.33.0")
 NAME, MODEL_NAME = "rollmesh", "rollmesh_model"
 CPU_PLATFORM = "rollmesh.vllm.platforms.cpu.RollmeshCpuPlatform"

@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,8 +141,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Returns this worker's share of its device's free memory, in bytes."""
         library, workers = _device().cuda_library, config.local_workers(self.parallel_config)
         if library is None:
-            lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-            return int(lines["MemAvailable"].split()[0]) * 1024 / workers
+            return min(available for _, available in _core.memory_pools()) / workers
         free = _core.cuda_available(library, self._cuda_ordinal(library))
         return free / -(-workers // _core.cuda_count(library))
 
@@ -248,8 +246,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self.runner.idle_step()
 
     def synchronize_device(self) -> None:
-        """Does nothing: a step has finished when its call returns, only text is supported, and
-        there are no encoders and no draft tokens."""
+        """Does nothing: a step has finished when its call returns, and only text, decoders and
+        drawn tokens are supported."""
 
     take_draft_token_ids = reset_mm_cache = reset_encoder_cache = synchronize_device
 
