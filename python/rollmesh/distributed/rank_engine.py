@@ -60,6 +60,7 @@ class RankEngine:
 
     has_peers = False  # whether this process is one rank of several
     rank = 0
+    silence_s: float | None = None  # how often the engine's thread calls idle(), at least
 
     def __init__(self, engine: _core.Engine):
         self._engine = engine
@@ -76,6 +77,10 @@ class RankEngine:
 
     def finished(self) -> set[int]:
         return self._engine.finished()
+
+    def idle(self) -> None:
+        """Called by the engine's thread while no call is active. Rank 0 then sends an empty message
+        if it has sent none for silence_s, since a rank waits at most for the comm's timeout."""
 
     def all_gather(self, call: str, value: Any = None, error: Exception | None = None) -> list[Any]:
         """Returns every rank's value once all ranks have reached this point. error: this rank's

@@ -151,7 +151,7 @@ class EngineLoop:
         self.is_closed = False
         self._thread = threading.Thread(
             target=_serve,
-            args=(self._inbox, weakref.ref(self)),
+            args=(self._inbox, weakref.ref(self), engine.silence_s),
             name="rollmesh-engine",
             daemon=True,
         )
@@ -296,18 +296,21 @@ class EngineLoop:
                 call.tell()
 
     # ---------------------------------------------------------------------------- in the thread
-    def work(self, call: Call) -> bool:
-        """Begins a call, then runs steps until all calls are done. Returns False if the thread must
-        end."""
-        todo: Call | None = call
+    def work(self, call: Call | None) -> bool:
+        """Begins a call, if any, then runs steps until all calls are done. Returns False if the
+        thread must end."""
+        todo = call
         del call
         while todo is not _STOP:
             if todo is not None:
                 self._begin(todo)
             elif self._active:
                 self._step()
+            elif self.is_closed:
+                return False
             else:
-                return not self.is_closed
+                self._engine.idle()
+                return True
             todo = None  # drops the caller's objects
             todo = self._next()
         return False
@@ -400,10 +403,14 @@ def _closed() -> StateError:
     return StateError("the generator is closed")
 
 
-def _serve(inbox: SimpleQueue[Call], loop_of: weakref.ref[EngineLoop]) -> None:
+def _serve(
+    inbox: SimpleQueue[Call], loop_of: weakref.ref[EngineLoop], silence_s: float | None
+) -> None:
     """Runs the engine's thread."""
     while True:
-        call = inbox.get()
+        call = None
+        with suppress(Empty):
+            call = inbox.get(timeout=silence_s)
         loop = loop_of()
         if loop is None:
             return
