@@ -207,7 +207,7 @@ class LedEngine(PeerEngine):
         self.is_followed = all(follows for _, _, follows in everyone[1:])
 
     def idle(self) -> None:
-        if self.is_followed and time.monotonic() - self._sent_at >= self.silence_s:
+        if self.is_followed and time.monotonic() - self._sent_at >= (self.silence_s or 0):
             with suppress(Error):  # the next call raises the error
                 self._send()
 
