@@ -8,7 +8,7 @@ the conversion of its records to a RequestOutput. The caller has exclusive use o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from rollmesh.distributed.rank_engine import Lead, RankEngine, led
 from rollmesh.errors import NumericsError, RequestError, StateError
-from rollmesh.request.arguments import check_ids
 from rollmesh.request.logit_edits import LogitEdits, logit_edits
 from rollmesh.request.outputs import (
     CompletionOutput,
@@ -28,6 +27,7 @@ from rollmesh.request.outputs import (
 )
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import Detokenizer, TextCodec
+from rollmesh.runtime.arguments import BYTES, MAX_ITEMS, is_longer_than, is_masked
 from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView
 from rollmesh.runtime.messages import shown
 
@@ -445,7 +445,16 @@ def _routed(
 def token_ids(prompt: Any) -> Ids:
     """Returns a sequence of ints in the form that the engine takes. Raises RequestError for any
     other object; the engine checks the range of the ids."""
-    check_ids(prompt)
+    if isinstance(prompt, (Mapping, *BYTES)):  # NumPy would misread bytes
+        kind = type(prompt).__name__
+        advice = f"a {kind}; give its prompt or prompt_token_ids alone"
+        raise RequestError(
+            f"expected text or token ids, got {advice if isinstance(prompt, Mapping) else kind}"
+        )
+    if is_masked(prompt):
+        raise RequestError("expected a plain array, got a masked one; .filled(value) makes one")
+    if is_longer_than(prompt, MAX_ITEMS):
+        raise RequestError(f"expected at most {MAX_ITEMS} token ids, got more")
     try:
         array = np.asarray(prompt)
     except (TypeError, ValueError, RuntimeError) as error:
