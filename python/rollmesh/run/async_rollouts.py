@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
@@ -103,12 +102,7 @@ class AsyncRollouts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._end()
         finally:

@@ -12,7 +12,6 @@ import numpy as np
 
 import rollmesh as rm
 from rollmesh.run.config import Config, kernels_of
-from rollmesh.run.generator import Pushed, RolloutGenerator
 from rollmesh.run.samples import Batch
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ class TorchForward:
     def prepared(self, model: Any) -> Any:
         """Returns the model in the form that the other methods take."""
         return model
-
-    def push(self, model: Any, generator: RolloutGenerator, version: int, **options: Any) -> Pushed:
-        return generator.sync_weights(model.state_dict(), version=version, **options)
 
     def score(self, model: Any, tokens_T: Tensor) -> Tensor:
         """Returns the logprob of each token but the first at temperature 1, float32 [T - 1]."""
@@ -75,13 +71,6 @@ class RollmeshForward(TorchForward):
 
         g = self.config.generator
         return rollmesh.torch.patch(model, dtype=g.dtype, max_model_len=g.max_model_len)
-
-    def push(self, model: Any, generator: RolloutGenerator, version: int, **options: Any) -> Pushed:
-        if not isinstance(generator, rm.Generator):
-            return super().push(model, generator, version, **options)
-        import rollmesh.torch
-
-        return rollmesh.torch.push(model, generator, version, **options)
 
     def score(self, model: Any, tokens_T: Tensor) -> Tensor:
         import rollmesh.torch

@@ -22,19 +22,10 @@ SAME = (ROWS.keys() & {key.name for key in fields(GeneratorTable)}) - {"comm", "
 _log = logging.getLogger("rollmesh.grpo")
 
 
-class Pushed(Protocol):
-    """The report of a push."""
-
-    @property
-    def gb_per_s(self) -> float: ...
-    @property
-    def pause_s(self) -> float: ...
-
-
 class RolloutGenerator(Generates, Protocol):
     """Created from a model's configuration, without weights."""
 
-    def sync_weights(self, source: Any, version: int, cast: bool = False) -> Pushed:
+    def sync_weights(self, source: Any, version: int, cast: bool = False) -> rm.SyncReport:
         """Loads a whole state dict as `version`, or raises and keeps serving the old version."""
         ...
 

@@ -22,12 +22,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 import rollmesh as rm
 from rollmesh.model.families import FAMILIES
@@ -47,20 +45,6 @@ SAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"),
 )
 INSTALL = "pip install '.[vllm]' in rollmesh's checkout; docs/vllm.md has what to pin"
-
-
-@dataclass(frozen=True)
-class PushReport:
-    """The report of a committed push."""
-
-    version: int
-    bytes: int  # bytes of tensor data
-    seconds: float
-    pause_s: float
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
 
 class VllmGenerator:
@@ -99,15 +83,15 @@ class VllmGenerator:
 
     def sync_weights(
         self, source: Mapping[str, Any], version: int, cast: bool = False
-    ) -> PushReport:
-        """Pushes a state dict through shared memory, or raises and keeps serving the old
-        version."""
-        began = time.perf_counter()
+    ) -> rm.SyncReport:
+        """Pushes a state dict through shared memory, or raises and keeps serving the old version.
+        The report counts the tensors of the source as parameters and has no digest."""
+        began, n = time.perf_counter(), len(source)
         self._loop.run(self._sync(source, version, cast))
         self.version = version
         num_bytes = sum(tensor.nbytes for tensor in source.values())
         seconds = time.perf_counter() - began
-        return PushReport(version, num_bytes, seconds, pause_s=seconds)
+        return rm.SyncReport(version, n, n, 0, num_bytes, seconds, seconds, "", pause_s=seconds)
 
     async def _sync(self, source: Mapping[str, Any], version: int, cast: bool) -> None:
         if cast not in self._senders:
@@ -321,6 +305,12 @@ def output_of(
         is_filtered = params.top_p != 1.0 or params.top_k != -1 or params.min_p != 0.0
         is_plain = params.temperature == 1.0 and not is_filtered and not logit_edit_names(params)
         logprobs = drawn.copy() if is_plain else np.full_like(drawn, np.nan)
+        versions = np.full(len(tokens), -1, np.int64)  # −1: of a token in no span
+        for span in sample.weight_versions or ():
+            versions[span.start : span.end] = int(span.version)
+        routed = sample.routed_experts  # of all layers
+        if routed is not None:
+            routed = routed[:, np.flatnonzero(is_moe_layer)].astype(np.int16)
         completions.append(
             rm.CompletionOutput(
                 index=sample.index,
@@ -331,11 +321,16 @@ def output_of(
                 cumulative_logprob=float(np.sum(logprobs, dtype=np.float64)),
                 logprobs=logprobs,
                 sampling_logprobs=drawn,
-                versions=versions_of(sample, len(tokens)),
+                versions=versions,
                 contract=None,
-                routed_experts=routed_of(sample.routed_experts, is_moe_layer),
+                routed_experts=routed,
             )
         )
+    prompt_logprobs = None
+    if (flat := output.prompt_logprobs) is not None:
+        # The first entry of a position is the prompt's own token. The first position has none.
+        chosen = [flat.logprobs[first] for first in flat.start_indices[1:]]
+        prompt_logprobs = np.array(chosen, np.float32)
     return rm.RequestOutput(
         request_id=number,
         prompt=None,
@@ -343,26 +338,5 @@ def output_of(
         outputs=completions,
         finished=True,
         num_cached_tokens=output.num_cached_tokens or 0,
-        prompt_logprobs=prompt_logprobs_of(output.prompt_logprobs),
+        prompt_logprobs=prompt_logprobs,
     )
-
-
-def versions_of(sample: Any, count: int) -> NDArray[np.int64]:
-    """Returns the weight version of each token, from vLLM's spans; −1 for a token in none."""
-    versions = np.full(count, -1, np.int64)
-    for span in sample.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    return versions
-
-
-def routed_of(every: NDArray[Any] | None, is_moe_layer: Sequence[bool]) -> NDArray[np.int16] | None:
-    """Selects [prompt + n − 1, moe_layers, k] from vLLM's record, which has all layers."""
-    return None if every is None else every[:, np.flatnonzero(is_moe_layer)].astype(np.int16)
-
-
-def prompt_logprobs_of(flat: Any) -> NDArray[np.float32] | None:
-    """Returns the logprobs of the prompt's own tokens, [len - 1]: the first entry of each position
-    but the first, which has none."""
-    if flat is None:
-        return None
-    return np.array([flat.logprobs[first] for first in flat.start_indices[1:]], np.float32)

@@ -6,7 +6,7 @@ torch's allocator may reuse a tensor's memory as soon as it is freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,10 +47,8 @@ def tensor_of(array: Any, dtype: torch.dtype | None = None) -> Tensor:
     made: Tensor = (
         from_dlpack(array) if isinstance(array, ops.DeviceArray) else torch.from_numpy(array)
     )
-    dtype = (
-        (torch.bfloat16 if made.dtype == torch.uint16 else made.dtype) if dtype is None else dtype
-    )
-    return made if made.dtype == dtype else made.view(dtype)
+    dtype = dtype or (torch.bfloat16 if made.dtype == torch.uint16 else made.dtype)
+    return made.view(dtype)
 
 
 def host_of(array: Any) -> NDArray[Any]:
@@ -63,6 +61,13 @@ def host_of(array: Any) -> NDArray[Any]:
 def empty_array(shape: tuple[int, ...], like: Tensor) -> Any:
     """An op's output of a tensor's dtype, on its device."""
     return array_of(torch.empty(shape, dtype=like.dtype, device=like.device))
+
+
+def call_op(op: Callable[..., Any], *args: Any, **options: Any) -> Tensor:
+    """Calls an op of rollmesh.ops with tensors, and returns its output as a tensor."""
+    with in_turn(args[0]):
+        arrays = (array_of(x) if isinstance(x, Tensor) else x for x in args)
+        return tensor_of(op(*arrays, **options))
 
 
 @contextmanager

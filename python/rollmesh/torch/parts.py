@@ -14,6 +14,7 @@ only looks for changes since then.
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from functools import partial
 from types import FunctionType
@@ -51,58 +52,32 @@ class _Module(NamedTuple):
     """A module as it was compared. It holds weak references only, so that models are freed."""
 
     ref: Any
-    cls: type
-    num_attributes: int
-    hooks: int
-    compared: list[tuple[str, Any]]  # attributes and their values
-    tensors: list[tuple[str, str, Any]]  # kind, name, what _form says
-    children: list[tuple[str, Any]]
+    names: tuple[str, ...]
+    attributes: list[Any]  # the values of `names`
+    state: tuple[Any, ...]
 
     @staticmethod
     def of(module: Any, names: tuple[str, ...]) -> _Module:
-        own = vars(module)
-        return _Module(
-            weakref.ref(module),
-            type(module),
-            len(own),
-            sum(len(own[kind]) for kind in HOOKS),
-            [(name, own[name]) for name in names],
-            [
-                (kind, name, _form(tensor))
-                for kind in ("_parameters", "_buffers")
-                for name, tensor in own[kind].items()
-            ],
-            [
-                (name, None if child is None else weakref.ref(child))
-                for name, child in own["_modules"].items()
-            ],
-        )
+        attributes = [vars(module)[name] for name in names]
+        return _Module(weakref.ref(module), names, attributes, _state(module))
 
     def is_unchanged(self) -> bool:
         module = self.ref()
-        if type(module) is not self.cls or len(own := module.__dict__) != self.num_attributes:
+        if module is None or _state(module) != self.state:
             return False
-        parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
-        if len(parameters) + len(buffers) != len(self.tensors) or len(children) != len(
-            self.children
-        ):
-            return False
-        for kind, name, form in self.tensors:
-            if _form(own[kind].get(name)) != form:
-                return False
-        for name, ref in self.children:
-            if children.get(name) is not (None if ref is None else ref()):
-                return False
-        for name, value in self.compared:
-            if own.get(name) is not value:
-                return False
-        hooks = (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        )
-        return not hooks if not self.hooks else sum(len(own[kind]) for kind in HOOKS) == self.hooks
+        return all(map(operator.is_, map(vars(module).get, self.names), self.attributes))
+
+
+def _state(module: Any) -> tuple[Any, ...]:
+    """Returns what a comparison sees of a module, apart from attributes and nested modules."""
+    own = vars(module)
+    return (
+        type(module),
+        len(own),
+        [len(own[kind]) for kind in HOOKS],
+        [_form(x) for kind in ("_parameters", "_buffers") for x in own[kind].items()],
+        [(name, child and weakref.ref(child)) for name, child in own["_modules"].items()],
+    )
 
 
 class _Seen(NamedTuple):
@@ -282,14 +257,12 @@ class _Comparison:
         """One module and all below it."""
         cls = plain_class(module)
         wrapper = f"{cls.__module__}.{cls.__qualname__}"
-        if wrapper == WHOLE:
+        if wrapper == WHOLE or (wrapper == LORA and type(template) is nn.Linear):
             self.plain(path, module, ("_disable_adapters", "_active_adapter"))
-            self.part(path, in_use(module), template)
-            return
-        if wrapper == LORA and type(template) is nn.Linear:
-            self.plain(path, module, ("_disable_adapters", "_active_adapter"))
-            self.part(path, module.base_layer, template)
-            self.adapters(path, module)
+            inner = in_use(module) if wrapper == WHOLE else module.base_layer
+            self.part(path, inner, template)
+            if wrapper == LORA:
+                self.adapters(path, module)
             return
         if cls is not type(template) or not cls.__module__.startswith(("transformers.", "torch.")):
             raise ConfigError(self.class_message(path, cls, type(template)))
@@ -336,23 +309,17 @@ class _Comparison:
             self.plain(path, container, ())
         out, width = base_of(module).weight.shape
         for adapter in active_lora(path, module):
-            rank = module.r[adapter]
-            with torch.device("meta"):
-                a, b = nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=False)
-            self.part(f"{path}.lora_A.{adapter}", module.lora_A[adapter], a)
-            self.part(f"{path}.lora_B.{adapter}", module.lora_B[adapter], b)
-            if (
-                len(
-                    dtypes := {
-                        module.lora_A[adapter].weight.dtype,
-                        module.lora_B[adapter].weight.dtype,
-                    }
-                )
-                > 1
-            ):
+            rank, dtypes = module.r[adapter], set()
+            for name, shape in (("lora_A", (width, rank)), ("lora_B", (rank, out))):
+                with torch.device("meta"):
+                    template = nn.Linear(*shape, bias=False)
+                part = getattr(module, name)[adapter]
+                self.part(f"{path}.{name}.{adapter}", part, template)
+                dtypes.add(str(part.weight.dtype))
+            if len(dtypes) > 1:
                 raise ConfigError(
                     f"{path}: expected lora_A and lora_B of one dtype, "
-                    f"got {', '.join(sorted(map(str, dtypes)))}"
+                    f"got {', '.join(sorted(dtypes))}"
                 )
             dropout = module.lora_dropout[adapter]
             if type(dropout) not in (nn.Identity, nn.Dropout):
@@ -396,15 +363,15 @@ class _Comparison:
                     f"{path}.{name}: expected the method of {cls.__name__}, "
                     f"got one that is set on this module{UNDO}"
                 )
-        for kind in HOOKS:
-            for hook in [hook for hook in own[kind].values() if not _is_fine(hook, path)]:
-                name = _function(hook).__qualname__
-                if name in PEFT_HOOKS:
-                    self.remove_peft_hooks()
-                    raise ConfigError(
-                        f"{path}: expected the active adapters for all rows, "
-                        "got adapter_names or alora_offsets; call set_adapter instead"
-                    )
+        for hook in [hook for kind in HOOKS for hook in own[kind].values()]:
+            name = _function(hook).__qualname__
+            if name in PEFT_HOOKS:
+                self.remove_peft_hooks()
+                raise ConfigError(
+                    f"{path}: expected the active adapters for all rows, "
+                    "got adapter_names or alora_offsets; call set_adapter instead"
+                )
+            if not _is_fine(hook, path):
                 raise ConfigError(
                     f"{path}: expected no hook of a module whose forward pass the kernels compute, "
                     f"got {name}; remove it"
@@ -494,11 +461,10 @@ def _value(place: Any, name: str) -> Any:
     return place.get(name) if isinstance(place, dict) else getattr(place, name)
 
 
-def _form(tensor: Any) -> Any:
+def _form(item: tuple[str, Any]) -> tuple[Any, ...]:
     """Returns what `tensors` compares of a parameter or buffer."""
-    if tensor is None:
-        return None
-    return type(tensor), tensor.shape, tensor.dtype, _without_values(tensor)
+    name, x = item
+    return (name,) if x is None else (name, type(x), x.shape, x.dtype, _without_values(x))
 
 
 def _without_values(tensor: Tensor) -> str:

@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ from rollmesh.torch import functions, packing, parts
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
-from rollmesh.torch.lora import base_of, expert_weights_of, shared_expert_of, state_of, weights_of
+from rollmesh.torch.lora import base_of, expert_weights_of, shared_expert_of, state_of, weight_of
 from rollmesh.torch.sequences import Sequences
 
 # Arguments that repeat what position_ids tell.
@@ -87,26 +88,22 @@ class Scored(NamedTuple):
     routed_experts: Tensor | None  # int16 [B, T, MoE layers, top_k], −1 for padding
 
 
+@dataclass(eq=False)
 class _Wanted:
     """A request of `logprobs` to the forward pass, and its results."""
 
-    def __init__(
-        self,
-        ids: Tensor,
-        wanted: Tensor | None,
-        temperature: float,
-        entropy: bool,
-        routed: bool,
-        kept_tokens: Tensor | None = None,
-    ):
-        self.ids, self.wanted, self.kept_tokens = ids, wanted, kept_tokens
-        self.temperature, self.entropy, self.routed = temperature, entropy, routed
-        self.rows: Sequences | None = None  # computed: all but the last token of each sequence
-        self.chosen: Tensor = ids  # indices of rows whose next token is wanted
-        self.made: Tensor = ids  # the output of lm_head
-        self.written: list[Any] = []  # marks of that output
-        self.read: list[Any] = []  # marks of the model's inputs
-        self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
+    ids: Tensor
+    wanted: Tensor
+    temperature: float
+    entropy: bool
+    routed: bool = False
+    kept_tokens: Tensor | None = None
+    rows: Any = None  # Sequences: all but the last token of each sequence
+    chosen: Any = None  # indices of rows whose next token is wanted
+    made: Any = None  # the output of lm_head
+    written: list[Any] | None = None  # marks of that output
+    read: list[Any] | None = None  # marks of the model's inputs
+    experts: dict[int, Tensor] = field(default_factory=dict)  # of MoE layers, [rows, top_k]
 
 
 class _Call(threading.local):
@@ -116,21 +113,20 @@ class _Call(threading.local):
     passed: Any = None  # input and output of the last forward method of a part
 
 
+@dataclass(eq=False)
 class Patch:
     """The state that the patched modules of one model share."""
 
-    def __init__(
-        self,
-        model: Any,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        isa: str | None,
-        threads: int | None,
-        max_model_len: int | None,
-    ):
-        self.spec, self.dtype, self.isa, self.threads = spec, dtype, isa, threads
-        self.max_model_len = max_model_len
-        self.model = weakref.ref(model)
+    model: Any  # afterwards a weak reference
+    spec: ModelSpec
+    dtype: torch.dtype
+    isa: str | None
+    threads: int | None
+    max_model_len: int | None
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self.model = weakref.ref(self.model)
         self.call = _Call()
         self.heads = [
             Heads(
@@ -152,10 +148,7 @@ class Patch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the arguments of __init__; a loaded model makes its rope tables again."""
-        return {
-            name: getattr(self, name)
-            for name in ("spec", "dtype", "isa", "threads", "max_model_len")
-        } | {"model": self.model()}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"model": self.model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Patch.__init__(self, **state)
@@ -243,7 +236,7 @@ class Patch:
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         cos, sin = self.rope(rows, x.device)
         turned = 2 * cos.shape[1]
-        weights = self.in_halves(weights_of(qkv), turned)
+        weights = self.in_halves(list(map(weight_of, qkv)), turned)
         bias = (
             None
             if base_of(qkv[0]).bias is None
@@ -255,17 +248,19 @@ class Patch:
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
         attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
         o = attention.o_proj
-        return functions.linear(attended, *weights_of([o]), bias=base_of(o).bias, how=how)
+        return functions.linear(attended, weight_of(o), bias=base_of(o).bias, how=how)
 
     def mix_dense(self, mlp: Any, x: Tensor, how: How) -> Tensor:
         if self.spec.ungated:
-            up = functions.linear(x, *weights_of([mlp.up_proj]), how=how)
+            up = functions.linear(x, weight_of(mlp.up_proj), how=how)
             inner = functions.activate(up, self.spec.activation, how=how)
         else:
-            weights = weights_of(_gate_up_modules(mlp))
-            gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
+            if hasattr(mlp, "gate_up_proj"):  # some families have both in one module
+                gate, up = weight_of(mlp.gate_up_proj).chunk(2)
+            else:
+                gate, up = weight_of(mlp.gate_proj), weight_of(mlp.up_proj)
             inner = functions.swiglu(x, gate, up, activation=self.spec.activation, how=how)
-        return functions.linear(inner, *weights_of([mlp.down_proj]), how=how)
+        return functions.linear(inner, weight_of(mlp.down_proj), how=how)
 
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
         spec = self.spec
@@ -281,7 +276,7 @@ class Patch:
         shared = self.mix_dense(shared_expert_of(mlp), x, how)
         if not spec.shared_switch:
             return functions.add(made.out, shared, how=how)
-        switch = functions.linear(x, *weights_of([mlp.shared_expert_gate]), how=how)
+        switch = functions.linear(x, weight_of(mlp.shared_expert_gate), how=how)
         return functions.add(made.out, shared, switch, how=how)
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
@@ -312,11 +307,9 @@ class Patch:
         """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T,
         hidden] → logits."""
         x, wanted = hidden.flatten(0, -2).to(self.dtype), self.call.wanted
-        how = self.how(x)
-        (weight,) = weights_of([head])
+        how, weight = self.how(x), weight_of(head)
         if wanted is None:
             return functions.lm_head(x, weight, how=how).view(*hidden.shape[:-1], -1)
-        assert wanted.rows is not None
         targets = wanted.ids.reshape(-1).index_select(
             0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1
         )
@@ -447,16 +440,8 @@ class _Base(_Called):
             hidden = rows.pad(hidden)
         else:
             next_is = rows.rows.to(hidden.device) + 1
-            chosen = (
-                None
-                if wanted.wanted is None
-                else wanted.wanted.reshape(-1).index_select(0, next_is)
-            )
-            wanted.chosen = (
-                torch.arange(len(hidden), device=hidden.device)
-                if chosen is None
-                else torch.nonzero(chosen)[:, 0]
-            )
+            is_chosen = wanted.wanted.reshape(-1).index_select(0, next_is)
+            wanted.chosen = torch.nonzero(is_chosen)[:, 0]
             hidden = hidden.index_select(0, wanted.chosen)[None]
         output = (
             MoeModelOutputWithPast
@@ -502,11 +487,6 @@ def _patched(cls: Any, by: Any) -> type:
 
 def _new_part(cls: Any, by: Any) -> Any:
     return object.__new__(_patched(cls, by))
-
-
-def _gate_up_modules(mlp: Any) -> list[Any]:
-    """Returns gate and up; some families have both in one module."""
-    return [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
 
 
 def _check_ids(ids: Any) -> Tensor:
@@ -696,7 +676,8 @@ def logprobs(
     routed_experts                also the experts of each token (MoE)"""
     made = _patch_of(model)
     input_ids = _check_ids(input_ids)
-    if wanted is not None and (not isinstance(wanted, Tensor) or wanted.shape != input_ids.shape):
+    wanted = torch.ones_like(input_ids) if wanted is None else wanted
+    if not isinstance(wanted, Tensor) or wanted.shape != input_ids.shape:
         raise ShapeError(
             f"wanted: expected a tensor of shape {tuple(input_ids.shape)}, got "
             f"{shown(getattr(wanted, 'shape', wanted))}"
@@ -721,7 +702,7 @@ def _score_labels(
             f"labels: expected a tensor of shape {tuple(given['input_ids'].shape)}, got "
             f"{shown(labels.shape)}"
         )
-    asked = _Wanted(labels, labels != -100, temperature, entropy, False)
+    asked = _Wanted(labels, labels != -100, temperature, entropy)
     return _score(_patch_of(inner), partial(type(inner).forward, inner), asked, given)
 
 
@@ -743,7 +724,6 @@ def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> 
                 "logits: expected those of the patched lm_head, got others; "
                 "remove the hook or wrapper that changes them"
             )
-    assert asked.rows is not None
     at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
     size, (batch, steps) = asked.ids.numel(), asked.ids.shape
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from rollmesh.torch.functions.common import (
     how_for,
     matmul_dtype,
     rows_of,
+    vjp,
     width_of,
 )
 from rollmesh.torch.functions.dense import Linear
@@ -47,7 +49,7 @@ class _LmHead(Linear):
         with in_turn(x):
             head = ops.lm_head(array_of(x), packed, n, **how)
             _check_logits(head.row_flags)
-            return tensor_of(head.logits, torch.float32)
+            return tensor_of(head.logits)
 
 
 def lm_head(x: Tensor, weight: Tensor, *, packed: Any = None, how: How | None = None) -> Tensor:
@@ -82,19 +84,15 @@ class _TokenLogprobs(torch.autograd.Function):
         packed: Any,
         how: How,
     ) -> tuple[Tensor, Tensor]:
-        vocab, needs_grad, (temperature, wants_entropy) = (
-            len(weight),
-            any(ctx.needs_input_grad),
-            options,
-        )
-        filtered = kept_tokens is not None
+        vocab, (temperature, wants_entropy) = len(weight), options
         columns = vocab if kept_tokens is None else kept_tokens.shape[1] + 1
-        keep = needs_grad and len(x) * columns <= LOGITS_KEPT
+        keep = any(ctx.needs_input_grad) and len(x) * columns <= LOGITS_KEPT
+        is_drawn = temperature != 1 or kept_tokens is not None  # logprobs are the sampler's
+        wants_logits = keep or wants_entropy or is_drawn
         logprobs = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.zeros_like(logprobs)
         kept: list[Tensor] = []
         for at in _chunks(len(x), vocab):
-            wants_logits = keep or wants_entropy or temperature != 1 or filtered
             with in_turn(x):
                 head = ops.lm_head(
                     array_of(x[at]),
@@ -105,35 +103,21 @@ class _TokenLogprobs(torch.autograd.Function):
                     **how,
                 )
                 _check_logits(head.row_flags)
-                found, among, place = (
-                    tensor_of(head.target_logprobs, torch.float32),
-                    None,
-                    targets[at],
-                )
-                if wants_logits:
-                    among, place = _among(
-                        tensor_of(head.logits, torch.float32),
-                        place,
-                        None if kept_tokens is None else kept_tokens[at],
-                    )
-                if temperature != 1 or filtered:
-                    assert among is not None
-                    params = ops.SampleParams(
-                        temperature=temperature, top_k=columns - 1 if filtered else -1
-                    )
+                logprobs[at] = tensor_of(head.target_logprobs)
+                if not wants_logits:
+                    continue
+                of_rows = None if kept_tokens is None else kept_tokens[at]
+                among, place = _among(tensor_of(head.logits), targets[at], of_rows)
+                if is_drawn:
+                    top_k = -1 if kept_tokens is None else columns - 1
+                    params = ops.SampleParams(temperature=temperature, top_k=top_k)
                     drawn = ops.sample(
                         array_of(among), head.stats, params, forced=host_of(place), **how
                     ).sampling_logprobs
-                    found = _with_unlikely(
-                        tensor_of(drawn, torch.float32), among, place, temperature
-                    )
-                logprobs[at] = found
+                    logprobs[at] = _with_unlikely(tensor_of(drawn), among, place, temperature)
             if wants_entropy:
-                assert among is not None
-                p, log_p = _distribution(among / temperature)
-                entropy[at] = -(p * log_p).sum(-1)
+                entropy[at] = _logprobs_of(among, place, temperature, True)[1]
             if keep:
-                assert among is not None
                 kept.append(among)
         ctx.save_for_backward(x, weight, targets, kept_tokens, *kept)
         ctx.temperature, ctx.wants_entropy = temperature, wants_entropy
@@ -154,21 +138,21 @@ class _TokenLogprobs(torch.autograd.Function):
             among, place = (
                 (logits, _place(place, of_rows)) if kept else _among(logits, place, of_rows)
             )
-            scaled = among if ctx.temperature == 1 else among / ctx.temperature
-            if ctx.wants_entropy:
-                p, log_p = _distribution(scaled)
-                by_logits = p * -(
-                    grad[at, None]
-                    + grad_entropy[at, None] * (log_p - (p * log_p).sum(-1, keepdim=True))
-                )
-            else:
-                by_logits = torch.softmax(scaled, -1).mul_(-grad[at, None])
-            by_logits.scatter_add_(1, place[:, None].long(), grad[at, None])
+            made, pull = vjp(
+                partial(
+                    _logprobs_of,
+                    place=place,
+                    temperature=ctx.temperature,
+                    wants_entropy=ctx.wants_entropy,
+                ),
+                among,
+            )
+            (by_logits,) = pull((grad[at], grad_entropy[at])[: len(made)])
             if of_rows is not None:
                 by_logits = by_logits.new_zeros(len(place), len(weight)).scatter_add_(
                     1, of_rows.clamp(min=0).long(), by_logits[:, :-1]
                 )
-            g = (by_logits if ctx.temperature == 1 else by_logits.div_(ctx.temperature)).to(dtype)
+            g = by_logits.to(dtype)
             by_x[at] = (g @ matrix).to(x.dtype)
             if ctx.needs_input_grad[1]:
                 part = (g.t() @ x[at].to(dtype)).to(weight.dtype)
@@ -193,11 +177,16 @@ def _among(logits: Tensor, targets: Tensor, kept_tokens: Tensor | None) -> tuple
     return among, _place(targets, kept_tokens)
 
 
-def _distribution(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """(p, log p, 0 where p is)."""
-    log_p = torch.log_softmax(scaled, -1)
+def _logprobs_of(
+    among: Tensor, place: Tensor, temperature: float, wants_entropy: bool
+) -> tuple[Tensor, ...]:
+    """Returns the logprobs of the columns `place`, and the entropies if they are wanted."""
+    log_p = torch.log_softmax(among if temperature == 1 else among / temperature, -1)
+    logprobs = log_p.gather(1, place[:, None].long())[:, 0]
+    if not wants_entropy:
+        return (logprobs,)
     p = log_p.exp()
-    return p, log_p.masked_fill_(p == 0, 0.0)
+    return logprobs, -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
 
 
 def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: float) -> Tensor:
@@ -207,8 +196,8 @@ def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: 
     unlikely = torch.isneginf(logprobs)
     if not unlikely.any():
         return logprobs
-    log_p = torch.log_softmax(among[unlikely].double() / temperature, -1)
-    logprobs[unlikely] = log_p.gather(1, place[unlikely, None].long())[:, 0].float()
+    found = _logprobs_of(among[unlikely].double(), place[unlikely], temperature, False)[0]
+    logprobs[unlikely] = found.float()
     return logprobs
 
 
