@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import rollmesh as rm
+from rollmesh.errors import NumericsError
 from rollmesh.run.config import Config, kernels_of
 from rollmesh.run.samples import Batch
 
@@ -118,7 +118,7 @@ def check_logprobs(logprobs_N: Tensor, batch: Batch, version: int | None = None)
     differ = np.flatnonzero((trainer != generator) & is_compared)
     if len(differ):
         n = int(differ[0])
-        raise rm.NumericsError(
+        raise NumericsError(
             f"logprobs: expected {generator[n]} for {token_text(batch, n)}, which the generator "
             f"recorded, got {trainer[n]} from the trainer; "
             f"{len(differ)} of {is_compared.sum()} differ; {ADVICE}"
@@ -132,7 +132,7 @@ def check_routing(trainer_BTLK: Tensor, generator_BTLK: Tensor) -> None:
     differ = np.argwhere((trainer != generator) & (generator >= 0))
     if len(differ):
         b, t, layer, place = map(int, differ[0])
-        raise rm.NumericsError(
+        raise NumericsError(
             f"routed experts: expected expert {generator[b, t, layer, place]} as choice {place} "
             f"of MoE layer {layer} for sequence {b} of the batch, position {t}, which the "
             f"generator recorded, got {trainer[b, t, layer, place]} from the trainer; "

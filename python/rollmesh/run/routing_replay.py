@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import rollmesh as rm
+from rollmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ def routers(model: Any) -> list[Any]:
         module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
     ]
     if not found:
-        raise rm.ConfigError(
+        raise ConfigError(
             f"[correction] routing_replay: expected false for a {type(model).__name__} without "
             "experts, got true"
         )
@@ -69,7 +69,7 @@ def replay(model: Any, routed_BTLK: Tensor | None) -> Iterator[None]:
         for handle in handles:
             handle.remove()
     if (count := sum(hook.was_used for _, hook in hooks)) < len(hooks):
-        raise rm.ConfigError(
+        raise ConfigError(
             f"[correction] routing_replay: expected false where the trainer runs {count} of the "
             f"{len(hooks)} routers of its model, got true"
         )

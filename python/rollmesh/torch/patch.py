@@ -51,6 +51,7 @@ from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.arguments import choice, integer, thread_count
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing, parts
+from rollmesh.torch.arrays import check_tokens
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
@@ -99,7 +100,7 @@ class _Wanted:
     routed: bool = False
     kept_tokens: Tensor | None = None
     rows: Any = None  # Sequences: all but the last token of each sequence
-    chosen: Any = None  # indices of rows whose next token is wanted
+    places: Any = None  # in the flattened batch, of rows whose next token is wanted
     made: Any = None  # the output of lm_head
     written: list[Any] | None = None  # marks of that output
     read: list[Any] | None = None  # marks of the model's inputs
@@ -310,9 +311,7 @@ class Patch:
         how, weight = self.how(x), weight_of(head)
         if wanted is None:
             return functions.lm_head(x, weight, how=how).view(*hidden.shape[:-1], -1)
-        targets = wanted.ids.reshape(-1).index_select(
-            0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1
-        )
+        targets = wanted.ids.reshape(-1).index_select(0, wanted.places + 1)
         made = functions.token_logprobs(
             x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature,
             entropy=wanted.entropy, how=how,
@@ -388,9 +387,6 @@ class _Base(_Called):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Any = None,
-        use_cache: bool | None = None,
         **others: Any,
     ) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
@@ -398,12 +394,7 @@ class _Base(_Called):
         me: Any = self
         patch: Patch = me._rollmesh[0]
         known = IGNORED_KEYS | (PACKED_KEYS if position_ids is not None else frozenset())
-        refused = {
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-        } | others
-        for name, value in refused.items():
+        for name, value in others.items():
             is_off = value is None or (value is False and name in SWITCHES)
             if name not in known and not is_off:
                 what = INSTEAD.get(name, "")
@@ -413,41 +404,34 @@ class _Base(_Called):
                 )
         patch.check()
         input_ids = _check_ids(input_ids)
-        rows = Sequences.of_batch(
-            (input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids
-        )
-        if patch.call.wanted is not None:
-            patch.call.wanted.read = parts.mark([input_ids, attention_mask, position_ids])
-            rows = patch.call.wanted.rows = rows.without_last()
+        batch, steps = input_ids.shape
+        rows = Sequences.of_batch((batch, steps), attention_mask, position_ids)
+        wanted = patch.call.wanted
+        if wanted is not None:
+            wanted.read = parts.mark([input_ids, attention_mask, position_ids])
+            rows = wanted.rows = rows.without_last()
             if not rows.num_rows:
                 raise RequestError(
                     "input_ids: expected a sequence of at least 2 tokens, got 1 token in each"
                 )
         ids = rows.pick(input_ids)
-        if not 0 <= int(ids.min()) <= int(ids.max()) < patch.spec.vocab_size:
-            raise RequestError(
-                f"input_ids: expected tokens in [0, {patch.spec.vocab_size}), got "
-                f"{int(ids.min())} to {int(ids.max())}"
-            )
+        check_tokens("input_ids", ids, 0, patch.spec.vocab_size)
         hidden = me.embed_tokens(ids).to(patch.dtype)  # copies bits, as torch does
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
         how = patch.how(hidden)
         hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=how)
         rows.forget_caches()
-        wanted = patch.call.wanted
         if wanted is None:
             hidden = rows.pad(hidden)
         else:
-            next_is = rows.rows.to(hidden.device) + 1
-            is_chosen = wanted.wanted.reshape(-1).index_select(0, next_is)
-            wanted.chosen = torch.nonzero(is_chosen)[:, 0]
-            hidden = hidden.index_select(0, wanted.chosen)[None]
-        output = (
-            MoeModelOutputWithPast
-            if FAMILIES[patch.spec.model_type].has_experts
-            else BaseModelOutputWithPast
-        )
+            places = rows.rows.to(hidden.device)
+            is_chosen = wanted.wanted.reshape(-1).index_select(0, places + 1)
+            chosen = torch.nonzero(is_chosen)[:, 0]
+            wanted.places = places.index_select(0, chosen)
+            hidden = hidden.index_select(0, chosen)[None]
+        has_experts = FAMILIES[patch.spec.model_type].has_experts
+        output = MoeModelOutputWithPast if has_experts else BaseModelOutputWithPast
         return output(last_hidden_state=hidden)
 
 
@@ -724,11 +708,10 @@ def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> 
                 "logits: expected those of the patched lm_head, got others; "
                 "remove the hook or wrapper that changes them"
             )
-    at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
     size, (batch, steps) = asked.ids.numel(), asked.ids.shape
 
     def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(size).index_copy(0, at, values).view(batch, steps)[:, :-1]
+        return values.new_zeros(size).index_copy(0, asked.places, values).view(batch, steps)[:, :-1]
 
     experts = None
     if asked.routed and asked.experts:

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from rollmesh import ops
-from rollmesh.errors import NumericsError, ShapeError
+from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
+from rollmesh.torch.arrays import array_of, check_flags, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
+    Gradients,
     How,
     backward_pass,
     how_for,
@@ -111,17 +112,14 @@ class _Attention(torch.autograd.Function):
                 page_size=PAGE, scale=heads.scale, window=heads.window, **how,
             )  # fmt: skip
             made = tensor_of(out).view(rows.num_rows, heads.widths[0])
-        if (bad := host_of(flags)).any():
-            raise NumericsError(
-                f"keys or values of row {int(bad.argmax())} of {rows.num_rows} are not finite"
-            )
+        check_flags("keys or values", flags)
         ctx.save_for_backward(qkv, q_weight, k_weight, *rope)
         ctx.rows, ctx.heads = rows, heads
         return made
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         rows, heads = ctx.rows, ctx.heads
         dtype = matmul_dtype(qkv)

@@ -12,12 +12,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rollmesh import ops
-from rollmesh.errors import ShapeError, UnsupportedTensorError
+from rollmesh.errors import ShapeError
 from rollmesh.ops.arguments import MAX_THREADS
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import weight_array
+from rollmesh.torch.arrays import check_tensor, weight_array
 
 How = Mapping[str, Any]  # isa and threads of the ops
+Gradients = tuple[Tensor | None, ...]  # of the arguments of a forward pass
 BFLOAT16_ISAS = frozenset({"avx512bf16", "amx"})
 
 
@@ -29,15 +30,14 @@ def how_for(x: Tensor, isa: str | None = None, threads: int | None = None) -> Ho
 
 
 def rows_of(name: str, x: Any, width: int | None = None) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise UnsupportedTensorError(f"{name}: expected a torch tensor, got a {type(x).__name__}")
+    check_tensor(name, x)
     packing.name_of(x.dtype)
     if x.ndim != 2 or (width is not None and x.shape[1] != width):
         raise ShapeError(
             f"{name}: expected shape [rows, {'width' if width is None else width}], got "
             f"{tuple(x.shape)}"
         )
-    return x.contiguous()
+    return x.contiguous()  # type: ignore[no-any-return]
 
 
 def vector_of(name: str, weight: Tensor | None, x: Tensor, width: int) -> Any:

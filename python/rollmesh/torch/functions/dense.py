@@ -16,6 +16,7 @@ from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, call_op
 from rollmesh.torch.functions.common import (
     ACTIVATIONS,
+    Gradients,
     How,
     backward_pass,
     gated,
@@ -48,7 +49,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, *weights = ctx.saved_tensors
         needs_x, needs_bias, _, _, _, *needs_weights = ctx.needs_input_grad
         parts = torch.split(grad.to(matmul_dtype(x)), [len(weight) for weight in weights], 1)
@@ -84,7 +85,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         _, pull = vjp(partial(norm, eps=ctx.eps), *ctx.saved_tensors)
         return *pull(grad.float()), None, None
 
@@ -97,36 +98,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -
     )
 
 
-class _AddRmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: How
-    ) -> tuple[Tensor, Tensor]:
-        total, vector = residual.clone(), vector_of("weight", weight, x, x.shape[1])
-        out = call_op(ops.rms_norm, total, vector, eps=eps, x=array_of(x), **how)
-        ctx.save_for_backward(total, weight)
-        ctx.eps = eps
-        return out, total
-
-    @staticmethod
-    @backward_pass
-    def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight = ctx.saved_tensors
-        _, pull = vjp(partial(norm, eps=ctx.eps), total.float(), weight)
-        by_total, by_weight = pull(grad.float())
-        both = (by_total + grad_total.float()).to(total.dtype)
-        return both, both, by_weight, None, None
-
-
 def add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, how: How | None = None
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm of the sum, the sum residual + x), both [rows, n]."""
-    residual = rows_of("residual", residual)
-    x = rows_of("x", x, residual.shape[1])
-    return _AddRmsNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
-        residual, x, weight, eps, how or how_for(x)
-    )
+    total = add(residual, x, how=how)
+    return rms_norm(total, weight, eps, how=how), total
 
 
 class _Add(torch.autograd.Function):
@@ -142,7 +119,7 @@ class _Add(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         saved = ctx.saved_tensors  # gradient checkpointing allows a single read
         if not saved:
             return grad, grad, None, None
@@ -178,17 +155,11 @@ def decoder_layer(
     and before the MLP or experts, which `attend` and `mix` compute; with norm_after of their
     outputs. also_after: weights of norms of the outputs, beside those before."""
     after = norms if norm_after else also_after
-
-    def block(compute: Callable[[Tensor], Tensor], x: Tensor, number: int) -> Tensor:
-        out = compute(x)
-        return out if after is None else rms_norm(out, after[number], eps, how=how)
-
-    if norm_after:
-        hidden = add(hidden, block(attend, hidden, 0), how=how)
-        return add(hidden, block(mix, hidden, 1), how=how)
-    out = block(attend, rms_norm(hidden, norms[0], eps, how=how), 0)
-    x, hidden = add_rms_norm(hidden, out, norms[1], eps, how=how)
-    return add(hidden, block(mix, x, 1), how=how)
+    for i, compute in enumerate((attend, mix)):
+        out = compute(hidden if norm_after else rms_norm(hidden, norms[i], eps, how=how))
+        out = out if after is None else rms_norm(out, after[i], eps, how=how)
+        hidden = add(hidden, out, how=how)
+    return hidden
 
 
 class _Swiglu(torch.autograd.Function):
@@ -205,7 +176,7 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, gate, up, both = ctx.saved_tensors
         _, pull = vjp(partial(gated, activation=ctx.activation), both.float())
         (by_both,) = pull(grad.float())
@@ -244,7 +215,7 @@ class _Activate(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         act = ACTIVATIONS[ctx.activation]
         _, pull = vjp(lambda x: act(x.float()), *ctx.saved_tensors)
         return *pull(grad.float()), None, None

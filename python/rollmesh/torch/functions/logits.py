@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from rollmesh import ops
-from rollmesh.errors import NumericsError, RequestError, ShapeError
+from rollmesh.errors import RequestError, ShapeError
 from rollmesh.ops.arguments import is_real
 from rollmesh.request.sampling import MAX_FLOAT32, MIN_FLOAT32
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
+from rollmesh.torch.arrays import array_of, check_flags, check_tokens, host_of, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
+    Gradients,
     How,
     backward_pass,
     how_for,
@@ -48,7 +49,7 @@ class _LmHead(Linear):
         ctx.save_for_backward(x, *weights)
         with in_turn(x):
             head = ops.lm_head(array_of(x), packed, n, **how)
-            _check_logits(head.row_flags)
+            check_flags("logits", head.row_flags)
             return tensor_of(head.logits)
 
 
@@ -61,11 +62,6 @@ def lm_head(x: Tensor, weight: Tensor, *, packed: Any = None, how: How | None = 
     return _LmHead.apply(  # type: ignore[no-any-return, no-untyped-call]
         x, None, packed, how, n, weight
     )
-
-
-def _check_logits(flags: Any) -> None:
-    if (bad := host_of(flags)).any():
-        raise NumericsError(f"logits of row {int(bad.argmax())} of {len(bad)} are not finite")
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -102,7 +98,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     keep_logits=wants_logits,
                     **how,
                 )
-                _check_logits(head.row_flags)
+                check_flags("logits", head.row_flags)
                 logprobs[at] = tensor_of(head.target_logprobs)
                 if not wants_logits:
                     continue
@@ -127,7 +123,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> Gradients:
         x, weight, targets, kept_tokens, *kept = ctx.saved_tensors
         dtype = matmul_dtype(x)
         by_x, matrix = torch.empty_like(x), weight.to(dtype)
@@ -238,11 +234,7 @@ def token_logprobs(
         or targets.dtype not in INTEGERS
     ):
         raise ShapeError(f"targets: expected integers of shape ({len(x)},), got {_seen(targets)}")
-    if len(x) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
-        raise RequestError(
-            f"targets: expected tokens in [0, {len(weight)}), got {int(targets.min())} to "
-            f"{int(targets.max())}"
-        )
+    check_tokens("targets", targets, 0, len(weight))
     if kept_tokens is not None:
         kept_tokens = _check_kept(kept_tokens, targets, len(weight))
     packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
@@ -278,11 +270,7 @@ def _check_kept(kept_tokens: Tensor, targets: Tensor, vocab: int) -> Tensor:
             f"{len(kept_tokens)}"
         )
     kept_tokens = kept_tokens.to(targets.device).long()
-    if len(targets) and not -1 <= int(kept_tokens.min()) <= int(kept_tokens.max()) < vocab:
-        raise RequestError(
-            f"kept_tokens: expected tokens in [0, {vocab}), or -1 for none, got "
-            f"{int(kept_tokens.min())} to {int(kept_tokens.max())}"
-        )
+    check_tokens("kept_tokens", kept_tokens, -1, vocab, ", or -1 for none")
     in_order = kept_tokens.sort(1).values
     twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
     if twice.any():

@@ -14,6 +14,7 @@ from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
+    Gradients,
     How,
     backward_pass,
     gated,
@@ -87,7 +88,7 @@ class _Moe(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Gradients:
         x, router, gate_up, down, ids, gates, place, ends, both = ctx.saved_tensors
         dtype, top_k, bounds = matmul_dtype(x), ids.shape[1], ends.tolist()
         order = torch.argsort(place.flatten())  # of the choices, as the experts have them
@@ -125,16 +126,6 @@ def _gates(x: Tensor, router: Tensor, ids: Tensor, by: Scoring) -> Tensor:
     if by.renormalize:
         gates = gates / gates.sum(1, keepdim=True)
     return gates * by.route_scale
-
-
-def pack_moe(
-    router: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, how: How
-) -> tuple[Any, Any, Any]:
-    return (
-        packing.pack_rows([router], dtype, how),
-        packing.pack_experts_gate_up(gate_up, dtype, how),
-        packing.pack_experts(down, dtype, how),
-    )
 
 
 def moe(
@@ -175,7 +166,11 @@ def moe(
             f"{tuple(bias.shape)}"
         )
     chosen_by = None if bias is None else array_of(bias.detach().contiguous())
-    packed = pack_moe(router, gate_up, down, x.dtype, how) if packed is None else packed
+    packed = packed or (
+        packing.pack_rows([router], x.dtype, how),
+        packing.pack_experts_gate_up(gate_up, x.dtype, how),
+        packing.pack_experts(down, x.dtype, how),
+    )
     by = Scoring(renormalize, score, num_groups, top_groups, route_scale)
     args = (x, router, gate_up, down, chosen_by, packed, top_k, by, activation, how)
     return Routed(*_Moe.apply(*args))  # type: ignore[no-untyped-call]
