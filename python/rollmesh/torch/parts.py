@@ -30,6 +30,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import MAX_POSITION
 from rollmesh.runtime.messages import shown
+from rollmesh.torch.fused_head import unwrapped
 from rollmesh.torch.lora import LORA, WHOLE, active_lora, base_of, in_use, unmerge_if_disabled
 
 UNDO = "; undo the change, or train this model without rollmesh.torch.patch"
@@ -394,9 +395,7 @@ class _Comparison:
             return
         self.classes.add(cls)
         home = next(each for each in cls.__mro__ if "forward" in vars(each))
-        functions = [cls.forward]
-        while hasattr(functions[-1], "__wrapped__"):
-            functions.append(functions[-1].__wrapped__)
+        functions = unwrapped(cls.forward)
         forward = functions[-1]
         names = [(cls, "forward"), (cls, "__call__")]
         names += [(forward.__globals__, name) for name in forward.__code__.co_names]

@@ -99,10 +99,8 @@ class Sequences:
         what it reads."""
         key = num_kv_heads, head_dim, like.dtype, like.device
         if key not in self._caches:
-            dtype, pages = (
-                str(like.dtype).removeprefix("torch."),
-                int((-(-self.lengths // PAGE)).sum()),
-            )
+            pages = int((-(-self.lengths // PAGE)).sum())
+            dtype = str(like.dtype).removeprefix("torch.")
             self._caches[key] = ops.kv_cache(
                 pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device_name(like)
             )
@@ -159,14 +157,12 @@ def _matrix(name: str, given: Any, shape: tuple[int, int]) -> NDArray[Any]:
 def _kept(shape: tuple[int, int], mask: Any) -> NDArray[np.bool_]:
     if mask is None:
         return np.ones(shape, bool)
-    if isinstance(mask, Tensor) and mask.ndim > 2:
+    if isinstance(mask, Tensor) and tuple(mask.shape) != shape:
         raise ShapeError(
-            "attention_mask: expected 2 dims, [batch, tokens], since attention is causal, got "
-            f"{mask.ndim}"
+            f"attention_mask: expected shape {shape}, [batch, tokens], since attention is causal, "
+            f"got {tuple(mask.shape)}"
         )
     if isinstance(mask, Tensor) and mask.is_floating_point():
         mask = mask != 0
-    if isinstance(mask, Tensor) and tuple(mask.shape) != shape:
-        raise ShapeError(f"attention_mask: expected shape {shape}, got {tuple(mask.shape)}")
     kept: NDArray[np.bool_] = _matrix("attention_mask", mask, shape) != 0
     return kept

@@ -259,15 +259,11 @@ def _check_kept(kept_tokens: Tensor, targets: Tensor, vocab: int) -> Tensor:
         not isinstance(kept_tokens, Tensor)
         or kept_tokens.dtype not in INTEGERS
         or kept_tokens.dim() != 2
+        or len(kept_tokens) != len(targets)
         or not kept_tokens.shape[1]
     ):
         raise ShapeError(
             f"kept_tokens: expected integers of shape ({len(targets)}, k), got {_seen(kept_tokens)}"
-        )
-    if len(kept_tokens) != len(targets):
-        raise ShapeError(
-            f"kept_tokens: expected {len(targets)} rows, one for each target, got "
-            f"{len(kept_tokens)}"
         )
     kept_tokens = kept_tokens.to(targets.device).long()
     check_tokens("kept_tokens", kept_tokens, -1, vocab, ", or -1 for none")
