@@ -96,12 +96,3 @@ def weight_of(module: Any) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):  # so that push gives the same bits
             weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
     return weight
-
-
-def expert_weights_of(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj
-
-
-def shared_expert_of(mlp: Any) -> Any:
-    """The expert that all rows pass, by either of its names."""
-    return mlp.shared_expert if hasattr(mlp, "shared_expert") else mlp.shared_experts

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 import weakref
 from functools import partial
 from types import FunctionType
@@ -46,6 +47,7 @@ FREE = frozenset(
 INTERNAL = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
+FREQUENCIES = ("original_inv_freq", "inv_freq")  # buffers of a rope module
 ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)  # that Module.to applies to frequencies
 
 
@@ -128,7 +130,7 @@ def plain_class(module: Any) -> type:
 def _is_unchanged(model: Any, seen: _Seen) -> bool:
     if not all(module.is_unchanged() for module in seen.modules):
         return False
-    rope = _rope_buffers(model)
+    rope = [getattr(model.model.rotary_emb, name) for name in FREQUENCIES]
     same = all(
         a.device == b.device and torch.equal(a, b) for a, b in zip(rope, seen.rope, strict=True)
     )
@@ -136,13 +138,8 @@ def _is_unchanged(model: Any, seen: _Seen) -> bool:
         same
         and model.config is seen.configs[0][0]
         and all(vars(config) == before for config, before in seen.configs)
-        and all(_value(place, name) is value for place, name, value in seen.code)
+        and all(getattr(place, name, None) is value for place, name, value in seen.code)
     )
-
-
-def _rope_buffers(model: Any) -> list[Tensor]:
-    rope = model.model.rotary_emb
-    return [rope.inv_freq, rope.original_inv_freq]
 
 
 # -------------------------------------------------------------------------------- a comparison
@@ -154,7 +151,7 @@ def _compared(model: Any, spec: ModelSpec, seen: _Seen | None) -> _Seen:
         compare.part(name, getattr(model, name, None), getattr(template, name))
     _check_rope(model, spec)
     _check_functions(model.config)
-    rope = [buffer.clone() for buffer in _rope_buffers(model)]
+    rope = [getattr(model.model.rotary_emb, name).clone() for name in FREQUENCIES]
     configs = [(config, copy.deepcopy(vars(config))) for config in compare.configs]
     return _Seen(template, spec, configs, compare.code, compare.seen, compare.lora, rope)
 
@@ -164,13 +161,8 @@ def _check_rope(model: Any, spec: ModelSpec) -> None:
     a length they may be those of an earlier batch."""
     rope, settings = model.model.rotary_emb, spec.rope_settings
     lengths = [1, MAX_POSITION, int(rope.max_seq_len_cached)] if settings.depends_on_length else [1]
-    for name, buffer, some in zip(
-        ("original_inv_freq", "inv_freq"),
-        reversed(_rope_buffers(model)),
-        (lengths[:1], lengths),
-        strict=True,
-    ):
-        found = buffer.detach().float().cpu()
+    for name, some in zip(FREQUENCIES, (lengths[:1], lengths), strict=True):
+        found = getattr(rope, name).detach().float().cpu()
         wanted = [
             torch.from_numpy(spec.rope(length)[0]).to(d).float()
             for length in some
@@ -398,10 +390,10 @@ class _Comparison:
         functions = unwrapped(cls.forward)
         forward = functions[-1]
         names = [(cls, "forward"), (cls, "__call__")]
-        names += [(forward.__globals__, name) for name in forward.__code__.co_names]
-        self.code += [(place, name, _value(place, name)) for place, name in names]
-        called = [value for _, _, value in self.code[-len(names) :]]
-        functions += [f for f in called if isinstance(f, FunctionType)]
+        names += [(sys.modules.get(_home(forward)), name) for name in forward.__code__.co_names]
+        code = [(place, name, getattr(place, name, None)) for place, name in names]
+        self.code += code
+        functions += [f for _, _, f in code if isinstance(f, FunctionType)]
         strange = [
             f
             for f in functions
@@ -454,10 +446,6 @@ def _function(hook: Any) -> Any:
 def _home(function: Any) -> str:
     """The module whose code a function is. functools.wraps copies __module__ from another one."""
     return str(getattr(function, "__globals__", {}).get("__name__", function.__module__))
-
-
-def _value(place: Any, name: str) -> Any:
-    return place.get(name) if isinstance(place, dict) else getattr(place, name)
 
 
 def _form(item: tuple[str, Any]) -> tuple[Any, ...]:

@@ -55,7 +55,7 @@ from rollmesh.torch.arrays import check_tokens
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
-from rollmesh.torch.lora import base_of, expert_weights_of, shared_expert_of, state_of, weight_of
+from rollmesh.torch.lora import base_of, state_of, weight_of
 from rollmesh.torch.sequences import Sequences
 
 # Arguments that repeat what position_ids tell.
@@ -266,7 +266,8 @@ class Patch:
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
         spec = self.spec
         made = functions.moe(
-            x, *expert_weights_of(mlp), top_k=spec.num_experts_per_tok, **spec.scoring,
+            x, mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj,
+            top_k=spec.num_experts_per_tok, **spec.scoring,
             bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation,
             how=how,
         )  # fmt: skip
@@ -274,7 +275,9 @@ class Patch:
             self.call.wanted.experts[index] = made.ids
         if not spec.shared_intermediate_size:
             return made.out
-        shared = self.mix_dense(shared_expert_of(mlp), x, how)
+        # The expert that all rows pass has one of two names.
+        expert = mlp.shared_expert if hasattr(mlp, "shared_expert") else mlp.shared_experts
+        shared = self.mix_dense(expert, x, how)
         if not spec.shared_switch:
             return functions.add(made.out, shared, how=how)
         switch = functions.linear(x, weight_of(mlp.shared_expert_gate), how=how)
@@ -319,7 +322,7 @@ class Patch:
         entropy = made.logprobs if made.entropy is None else made.entropy
         wanted.made = torch.stack([made.logprobs, entropy], -1)
         wanted.written = parts.mark(wanted.made)
-        return wanted.made[None]
+        return wanted.made[None]  # type: ignore[no-any-return]
 
 
 # -------------------------------------------------------------------------------- patched modules

@@ -157,12 +157,14 @@ def _matrix(name: str, given: Any, shape: tuple[int, int]) -> NDArray[Any]:
 def _kept(shape: tuple[int, int], mask: Any) -> NDArray[np.bool_]:
     if mask is None:
         return np.ones(shape, bool)
-    if isinstance(mask, Tensor) and tuple(mask.shape) != shape:
+    if isinstance(mask, Tensor) and mask.ndim > 2:
         raise ShapeError(
-            f"attention_mask: expected shape {shape}, [batch, tokens], since attention is causal, "
-            f"got {tuple(mask.shape)}"
+            "attention_mask: expected 2 dims, [batch, tokens], since attention is causal, got "
+            f"{mask.ndim}"
         )
     if isinstance(mask, Tensor) and mask.is_floating_point():
         mask = mask != 0
+    if isinstance(mask, Tensor) and tuple(mask.shape) != shape:
+        raise ShapeError(f"attention_mask: expected shape {shape}, got {tuple(mask.shape)}")
     kept: NDArray[np.bool_] = _matrix("attention_mask", mask, shape) != 0
     return kept

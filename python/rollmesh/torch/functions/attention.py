@@ -133,7 +133,8 @@ class _Attention(torch.autograd.Function):
             return _rotated(x.float(), *turn)
 
         def heads_of(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-            q, k, v = (x.unflatten(1, (-1, heads.head_dim)) for x in qkv.split(heads.widths, 1))
+            parts = torch.split(qkv, heads.widths, 1)
+            q, k, v = (x.unflatten(1, (-1, heads.head_dim)) for x in parts)
             q_norm, k_norm = weights or (None, None)
             return turned(q, q_norm).to(dtype), turned(k, k_norm).to(dtype), v.to(dtype)
 
@@ -160,17 +161,17 @@ def _attention_gradients(
     is_token = torch.from_numpy(np.arange(steps) < rows.lengths[:, None]).to(q.device)
 
     def padded(x: Tensor) -> Tensor:
-        return pad_sequence(x.split(rows.lengths.tolist()), batch_first=True).transpose(1, 2)
+        return pad_sequence(torch.split(x, rows.lengths.tolist()), batch_first=True).transpose(1, 2)
 
     is_short = steps <= SHORT
     each = max(1, SCORES_AT_ONCE // (heads.num_heads * steps**2)) if is_short else len(rows.lengths)
-    mask = None
+    mask: Any = None
     if is_short or 0 < heads.window < steps:
         away = torch.arange(steps, device=q.device)[:, None] - torch.arange(steps, device=q.device)
         is_hidden = (away < 0) | (away >= (heads.window or steps))
         mask = q.new_zeros(steps, steps).masked_fill_(is_hidden, -torch.inf)
     attend = partial(_short_attention if is_short else _long_attention, mask=mask, heads=heads)
-    chunks = zip(*(padded(x).split(each) for x in (q, k, v, grad)), strict=True)
+    chunks = zip(*(torch.split(padded(x), each) for x in (q, k, v, grad)), strict=True)
     parts = [vjp(attend, *qkv)[1](by_out) for *qkv, by_out in chunks]
     return tuple(torch.cat(same).transpose(1, 2)[is_token] for same in zip(*parts, strict=True))
 
