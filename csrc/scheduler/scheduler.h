@@ -61,7 +61,7 @@ struct rm_scheduler {
   int64_t n_free_table_rows;
   // scheduler.c
   rm_link waiting, active; // sequences
-  int64_t n_waiting, n_active, n_joining;
+  int64_t n_waiting, n_active;
   const rm_sequence *blocked; // head of the queue when it last found too few free pages …
   int64_t blocked_free; // … and the number of free pages then
   // external_scheduler.c
@@ -129,8 +129,6 @@ void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq);
 // Plans n_rows rows from seq->next on, and the draw from the last one.
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows);
-// For commit: makes a JOINING sequence ACTIVE, with the pages of the leader's prompt.
-void rm_share_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_sequence *leader);
 // inflight.c: the own policy's weights_changed and pages_lost
 void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight);
 void rm_preempt_all(rm_scheduler *scheduler);

@@ -4,9 +4,8 @@
 // records, so that steps do not allocate.
 //
 //   WAITING ──► ACTIVE ──► DONE     WAITING: holds no page and no row of the block tables
-//      │  ▲        ▲                ACTIVE: has a row of the block tables, and pages
-//      │  └────────┤ preempt        JOINING: within a step; draws from the row of logits of the
-//      └► JOINING ─┘                sequence that computes the prompt, then shares its pages
+//      ▲          │                 ACTIVE: has a row of the block tables, and pages
+//      └──────────┘ preempt
 //
 // Fields are listed under the file that writes them. sequence_group.c writes all of them once.
 #pragma once
@@ -15,7 +14,7 @@
 #include "scheduler/list.h"
 #include "scheduler/request.h"
 
-typedef enum rm_sequence_state { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_sequence_state;
+typedef enum rm_sequence_state { RM_WAITING, RM_ACTIVE, RM_DONE } rm_sequence_state;
 
 typedef struct rm_sequence_group rm_sequence_group;
 
@@ -51,9 +50,10 @@ typedef struct rm_sequence {
   rm_logit_edit *edits; // [n_edits] for the next draw; without penalties those of the group
   int64_t n_edits, n_counted; // n_counted: number of generated tokens that are in edits
   int32_t *banned; // with bad words: room for the tokens that may not be drawn next
-  // sampler.c, for the first draw from a row, and commit.c
+  // sampler.c
   int32_t *top_ids; // [capacity][top_logprobs]
   float *top_logprobs;
+  // commit.c
   int32_t *kept; // [capacity] with kept_tokens: how many of top_ids the filters kept
   // sequence_group.c only
   rm_sequence_group *group;
