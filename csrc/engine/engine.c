@@ -166,8 +166,9 @@ static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
   return code;
 }
 
-static rm_code create_worker(rm_worker *worker, void *options) {
-  return rm_worker_create(worker, options);
+static rm_code create_worker(rm_worker *worker, void *arg) {
+  (void)arg;
+  return rm_worker_create(worker);
 }
 
 // GPUs of different architectures round differently. Processes compare families when they connect.
@@ -183,13 +184,14 @@ static rm_code check_families(const rm_engine *engine, rm_error *err) {
   return RM_OK;
 }
 
-static rm_code allocate(rm_engine *engine, const rm_engine_options *options, rm_error *err) {
+static rm_code allocate(rm_engine *engine, rm_error *err) {
+  const rm_engine_options *options = &engine->options;
   int32_t *eos = rm_alloc((size_t)options->n_eos, sizeof *eos);
   if (eos && options->n_eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
-  engine->options.eos_ids = eos;
+  engine->options.eos_ids = eos; // from here on owned
   engine->schedulers = rm_alloc((size_t)engine->n_replicas, sizeof *engine->schedulers);
   engine->workers = rm_alloc((size_t)engine->n_workers, sizeof *engine->workers);
-  engine->assigned = rm_alloc((size_t)engine->options.mesh.dp, sizeof *engine->assigned);
+  engine->assigned = rm_alloc((size_t)options->mesh.dp, sizeof *engine->assigned);
   engine->prefixes = rm_alloc(PREFIX_SLOTS, sizeof *engine->prefixes);
   if (!eos || !engine->schedulers || !engine->workers || !engine->assigned || !engine->prefixes)
     return rm_fail(err, RM_E_MEMORY, "no memory for an engine of %d ranks", engine->n_workers);
@@ -202,8 +204,8 @@ static rm_code allocate(rm_engine *engine, const rm_engine_options *options, rm_
   return RM_OK;
 }
 
-static rm_code create_parts(rm_engine *engine, const rm_engine_options *options, rm_error *err) {
-  const rm_endpoints *ends = options->endpoints;
+static rm_code create_parts(rm_engine *engine, rm_error *err) {
+  const rm_endpoints *ends = engine->options.endpoints;
   rm_code code = create_schedulers(engine, err);
   if (!code && ends) {
     rm_comm *const groups[N_GROUPS] = {ends->tp, ends->ep, ends->world};
@@ -211,8 +213,9 @@ static rm_code create_parts(rm_engine *engine, const rm_engine_options *options,
   } else if (!code && engine->n_workers > 1) {
     code = connect_threads(engine, err);
   }
-  if (!code) code = rm_ready_streams_init(&engine->ready_streams, options->cuda_library, err);
-  if (!code) code = rm_run_workers(engine, create_worker, (void *)options, err);
+  if (!code)
+    code = rm_ready_streams_init(&engine->ready_streams, engine->options.cuda_library, err);
+  if (!code) code = rm_run_workers(engine, create_worker, NULL, err);
   if (!code) code = check_families(engine, err);
   for (int d = 0; d < engine->n_replicas && !code; d++)
     code = rm_scheduler_open_pages(&engine->schedulers[d], engine->workers[0].runner.n_pages, err);
@@ -239,16 +242,13 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   const rm_endpoints *ends = options->endpoints;
   engine->spec = spec;
   engine->options = mine;
-  engine->options.endpoints = NULL; // like the strings, a view of the caller's
-  engine->options.cuda_library = engine->options.cuda_family = NULL;
-  engine->options.nccl_library = engine->options.nccl_gpu = engine->options.cublas_library = NULL;
   engine->n_workers = ends ? 1 : rm_mesh_world(&mine.mesh);
   engine->n_replicas = ends ? 1 : mine.mesh.dp;
   engine->per_replica = ends ? 1 : mine.mesh.tp;
   engine->own = ends ? rm_mesh_coords(&mine.mesh, ends->index).dp : 0;
   engine->next_id = 1;
-  code = allocate(engine, &mine, err);
-  if (!code) code = create_parts(engine, &mine, err);
+  code = allocate(engine, err);
+  if (!code) code = create_parts(engine, err);
   if (!code) {
     *out = engine;
     return RM_OK;

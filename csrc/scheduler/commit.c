@@ -27,25 +27,32 @@ static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq, const 
 }
 
 // ---------------------------------------------------------------------------------- computed rows
+// The routing of a position, in its page.
+static int16_t *routed_at(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t p) {
+  const int64_t size = scheduler->options.limits.page_size;
+  return rm_kv_routed(scheduler->cache, rm_block_table(scheduler, seq)[p / size]) +
+         p % size * scheduler->options.limits.routed_per_token;
+}
+
+void rm_take_routed(rm_scheduler *scheduler, rm_sequence *seq, int64_t end) {
+  rm_sequence_group *group = seq->group;
+  const int64_t per_token = scheduler->options.limits.routed_per_token;
+  const size_t bytes = (size_t)per_token * sizeof(int16_t);
+  if (!per_token) return;
+  for (int64_t p; (p = group->n_prompt_routed) < rm_min64(end, group->n_prompt);
+       group->n_prompt_routed++)
+    memcpy(group->prompt_routed + p * per_token, routed_at(scheduler, seq, p), bytes);
+  for (int64_t p; (p = group->n_prompt + seq->n_routed) < end; seq->n_routed++)
+    memcpy(seq->routed + seq->n_routed * per_token, routed_at(scheduler, seq, p), bytes);
+}
+
 static void record_routed(rm_scheduler *scheduler, rm_sequence *seq, const int16_t *all) {
   const int64_t per_token = scheduler->options.limits.routed_per_token,
-                size = scheduler->options.limits.page_size;
-  const size_t bytes = (size_t)per_token * sizeof(int16_t);
-  const int32_t *table = rm_block_table(scheduler, seq);
-  rm_sequence_group *group = seq->group;
-  for (int64_t i = 0; i < seq->n_rows; i++) {
-    const int16_t *routed = all + (seq->first_row + i) * per_token;
-    const int64_t p = seq->next + i, generated = p - group->n_prompt;
-    if (p >= seq->kv_len)
-      memcpy(rm_kv_routed(scheduler->cache, table[p / size]) + p % size * per_token, routed, bytes);
-    if (p == group->n_prompt_routed && generated < 0) {
-      memcpy(group->prompt_routed + p * per_token, routed, bytes);
-      group->n_prompt_routed++;
-    } else if (generated >= 0 && generated == seq->n_routed) {
-      memcpy(seq->routed + generated * per_token, routed, bytes);
-      seq->n_routed++;
-    }
-  }
+                end = seq->next + seq->n_rows;
+  for (int64_t p = rm_max64(seq->kv_len, seq->next); p < end; p++)
+    memcpy(routed_at(scheduler, seq, p), all + (seq->first_row + p - seq->next) * per_token,
+           (size_t)per_token * sizeof *all);
+  rm_take_routed(scheduler, seq, end);
 }
 
 // Copies the logprobs of the page's tokens from the request's records. Returns 0 if the records are
@@ -114,7 +121,6 @@ void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn)
 
 void rm_commit(rm_scheduler *scheduler, const rm_step_output *output) {
   const rm_plan *plan = &scheduler->plan;
-  const rm_policy *policy = scheduler->options.policy;
   memset(plan->table_changed, 0, (size_t)scheduler->options.max_num_seqs);
   for (int64_t i = 0; i < plan->n_out; i++) record_out(&plan->outs[i], output, i);
   for (int64_t i = 0; i < plan->n_scheduled; i++)
@@ -135,5 +141,4 @@ void rm_commit(rm_scheduler *scheduler, const rm_step_output *output) {
                             output->sampling_logprobs[i]};
     rm_append(scheduler, seq, &drawn);
   }
-  if (policy->committed) policy->committed(scheduler);
 }

@@ -181,20 +181,12 @@ rm_sample_params rm_params_of(rm_sequence *seq) {
     banned = seq->banned;
   }
   count_generated(seq);
-  return (rm_sample_params){
-      .temperature = group->temperature,
-      .top_p = group->top_p,
-      .min_p = group->min_p,
-      .top_k = group->top_k,
-      .seed = seq->seed,
-      .counter = (uint64_t)rm_sequence_length(seq),
-      .banned = banned,
-      .n_banned = (int32_t)n,
-      .forced = -1,
-      .n_edits = (int32_t)seq->n_edits,
-      .repetition_penalty = group->repetition_penalty,
-      .frequency_penalty = group->frequency_penalty,
-      .presence_penalty = group->presence_penalty,
-      .edits = seq->edits,
-  };
+  rm_sample_params params = group->params;
+  params.seed = seq->seed;
+  params.counter = (uint64_t)rm_sequence_length(seq);
+  params.banned = banned;
+  params.n_banned = (int32_t)n;
+  params.edits = seq->edits;
+  params.n_edits = (int32_t)seq->n_edits;
+  return params;
 }

@@ -135,10 +135,9 @@ rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t s
                                  int64_t n_tokens, rm_error *err) {
   rm_sequence *seq = rm_find_sample(scheduler, id, sample, err);
   if (!seq) return RM_E_REQUEST;
-  if (n_tokens < 0 || n_tokens > seq->n_tokens)
-    return rm_fail(err, RM_E_REQUEST,
-                   "request %llu, sample %d: expected a stop after 0 to %lld tokens, got %lld",
-                   (unsigned long long)id, sample, (long long)seq->n_tokens, (long long)n_tokens);
+  REFUSE_UNLESS(n_tokens >= 0 && n_tokens <= seq->n_tokens,
+                "request %llu, sample %d: expected a stop after 0 to %lld tokens, got %lld",
+                (unsigned long long)id, sample, (long long)seq->n_tokens, (long long)n_tokens);
   if (seq->finish == RM_FINISH_ABORT || seq->finish == RM_FINISH_ERROR)
     return rm_fail(err, RM_E_STATE,
                    "request %llu, sample %d: expected one to stop, got one that was %s",

@@ -202,21 +202,13 @@ static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *g
   return !group->prompt_top && !group->score_sampling && !group->logits_out;
 }
 
-static void take_records(rm_scheduler *scheduler, rm_sequence *seq, int64_t index, int32_t page) {
-  rm_sequence_group *group = seq->group;
-  const int64_t size = scheduler->options.limits.page_size, start = index * size,
-                per_token = scheduler->options.limits.routed_per_token;
+static void take_logprobs(rm_scheduler *scheduler, rm_sequence_group *group, int64_t index,
+                          int32_t page) {
+  const int64_t size = scheduler->options.limits.page_size, start = index * size;
   for (int64_t position = rm_max64(start, group->n_scored + 1);
        position < start + size && position <= group->n_targets; position++) {
     group->prompt_logprobs[position - 1] = rm_kv_logprobs(scheduler->cache, page)[position - start];
     group->n_scored = position;
-  }
-  for (int64_t p = rm_max64(start, group->n_prompt_routed);
-       per_token && p < rm_min64(start + size, group->n_prompt); p++) {
-    memcpy(group->prompt_routed + p * per_token,
-           rm_kv_routed(scheduler->cache, page) + (p - start) * per_token,
-           (size_t)per_token * sizeof(int16_t));
-    group->n_prompt_routed = p + 1;
   }
 }
 
@@ -259,8 +251,9 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   }
   scheduler->n_waiting--;
   for (int64_t i = 0; i < seq->n_pages; i++)
-    take_records(scheduler, seq, i, rm_block_table(scheduler, seq)[i]);
+    take_logprobs(scheduler, group, i, rm_block_table(scheduler, seq)[i]);
   seq->kv_len = seq->n_pages * size;
+  rm_take_routed(scheduler, seq, seq->kv_len);
   seq->n_indexed = seq->n_pages;
   seq->next = rm_min64(seq->kv_len, length - 1);
   if (group->n_scored < group->n_targets) seq->next = rm_min64(seq->next, group->n_scored);

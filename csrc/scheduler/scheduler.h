@@ -26,7 +26,6 @@ typedef enum rm_progress { RM_NO_WORK, RM_LAST_BATCH, RM_MORE_BATCHES } rm_progr
 // Functions marked optional may be NULL.
 typedef struct rm_policy {
   rm_progress (*schedule)(rm_scheduler *scheduler); // fills the plan
-  void (*committed)(rm_scheduler *scheduler); // optional: after the records have the plan's results
   // Optional: ends a sequence that has all its tokens.
   void (*token_added)(rm_scheduler *scheduler, rm_sequence *seq);
   // Optional: called when an active sequence becomes inactive.
@@ -67,6 +66,7 @@ struct rm_scheduler {
   // external_scheduler.c
   int64_t *page_versions; // [external_pages] version of the weights of a page's KV; −1: none
   const rm_external_step *step; // the current step, a view
+  int64_t external_steps; // number of steps that were checked
   // requests.c
   rm_link live, finished; // unfinished requests by arrival; finished and not yet reported
   int64_t n_live;
@@ -89,6 +89,9 @@ void rm_scheduler_destroy(rm_scheduler *scheduler); // frees all requests; safe 
 rm_progress rm_schedule(rm_scheduler *scheduler);
 // commit.c: writes the output of the plan to the records of its requests, and ends finished ones.
 void rm_commit(rm_scheduler *scheduler, const rm_step_output *output);
+// Copies the routing of positions before `end` from the pages to the records that do not have it
+// yet: other requests may have computed it.
+void rm_take_routed(rm_scheduler *scheduler, rm_sequence *seq, int64_t end);
 // Appends a token of an active sequence that was drawn outside of a plan.
 void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn);
 

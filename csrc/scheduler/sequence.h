@@ -41,8 +41,8 @@ typedef struct rm_sequence {
   int16_t *routed; // [capacity][routed_per_token] of generated tokens that were fed back
   int32_t *ranks; // [capacity] with ranks: number of tokens at least as likely, with itself
   // external_scheduler.c
-  int64_t external_computed; // number of positions computed before this step
-  int64_t external_end; // end of its rows in this step; 0: it is not in the step
+  int64_t external_step; // number of the last step that it was in
+  int64_t external_end; // end of its rows in this step
   int external_last; // whether its rows end with the last known token, so that a token is drawn
   int32_t external_row; // row of its logits that are copied to the host; −1: none
   int external_begun; // whether its first row is known
@@ -72,14 +72,13 @@ struct rm_sequence_group {
   int64_t n_targets; // rows [0, n_targets) of the prompt have requested logprobs or logits
   int32_t n;
   int64_t min_tokens;
-  float temperature, top_p, min_p;
-  int32_t top_k, top_logprobs, prompt_top;
+  rm_sample_params params; // of all draws
+  int32_t top_logprobs, prompt_top;
   int want_prompt_logprobs, score_sampling, want_token_ranks, want_kept, external_draws;
   float *logits_out;
   int32_t *stops; // [n_stops] ascending: tokens that end a sequence
   int32_t *banned; // [n_early] tokens banned before min_tokens, then [n_never] tokens always banned
   int64_t n_stops, n_early, n_never;
-  float repetition_penalty, frequency_penalty, presence_penalty;
   rm_logit_edit *edits; // [n_edits] for the first draw, by ascending tokens
   int32_t *bad_words, *bad_word_ends; // as rm_request's
   int64_t n_edits, n_bad_words;
