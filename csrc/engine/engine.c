@@ -73,10 +73,9 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
     if (option->attribute.type == RM_ATTR_I32) value = *(const int *)member;
     else if (option->attribute.type == RM_ATTR_I64) value = *(const int64_t *)member;
     else continue;
-    if (value < option->least || value > (int64_t)option->most)
-      return rm_fail(err, RM_E_CONFIG, "%s: expected %lld to %lld, got %lld",
-                     option->attribute.name, (long long)option->least, (long long)option->most,
-                     (long long)value);
+    const rm_code code = rm_check_range(err, RM_E_CONFIG, option->attribute.name, value,
+                                        option->least, (int64_t)option->most);
+    if (code) return code;
   }
   for (int64_t i = 0; i < options->n_eos; i++)
     if (options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size)
@@ -85,11 +84,9 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
   return RM_OK;
 }
 
-// Whether the mesh fits the model and the dispatcher, and a rank of several has its comms.
+// Whether the mesh fits the model and the dispatcher.
 static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
-  const rm_endpoints *ends = options->endpoints;
   const rm_mesh *mesh = &options->mesh;
-  const int world = rm_mesh_world(mesh);
   const rm_code code = rm_placement_check(spec, mesh, err);
   if (code) return code;
   if (mesh->tp > RM_MAX_TP)
@@ -100,13 +97,6 @@ static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options,
   if (mesh->ep > 1 && mesh->ep != mesh->tp && options->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE)
     return rm_fail(err, RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d",
                    rm_dispatcher_name(options->dispatcher), mesh->ep, mesh->tp);
-  if (ends && (ends->index < 0 || ends->index >= world))
-    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", world - 1, ends->index);
-  if (ends &&
-      ((mesh->tp > 1 && !ends->tp) || (mesh->ep > 1 && !ends->ep) || (world > 1 && !ends->world)))
-    return rm_fail(err, RM_E_CONFIG,
-                   "tp=%d, dp=%d, ep=%d: expected comms for the groups of several ranks, got none",
-                   mesh->tp, mesh->dp, mesh->ep);
   return RM_OK;
 }
 
@@ -114,7 +104,8 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   const rm_endpoints *ends = options->endpoints;
   const int world = rm_mesh_world(&options->mesh);
   rm_code code = check_mesh(spec, options, err);
-  // The caller makes these from names and devices that it has checked.
+  // The caller makes these from names, groups and devices that it has checked.
+  assert(!ends || (ends->index >= 0 && ends->index < world && !ends->world == (world == 1)));
   assert(options->dispatcher >= 0 && options->dispatcher < RM_N_DISPATCHER);
   assert(options->dtype == RM_BF16 || options->dtype == RM_F32);
   assert(options->cuda_library || !(options->nccl_library || options->cublas_library));

@@ -68,7 +68,7 @@ struct rm_scheduler {
   const rm_external_step *step; // the current step, a view
   int64_t external_steps; // number of steps that were checked
   // requests.c
-  rm_link live, finished; // unfinished requests by arrival; finished and not yet reported
+  rm_link live, finished; // unfinished requests by arrival; finished ones until release
   int64_t n_live;
   rm_sequence_group **buckets; // [n_buckets] all requests by id
   uint64_t n_buckets;

@@ -63,7 +63,7 @@ typedef struct rm_sequence {
 } rm_sequence;
 
 struct rm_sequence_group {
-  rm_link link; // first member; in `live` while unfinished, then in `finished` until reported
+  rm_link link; // first member; in `live` while unfinished, then in `finished`
   // sequence_group.c only
   uint64_t id;
   rm_sequence_group *next_in_bucket;

@@ -1,6 +1,6 @@
 // sequence_group.c: checks a request, and makes one allocation for the request and its records. It
 // is sized for the longest completion; pages that are never written take only address space.
-#include <math.h>
+#include <float.h>
 #include <stdlib.h>
 
 #include "base/fields.h"
@@ -21,16 +21,25 @@ rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int6
   return RM_OK;
 }
 
-static rm_code check_sampling(const rm_request *request, rm_error *err) {
-  REFUSE_UNLESS(request->temperature >= 0 && isfinite(request->temperature),
-                "temperature: expected a finite number of at least 0, got %g",
-                (double)request->temperature);
-  REFUSE_UNLESS(request->top_p > 0 && request->top_p <= 1,
-                "top_p: expected a number in (0, 1], got %g", (double)request->top_p);
-  REFUSE_UNLESS(request->min_p >= 0 && request->min_p <= 1,
-                "min_p: expected a number in [0, 1], got %g", (double)request->min_p);
-  REFUSE_UNLESS(request->top_k >= -1, "top_k: expected -1 or 0 (all), or 1 or more, got %d",
-                request->top_k);
+// draws: whether the request draws tokens or scores them under the distribution of draws.
+static rm_code check_numbers(const rm_request *request, int draws, rm_error *err) {
+  const struct {
+    const char *name, *expected;
+    float value, least, most;
+  } rows[] = {
+      {"frequency_penalty", "a number in [-2, 2]", request->frequency_penalty, -2, 2},
+      {"presence_penalty", "a number in [-2, 2]", request->presence_penalty, -2, 2},
+      {"repetition_penalty", "a finite number of at least 0", request->repetition_penalty, 0,
+       FLT_MAX},
+      {"temperature", "a finite number of at least 0", request->temperature, 0, FLT_MAX},
+      {"top_p", "a number in (0, 1]", request->top_p, FLT_TRUE_MIN, 1},
+      {"min_p", "a number in [0, 1]", request->min_p, 0, 1},
+  };
+  for (int i = 0; i < (draws ? 6 : 3); i++)
+    REFUSE_UNLESS(rows[i].value >= rows[i].least && rows[i].value <= rows[i].most,
+                  "%s: expected %s, got %g", rows[i].name, rows[i].expected, (double)rows[i].value);
+  REFUSE_UNLESS(!draws || request->top_k >= -1,
+                "top_k: expected -1 or 0 (all), or 1 or more, got %d", request->top_k);
   return RM_OK;
 }
 
@@ -108,7 +117,7 @@ rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limi
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
   if ((code = check_lengths(request, limits, err)) ||
       (code = rm_check_token_ids("prompt", request->prompt, request->n_prompt, vocab, err)) ||
-      (draws && (code = check_sampling(request, err))) ||
+      (code = check_numbers(request, draws, err)) ||
       (code = rm_check_range(err, RM_E_REQUEST, "logprobs", request->logprobs, 0, vocab)) ||
       (code = rm_check_range(err, RM_E_REQUEST, "prompt_logprobs", request->prompt_logprobs, -1,
                              vocab)) ||
