@@ -85,30 +85,21 @@ rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err
 }
 
 // ------------------------------------------------------------------------------------------- ends
-static void finish_if_all_done(rm_scheduler *scheduler, rm_sequence_group *group) {
-  if (group->n_done < group->n) return;
+void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish) {
+  rm_sequence_group *group = seq->group;
+  rm_leave_lists(scheduler, seq);
+  seq->status = RM_DONE;
+  seq->finish = finish;
+  if (++group->n_done < group->n) return;
   rm_list_remove(&group->link);
   rm_list_insert_before(&scheduler->finished, &group->link);
   scheduler->n_live--;
 }
 
-static void put_away(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish) {
-  rm_leave_lists(scheduler, seq);
-  seq->status = RM_DONE;
-  seq->finish = finish;
-  seq->group->n_done++;
-}
-
-void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish) {
-  put_away(scheduler, seq, finish);
-  finish_if_all_done(scheduler, seq->group);
-}
-
 void rm_finish_sequence_group(rm_scheduler *scheduler, rm_sequence_group *group, rm_finish finish) {
-  if (group->n_done == group->n) return;
   for (int32_t i = 0; i < group->n; i++)
-    if (group->sequences[i].status != RM_DONE) put_away(scheduler, &group->sequences[i], finish);
-  finish_if_all_done(scheduler, group);
+    if (group->sequences[i].status != RM_DONE)
+      rm_finish_sequence(scheduler, &group->sequences[i], finish);
 }
 
 void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position,

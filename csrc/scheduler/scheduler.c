@@ -28,20 +28,19 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
       (size_t)((limits->max_model_len + limits->page_size - 1) / limits->page_size);
   rm_plan *plan = &scheduler->plan;
   const rm_field fields[] = {
-      {&scheduler->free_table_rows, seqs, sizeof *scheduler->free_table_rows},
-      {&scheduler->page_versions, (size_t)options->external_pages,
-       sizeof *scheduler->page_versions},
-      {&plan->scheduled, seqs, sizeof *plan->scheduled},
-      {&plan->ids, rows, sizeof *plan->ids},
-      {&plan->positions, rows, sizeof *plan->positions},
-      {&plan->seq_of_row, rows, sizeof *plan->seq_of_row},
-      {&plan->slots, rows, sizeof *plan->slots},
-      {&plan->outs, rows, sizeof *plan->outs},
-      {&plan->out_rows, rows, sizeof *plan->out_rows},
-      {&plan->targets, rows, sizeof *plan->targets},
-      {&plan->params, rows, sizeof *plan->params},
-      {&plan->block_tables, seqs, max_pages * sizeof *plan->block_tables},
-      {&plan->table_changed, seqs, sizeof *plan->table_changed},
+      RM_FIELD(scheduler->free_table_rows, seqs),
+      RM_FIELD(scheduler->page_versions, (size_t)options->external_pages),
+      RM_FIELD(plan->scheduled, seqs),
+      RM_FIELD(plan->ids, rows),
+      RM_FIELD(plan->positions, rows),
+      RM_FIELD(plan->seq_of_row, rows),
+      RM_FIELD(plan->slots, rows),
+      RM_FIELD(plan->outs, rows),
+      RM_FIELD(plan->out_rows, rows),
+      RM_FIELD(plan->targets, rows),
+      RM_FIELD(plan->params, rows),
+      RM_FIELD_ROWS(plan->block_tables, seqs, max_pages),
+      RM_FIELD(plan->table_changed, seqs),
   };
   scheduler->options = *options;
   scheduler->max_pages = (int64_t)max_pages;
@@ -82,21 +81,18 @@ void rm_scheduler_destroy(rm_scheduler *scheduler) {
 }
 
 // -------------------------------------------------------------------------------- lists and pages
-static void insert_by_order(rm_link *head, rm_sequence *seq, int from_the_end) {
+static uint64_t order_of(const rm_link *link) { return ((const rm_sequence *)link)->order; }
+
+// A new sequence is the last, and a preempted one is nearly always among the first.
+static void insert_by_order(rm_link *head, rm_sequence *seq) {
   rm_link *at = head;
-  if (from_the_end)
-    while (at->prev != head && ((rm_sequence *)at->prev)->order > seq->order) at = at->prev;
-  else
-    for (at = head->next; at != head && ((rm_sequence *)at)->order < seq->order;) at = at->next;
+  if (!rm_list_empty(head) && order_of(head->prev) > seq->order)
+    for (at = head->next; order_of(at) < seq->order;) at = at->next;
   rm_list_insert_before(at, &seq->link);
 }
 
-// Searches from the end for a new sequence and from the front for a preempted one, so that its
-// position is nearly always found at once.
 void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
-  const rm_link *last = scheduler->waiting.prev;
-  insert_by_order(&scheduler->waiting, seq,
-                  last == &scheduler->waiting || ((const rm_sequence *)last)->order < seq->order);
+  insert_by_order(&scheduler->waiting, seq);
   seq->status = RM_WAITING;
   scheduler->n_waiting++;
 }
@@ -105,7 +101,7 @@ void rm_activate(rm_scheduler *scheduler, rm_sequence *seq) {
   assert(scheduler->n_free_table_rows > 0);
   seq->table_row = scheduler->free_table_rows[--scheduler->n_free_table_rows];
   seq->status = RM_ACTIVE;
-  insert_by_order(&scheduler->active, seq, 1);
+  insert_by_order(&scheduler->active, seq);
   scheduler->n_active++;
 }
 

@@ -51,16 +51,16 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
   runner->buffer_bytes = rm_step_buffer_bytes(runner, rows, rows);
   const rm_field host[] = {
       {&runner->all_flags, runner->rank.tp ? rows : 0, tp},
-      {&runner->drawn, runner->rank.tp ? outs : 0, sizeof *runner->drawn},
-      {&runner->params, outs, sizeof *runner->params},
+      RM_FIELD(runner->drawn, runner->rank.tp ? outs : 0),
+      RM_FIELD(runner->params, outs),
   };
   const rm_field device[] = {
-      {&runner->logits, outs, (size_t)runner->ld_logits * sizeof(float)},
-      {&runner->stats, outs, 2 * sizeof(float)},
+      RM_FIELD_ROWS(runner->logits, outs, (size_t)runner->ld_logits),
+      RM_FIELD_ROWS(runner->stats, outs, 2),
   };
   const rm_field both[] = {
-      {&runner->block_tables, runner->device->on_host ? 0 : seqs,
-       (size_t)options->max_pages * sizeof *runner->block_tables},
+      RM_FIELD_ROWS(runner->block_tables, runner->device->on_host ? 0 : seqs,
+                    (size_t)options->max_pages),
       {&runner->buffer, runner->buffer_bytes, 1},
   };
   snprintf(what, sizeof what, "batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", rows, seqs);
