@@ -1,7 +1,7 @@
 // commit.c: writes the results of a step to the records of the requests, in this order: records of
 // logits; failures, so that a request with a row that was not finite ends before its tokens or
-// pages count; records of computed rows, and full pages to the prefix index; tokens, which may end a
-// sequence.
+// pages count; records of computed rows, and full pages to the prefix index; tokens, which may end
+// a sequence.
 #include "clock.h"
 #include "scheduler/scheduler.h"
 

@@ -2,9 +2,9 @@
 // max_out_rows rows at a time, which bounds the memory of logits for a long prompt with logprobs.
 // Logits are stored only if more than the logprob of a target is requested.
 //
-// A run of outs takes one call of each op: a draw is a call of the sample op, and so is the sampling
-// logprob of a scored token, which the parameters force. Results have one element per out in the
-// step buffer; only the top logprobs, whose sizes differ, go to the records directly.
+// A run of outs takes one call of each op. A draw is a call of the op `sample`, and so is the
+// sampling logprob of a scored token, which the parameters force. The step buffer has one element
+// per out for each result; only top logprobs, whose sizes differ, go to the records directly.
 #include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
@@ -77,14 +77,14 @@ static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_logit
 }
 
 // ------------------------------------------------------------------------------------ runs of outs
-// Returns the bytes of the lists (banned tokens and edits) of params[i] in the results' buffer. Rows
-// of one request may share their lists.
+// Returns the bytes of the lists (banned tokens and edits) of params[i] in the results' buffer.
 static size_t list_bytes(const rm_sample_params *params, int64_t i) {
   const size_t banned = (size_t)params[i].n_banned * sizeof *params->banned,
                edits = (size_t)params[i].n_edits * sizeof *params->edits;
   return (banned ? banned + RM_RESULT_ALIGN : 0) + (edits ? edits + RM_RESULT_ALIGN : 0);
 }
 
+// Whether params[i] has the lists of the row before it, as rows of one request may.
 static int shares_lists(const rm_sample_params *params, int64_t i) {
   return i > 0 && params[i].banned == params[i - 1].banned &&
          params[i].n_banned == params[i - 1].n_banned && params[i].edits == params[i - 1].edits &&
@@ -248,8 +248,8 @@ static rm_code run_ops(rm_runner *runner, const rm_logits_pass *pass, int64_t i,
   return run_top_logprobs(runner, pass, i, end, err);
 }
 
-// With own_rows this rank takes its share of the rows. Otherwise all ranks have the same logits, and
-// only ranks that keep records use them.
+// With own_rows this rank takes its share of the rows. Otherwise all ranks have the same logits,
+// and only ranks that keep records use them.
 static rm_code run_pass(rm_runner *runner, const rm_logits_pass *pass, rm_error *err) {
   rm_range rows = {0, runner->options.keeps_records ? pass->n : 0};
   rm_code code = RM_OK;
@@ -263,7 +263,7 @@ static rm_code run_pass(rm_runner *runner, const rm_logits_pass *pass, rm_error 
   return code;
 }
 
-// -------------------------------------------------------------------------- the ranks of a tp group
+// ------------------------------------------------------------------------- the ranks of a tp group
 // All-gathers the draws of a pass, of which rank r of the tp group has made the next counts[r].
 static rm_code share(rm_runner *runner, const rm_logits_pass *pass, const int64_t *counts,
                      rm_error *err) {
