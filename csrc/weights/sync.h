@@ -34,7 +34,7 @@ typedef struct rm_tensor {
   int on_device, ordinal; // data is in the memory of CUDA device `ordinal`
 } rm_tensor;
 
-typedef struct rm_entry { // not to be copied
+typedef struct rm_entry {
   const char *name; // [length] and a NUL, UTF-8; a view
   size_t length;
   rm_target target; // owned: rm_target_clear. No pieces: push counts the entry as skipped

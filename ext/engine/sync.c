@@ -9,8 +9,7 @@
 #include "weights/check.h"
 #include "weights/resharding.h"
 
-// Converts a key to UTF-8; *held owns the bytes. Accepts lone surrogates, so that the engine can
-// refuse the name.
+// Converts a key to UTF-8; *held owns the bytes.
 static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text,
                      Py_ssize_t *length) {
   if (!PyUnicode_Check(name)) {
@@ -19,7 +18,9 @@ static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const ch
     return -1;
   }
   char *bytes;
-  *held = PyUnicode_AsEncodedString(name, "utf-8", "surrogatepass");
+  *held = PyUnicode_AsUTF8String(name);
+  if (!*held && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
+    rm_raise_code(module, RM_E_LIMIT, "expected a tensor name in UTF-8, got %.200A", name);
   if (!*held || PyBytes_AsStringAndSize(*held, &bytes, length)) return -1;
   *text = bytes;
   return 0;
