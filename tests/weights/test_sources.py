@@ -663,7 +663,7 @@ def test_copies_are_read_from_a_read_only_file_system(
         assert (reader.refresh(), reader["x"][0]) == (0, 1)
         assert reader._segment is not None
         with (
-            pytest.raises(rm.ConfigError, match="Read-only file system"),
+            pytest.raises(rm.ConfigError, match="expected write access"),
             reader._segment.reading(1, "it"),
         ):
             pass

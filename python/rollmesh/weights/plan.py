@@ -25,13 +25,13 @@ from rollmesh.errors import (
     TiedWeightError,
     UnexpectedKeyError,
 )
+from rollmesh.runtime.messages import plain
 from rollmesh.weights.pieces import is_sharded, local_tensor
 from rollmesh.weights.sync import EMBEDDING, HEAD, SyncOptions
 from rollmesh.weights.transport.tensors import entries_of, holds_tensors
 
 ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
 MAX_LISTED = 50  # faults listed in one message
-MAX_NAME = 120  # characters of a name in a message
 # Bytes of tensors in one call of the engine. Ctrl-C takes effect between two calls.
 BATCH_BYTES = 2 << 30
 # Bytes of gathered tensors in one call, and of all tensors if there is a deadline, which is checked
@@ -113,8 +113,7 @@ class Plan:
                 for index in self.entry(name).params:
                     if index in spelled:
                         faults.setdefault(DuplicateKeyError, []).append(
-                            f"{manifest[index][0]} as {_short(spelled[index])} and as "
-                            f"{_short(name)}"
+                            f"{manifest[index][0]} as {plain(spelled[index])} and as {plain(name)}"
                         )
                         break
                     spelled[index] = name
@@ -225,19 +224,8 @@ class Plan:
 def check_deadline(deadline: float | None, name: object) -> None:
     if deadline is not None and time.monotonic() > deadline:
         raise DeadlineError(
-            f"the sync did not finish within its timeout; it had reached {_short(name)}"
+            f"the sync did not finish within its timeout; it had reached {plain(name)}"
         )
-
-
-def _short(name: object) -> str:
-    text = name if isinstance(name, str) else repr(name)
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
-
-
-def _listed(things: list[str], most: int) -> str:
-    rest = len(things) - most
-    return "; ".join(things[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _raise_faults(faults: Faults) -> None:
@@ -259,4 +247,5 @@ def _raise_faults(faults: Faults) -> None:
             )
         # Without cast=True every tensor may have this fault, so only a few are listed.
         most = 3 if kind is DTypeError else MAX_LISTED
-        raise kind(f"{len(names)} of the weights: {head}{_listed(names, most)}{tail}")
+        rest = f"; and {len(names) - most} more" if len(names) > most else ""
+        raise kind(f"{len(names)} of the weights: {head}{'; '.join(names[:most])}{rest}{tail}")

@@ -24,7 +24,6 @@ from rollmesh.weights.plan import Plan, check_deadline
 from rollmesh.weights.resharding import spread
 from rollmesh.weights.sync import SyncOptions, lent, report_of
 
-BEGINNING = "the beginning of a sync"
 T = TypeVar("T")
 
 
@@ -243,11 +242,7 @@ class Weights:
             if woken := asleep & ~self.engine.stats()["asleep"]:  # another rank failed
                 self.engine.sleep(woken | OFFLOAD)
             raise
-        try:
-            self._free_offloaded()
-        except BaseException:
-            self._free_offloaded()
-            raise
+        self._free_offloaded()
 
     @led(Lead.EVERY_RANK)
     def require_equal(self, what: str, value: str) -> None:
