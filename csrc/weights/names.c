@@ -265,8 +265,8 @@ static int find_spelling(const rm_params *params, bare name, spelling *out, int3
   return 0;
 }
 
-rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, rm_target *out,
-                         rm_error *err) {
+rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, int skip_unknown,
+                         rm_target *out, rm_error *err) {
   rm_code code = check_name(name, length, err);
   if (code) return code;
   char buffer[RM_NAME_MAX + 1];
@@ -274,12 +274,16 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   spelling found;
   int32_t expert;
   if (!find_spelling(params, rest, &found, &expert))
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model",
+    code = rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model",
                    length ? name : "''");
-  code = fill(params, &found, rest.layer, expert, out, err);
-  if (!code) set_pairs(params, &found, out);
-  return code == RM_E_UNEXPECTED_KEY ? fail_absent(params, name, &found, rest.layer, expert, err)
-                                     : code;
+  else if (!(code = fill(params, &found, rest.layer, expert, out, err)))
+    set_pairs(params, &found, out);
+  else if (code == RM_E_UNEXPECTED_KEY)
+    code = fail_absent(params, name, &found, rest.layer, expert, err);
+  if (code != RM_E_UNEXPECTED_KEY || !skip_unknown) return code;
+  rm_error_clear(err);
+  rm_target_clear(out);
+  return RM_OK;
 }
 
 void rm_target_clear(rm_target *target) {

@@ -106,15 +106,6 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
 }
 
 // ------------------------------------------------------------------------------------------ check
-rm_code rm_entry_resolve(const rm_params *params, int skip_unknown, rm_entry *entry,
-                         rm_error *err) {
-  const rm_code code = rm_names_resolve(params, entry->name, entry->length, &entry->target, err);
-  if (code != RM_E_UNEXPECTED_KEY || !skip_unknown) return code;
-  rm_error_clear(err);
-  entry->target.n_pieces = 0;
-  return RM_OK;
-}
-
 static rm_code check_new(const rm_store *store, const rm_entry *entry, rm_error *err) {
   for (int64_t i = 0; i < entry->target.n_pieces; i++) {
     const int64_t index = entry->target.pieces[i].param;

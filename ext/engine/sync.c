@@ -69,7 +69,8 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
   made->entry.length = (size_t)length;
-  if (!rm_entry_resolve(rm_engine_params(self->engine), skip_unknown, &made->entry, &err))
+  if (!rm_names_resolve(rm_engine_params(self->engine), made->entry.name, made->entry.length,
+                        skip_unknown, &made->entry.target, &err))
     return (PyObject *)made;
   Py_DECREF((PyObject *)made);
   return rm_raise(module, &err);
