@@ -37,7 +37,7 @@ from rollmesh.errors import (
     StateError,
     VersionError,
 )
-from rollmesh.runtime.arguments import PARTS
+from rollmesh.runtime.arguments import PARTS, part_mask
 from rollmesh.runtime.messages import reason, shown
 from rollmesh.vllm.served_model import ServedModel, forbidden_by
 from rollmesh.vllm.update_info import InitInfo, UpdateInfo, info_of
@@ -52,7 +52,6 @@ from rollmesh.weights.updates import Sync, Weights
 
 BACKEND = "rollmesh"
 SEGMENT = re.compile(segment.PREFIX + "[0-9a-f]{32}")
-NONCE = re.compile("[0-9a-f]{32}")
 REMEDY = "; lend=False at the sender copies through the host"
 # Levels above 2 are treated as 2, as in vLLM's own workers. Refusing them would leave vLLM paused,
 # since it pauses generation before it calls the workers.
@@ -60,7 +59,6 @@ KEPT, DROPPED = 1, 2
 # verl replies to a bucket after load_weights has returned, and its trainer waits for the reply
 # without a timeout.
 VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
-TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
 R = TypeVar("R")
 
@@ -237,13 +235,13 @@ class WeightUpdates:
             self._rest(PARTS["kv"] | PARTS["weights"], level == KEPT)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
+        parts = self._engine.stats()["asleep"] if tags is None else tags and part_mask(tags)
         if parts:  # 0 if everything is already awake
             self.on_all_ranks("wake_up", self.weights.wake, parts)
 
     def discard(self, tags: Iterable[str]) -> None:
         """Frees the memory of these tags."""
-        self._rest(_mask(tags), False)
+        self._rest(part_mask(tags), False)
 
     def commit_open_sync(self) -> None:
         """Commits the set that load_weights has pushed; called before each step. If the set is
@@ -317,12 +315,7 @@ class WeightUpdates:
     def _mapped(self, name: Any, nonce: Any) -> MappedSegment:
         """Returns the segment of this name. It stays mapped until a bucket has another name, since
         the trainer unlinks the file."""
-        if (
-            not isinstance(name, str)
-            or not SEGMENT.fullmatch(name)
-            or not isinstance(nonce, str)
-            or not NONCE.fullmatch(nonce)
-        ):
+        if not isinstance(name, str) or not SEGMENT.fullmatch(name) or not isinstance(nonce, str):
             raise FormatError(
                 f"expected the segment and nonce of a WeightSender, got segment {shown(name)} and "
                 f"nonce {shown(nonce)}"
@@ -503,17 +496,6 @@ def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | Except
         yield from map(pair_of, pairs)
     except Exception as error:  # noqa: BLE001 (raised by the caller)
         yield error
-
-
-def _mask(tags: Any) -> int:
-    if not isinstance(tags, Iterable):
-        raise ConfigError(f"tags: expected some of {', '.join(TAGS)}, got {shown(tags)}")
-    mask = 0
-    for tag in [tags] if isinstance(tags, str) else tags:
-        if not isinstance(tag, str) or tag not in TAGS:
-            raise ConfigError(f"tag: expected {' or '.join(map(repr, TAGS))}, got {shown(tag)}")
-        mask |= TAGS[tag]
-    return mask
 
 
 def _directly(function: Callable[[], Any], deadline: float | None) -> Any:

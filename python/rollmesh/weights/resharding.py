@@ -232,17 +232,12 @@ class Resharding:
 def _same(told: Mapping[int, Described | None]) -> tuple[str, str, Dims]:
     """Returns name, dtype and shape, which must be equal on all ranks with a source.
     MeshMismatchError names two ranks that differ."""
-    ended = [rank for rank, its in told.items() if its is None]
-    going = {rank: its for rank, its in told.items() if its is not None}
-    first, its = next(iter(going.items()))
-    if ended:
-        raise MeshMismatchError(
-            f"rank {ended[0]}: expected {its[0]}, as on rank {first}, got no more weights; {ALIKE}"
-        )
-    for rank, other in going.items():
-        if other[0] != its[0]:
+    first, its = next((rank, its) for rank, its in told.items() if its is not None)
+    for rank, other in told.items():
+        if other is None or other[0] != its[0]:
+            got = "no more weights" if other is None else other[0]
             raise MeshMismatchError(
-                f"rank {rank}: expected {its[0]}, as on rank {first}, got {other[0]}; {ALIKE}"
+                f"rank {rank}: expected {its[0]}, as on rank {first}, got {got}; {ALIKE}"
             )
         if other[1:3] != its[1:3]:
             raise MeshMismatchError(
