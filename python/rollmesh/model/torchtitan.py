@@ -81,16 +81,18 @@ _MOE = {
     "router": {
         "TokenChoiceTopKRouter": {
             **_fields(
-                "score_func route_scale num_expert_groups num_limited_groups num_experts top_k "
-                "route_norm"
+                "score_func route_scale num_expert_groups num_limited_groups top_k route_norm"
             ),
+            "num_experts": ANY,
             "_debug_force_load_balance": False,
             "gate": _LINEAR,
         }
     },
     "routed_experts": {
         "RoutedExperts": {
-            "inner_experts": {"GroupedExperts": {**_fields("num_experts hidden_dim"), "dim": ANY}},
+            "inner_experts": {
+                "GroupedExperts": {"hidden_dim": READ, **_fields("num_experts dim", ANY)}
+            },
             "token_dispatcher": {
                 **_classes(
                     "LocalTokenDispatcher AllToAllTokenDispatcher TorchAOTokenDispatcher "
@@ -318,17 +320,14 @@ def _experts(moe: dict[str, Any], where: str, faults: list[str]) -> dict[str, An
             f"{where}.router.num_expert_groups: expected integers, or None, got {shown(groups)} "
             f"with num_limited_groups={shown(limit)}"
         )
-    count, top_k, inner = moe["num_experts"], router["top_k"], experts["inner_experts"]
-    where_experts, dispatcher = f"{where}.routed_experts", experts["token_dispatcher"]
-    _want(f"{where}.router.num_experts", router["num_experts"], count, faults)
-    _want(f"{where_experts}.inner_experts.num_experts", inner["num_experts"], count, faults)
-    _want(f"{where_experts}.token_dispatcher.top_k", dispatcher["top_k"], top_k, faults)
+    top_k, dispatcher = router["top_k"], f"{where}.routed_experts.token_dispatcher"
+    _want(f"{dispatcher}.top_k", experts["token_dispatcher"]["top_k"], top_k, faults)
     shared = moe["shared_experts"]
     return {
-        "num_experts": count,
+        "num_experts": moe["num_experts"],
         "num_experts_per_tok": top_k,
         "norm_topk_prob": router["route_norm"],
-        "moe_intermediate_size": inner["hidden_dim"],
+        "moe_intermediate_size": experts["inner_experts"]["hidden_dim"],
         "router_bias": moe["load_balance_coeff"] is not None,
         "score_func": score,
         "n_group": 1 if groups is None else groups,

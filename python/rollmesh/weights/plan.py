@@ -39,6 +39,9 @@ BATCH_BYTES = 2 << 30
 GATHERED_BYTES = 256 << 20
 PART_BYTES = 16 << 20  # copied between two steps, which takes milliseconds
 Faults = dict[type[Error], list[str]]
+LetStep = (
+    Callable[[float], None] | None
+)  # lets requests take steps for some seconds; None: they wait
 
 
 class Plan:
@@ -48,9 +51,8 @@ class Plan:
         self,
         engine: RankEngine,
         options: SyncOptions,
-        let_step: Callable[[float], None] | None = None,
+        let_step: LetStep = None,
     ):
-        """let_step: lets requests take steps for some seconds; None: they wait."""
         self._engine, self._strict = engine, options.strict
         self._let_step, self._since = let_step, 0.0
         self._entries: dict[str, _core.SyncEntry] = {}
@@ -180,13 +182,11 @@ class Plan:
             check_deadline(deadline, name)
             self.push(name, tensor)
 
-    def push_all(
-        self, entries: Iterable[Any], listing: bool, deadline: float | None
-    ) -> Exception | None:
+    def push_all(self, entries: Iterable[Any], deadline: float | None) -> Exception | None:
         """Like push_entries, for ranks that are processes. Returns the error instead of raising it.
         Iterates over all entries even after an error, so that all ranks take part in the exchanges
-        of the iterator; if the iterator does not end, all ranks stop at the same entry. listing:
-        list all non-finite and tied values, as push_mapping does."""
+        of the iterator; if the iterator does not end, all ranks stop at the same entry. Lists all
+        tensors with non-finite or wrong tied values, as push_mapping does."""
         fault: Exception | None = None
         faults: Faults = {}
         limit = self._most_entries()
@@ -201,10 +201,7 @@ class Plan:
                     if fault is None:
                         self.push_entries([entry], deadline)
                 except (NonFiniteError, TiedWeightError) as error:
-                    if listing:
-                        faults.setdefault(type(error), []).append(str(error))
-                    else:
-                        fault = error
+                    faults.setdefault(type(error), []).append(str(error))
                 except Exception as error:  # noqa: BLE001 (raised once all ranks know)
                     fault = error
         except ALONE:

@@ -110,26 +110,23 @@ def _packed(views: list[Array]) -> NDArray[np.uint8]:
     )
 
 
-def spread(
-    ranks: RankEngine, plan: Plan, source: Any, options: Any
-) -> tuple[Iterable[tuple[str, Any]], bool]:
-    """Returns the entries that this rank pushes, and whether they come from a mapping. If all ranks
-    have a source of whole tensors, each rank reads its own source and receives nothing. Otherwise
-    each rank receives its shards from all ranks with pieces or, if the sources are not sharded,
-    from the first rank with a source. An exception of a source ends the sync on all ranks."""
+def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterable[tuple[str, Any]]:
+    """Returns the entries that this rank pushes. If all ranks have a source of whole tensors, each
+    rank reads its own source and receives nothing. Otherwise each rank receives its shards from all
+    ranks with pieces or, if the sources are not sharded, from the first rank with a source. An
+    exception of a source ends the sync on all ranks."""
     own = None if source is None else Source(source)
-    kind = None if own is None else [own.holds, own.is_sharded, isinstance(source, Mapping)]
+    kind = None if own is None else [own.holds, own.is_sharded]
     told = ranks.all_gather(f"the beginning of a sync with {options}", kind)
     givers = [rank for rank, its in enumerate(told) if its is not None]
     if not givers:
         raise SyncAbortedError("expected a source on one rank at least, got none on any")
     if not any(told[rank][1] for rank in givers):
         if own is not None and len(givers) == len(told):
-            return own, told[ranks.rank][2]
+            return own
         givers = givers[:1]
     ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
-    entries = Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
-    return entries, told[givers[0]][2]
+    return Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
 
 
 class Resharding:

@@ -126,10 +126,12 @@ class SafetensorsFolder(Mapping[str, Any]):
 
             try:
                 status = os.stat(file)
-            except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            except (FileNotFoundError, ValueError) as error:  # ValueError: a NUL in the name
                 raise FormatError(
-                    f"{plain(file)}: expected a safetensors file, got none: {plain(error)}"
+                    f"{plain(file)}: expected a safetensors file, got none"
                 ) from error
+            except OSError as error:
+                raise FormatError(f"{plain(file)}: {plain(error)}") from error
             if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
                 raise FormatError(
                     f"{plain(file)}: expected a regular file, "

@@ -39,7 +39,6 @@ from rollmesh.errors import (
     AuthError,
     CapacityError,
     ConfigError,
-    DeadlineError,
     Error,
     FormatError,
     LimitError,
@@ -64,8 +63,7 @@ FREE, READS, HAS_READ = 0, 1, 2
 # struct flock of Linux on x86-64: type, whence, start, length, pid
 FLOCK = struct.Struct("hhqqi4x")
 POLL_S = 0.0005
-STALE_S = 60.0  # the owner of a younger file may not have locked it yet
-LOCK_S = 10.0  # the sweep of another process may hold the lock of a new file for a moment
+STALE_S = 60.0  # a younger file is not swept, since its owner may not have locked it yet
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -150,11 +148,11 @@ def _sweep(folder: Path) -> None:
         with suppress(OSError):  # of another user, in use, or removed meanwhile
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                if not lock(descriptor, fcntl.F_WRLCK, OWNER):
+                if time.time() - os.fstat(descriptor).st_mtime < STALE_S:
                     continue
                 # The link count is 0 if the owner has renamed another version over the file.
-                status = os.fstat(descriptor)
-                if status.st_nlink > 0 and time.time() - status.st_mtime > STALE_S:
+                is_free = lock(descriptor, fcntl.F_WRLCK, OWNER)
+                if is_free and os.fstat(descriptor).st_nlink > 0:
                     path.unlink()
             finally:
                 os.close(descriptor)
@@ -207,7 +205,10 @@ class Segment:
         try:
             _sweep(folder)
             file.open(os.O_CREAT | os.O_EXCL | os.O_RDWR)
-            self._lock_as_owner()
+            if not lock(file.descriptor, fcntl.F_WRLCK, OWNER):
+                raise StateError(
+                    f"{self.path}: expected a lock on the new file, got none; try again"
+                )
             os.fchmod(file.descriptor, 0o600)  # regardless of the umask
             # Allocates all pages now, since a later write without memory would raise SIGBUS.
             os.posix_fallocate(file.descriptor, 0, start + size)
@@ -224,16 +225,6 @@ class Segment:
                     f"{error.strerror}"
                 ) from error
             raise
-
-    def _lock_as_owner(self) -> None:
-        deadline = time.monotonic() + LOCK_S
-        while not lock(self._file.descriptor, fcntl.F_WRLCK, OWNER):
-            if time.monotonic() >= deadline:
-                raise DeadlineError(
-                    f"{self.path}: expected a lock on the new file, got none for {LOCK_S:g} "
-                    "seconds, because another process has it"
-                )
-            time.sleep(POLL_S)
 
     def describe(self, manifest: bytes) -> None:
         """Writes the manifest, or replaces it by another one of the same size. The tensors must
