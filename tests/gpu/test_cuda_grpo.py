@@ -71,8 +71,9 @@ def test_a_run_whose_ranks_exchange_by_nccl_is_the_cpus(
 
 def test_what_a_generator_is_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, object] = {}
-    monkeypatch.setattr(rm, "Generator", lambda spec, **options: made.update(options))
-    monkeypatch.setattr(rm.comm, "nccl", lambda group: ("nccl over", group))
+    name = "rollmesh.run.generator"
+    monkeypatch.setattr(f"{name}.Generator", lambda spec, **options: made.update(options))
+    monkeypatch.setattr(f"{name}.nccl", lambda group: ("nccl over", group))
     hf_config = AutoConfig.for_model("qwen3", **config.load(DENSE).model.hf_fields())
     for changes, want in (
         (["generator.isa=ref"], (None, False, "ref")),

@@ -49,7 +49,7 @@ from rollmesh.runtime.devices import Device
 from rollmesh.runtime.messages import shown
 
 # Operations, in the order of csrc/comm/comm.h.
-OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")
+OPS = ("barrier", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")
 MAX_TIMEOUT_S = 10**6
 SEEN_ENDING_S = 0.2  # a connection breaks a moment before the pidfd of its process signals
 BOARD_S = 2.0  # timeout of reads and writes of torch's store
