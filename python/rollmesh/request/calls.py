@@ -5,7 +5,6 @@ loops (streams.py). Parts of them run in the engine's thread (loop.py).
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -63,7 +62,6 @@ class Calls:
         any other exception abort all requests of the call.
         """
         choice("on_error", on_error, ("raise", "return"))
-        deadline = deadline_of(timeout)
         items = prompt_list(prompts)
         chosen = param_list(params, len(items))
         outputs: list[RequestOutput | None] = [None] * len(items)
@@ -78,14 +76,11 @@ class Calls:
             places.append(index)
             return request
 
-        call = _Steps(self, add, zip(items, chosen, strict=True), self._requests.output, deadline)
+        call = _Steps(self, add, zip(items, chosen, strict=True), self._requests.output, timeout)
         with progress(len(items), use_tqdm) as advance:
             call.reports = advance is not None
-            done = self._loop.run(call, deadline, advance)
+            done = self._loop.run(call, call.deadline, advance)
         for index, output in zip(places, done, strict=True):
-            if output.request_id in call.late and output.error is None:
-                words = f"request {output.request_id} did not finish within {timeout} s"
-                output = replace(output, error=DeadlineError(words))
             outputs[index] = output
         told = [output for output in outputs if output is not None]
         raised = [output.error for output in told if output.error is not None]
@@ -321,13 +316,11 @@ class _Steps(_Adding):
         add: Callable[..., int | None],
         items: Iterable[tuple[Any, ...]],
         take: Callable[[int], Any],
-        deadline: float | None,
+        timeout: float | None,
     ):
         super().__init__(calls, add, items)
-        self._take, self.deadline = take, deadline
+        self._take, self._timeout, self.deadline = take, timeout, deadline_of(timeout)
         self.reports = False  # whether to report the number of finished requests to the caller
-        self._is_cut = False  # whether the deadline has passed
-        self.late: set[int] = set()  # requests aborted by the deadline
         self._open: set[int] = set()
 
     def begin(self) -> bool:
@@ -347,15 +340,14 @@ class _Steps(_Adding):
             raise Error(
                 f"the engine has nothing to do, but {len(self._open)} requests are not finished"
             )
-        if late and self._open and not self._is_cut:
-            self.calls._requests.cut_off(self._open)
-            self._is_cut, self.deadline = True, None
+        if late and self._open:
+            self.calls._requests.cut_off(self._open, self._timeout)
+            self.deadline = None
         return self._is_finished()
 
     def _is_finished(self) -> bool:
         if self._open:
             return False
-        self.late = self.calls._requests.late.intersection(self.ids)
         self.result = [self._take(request) for request in self.ids]
         for request in self.ids:
             self.calls._requests.release(request)
