@@ -64,30 +64,26 @@ class Calls:
         choice("on_error", on_error, ("raise", "return"))
         items = prompt_list(prompts)
         chosen = param_list(params, len(items))
-        outputs: list[RequestOutput | None] = [None] * len(items)
-        places: list[int] = []  # index of each prompt that the engine accepted
+        refused: dict[int, RequestOutput] = {}  # by the index of the prompt
 
         def add(index: int, prompt: Prompt, param: SamplingParams) -> int | None:
             try:
-                request = self._add(index, prompt, param)
+                return self._add(index, prompt, param)
             except (RequestError, CapacityError) as error:
-                outputs[index] = _refused(prompt, error)
+                text, no_ids = prompt if isinstance(prompt, str) else None, np.zeros(0, np.int32)
+                refused[index] = RequestOutput(-1, text, no_ids, [], True, error=error)
                 return None
-            places.append(index)
-            return request
 
         call = _Steps(self, add, zip(items, chosen, strict=True), self._requests.output, timeout)
         with progress(len(items), use_tqdm) as advance:
             call.reports = advance is not None
-            done = self._loop.run(call, call.deadline, advance)
-        for index, output in zip(places, done, strict=True):
-            outputs[index] = output
-        told = [output for output in outputs if output is not None]
-        raised = [output.error for output in told if output.error is not None]
+            done = iter(self._loop.run(call, advance))
+        outputs = [refused.get(index) or next(done) for index in range(len(items))]
+        raised = [output.error for output in outputs if output.error is not None]
         if raised and on_error == "raise":
-            raised[0].outputs = told  # type: ignore[attr-defined]
+            raised[0].outputs = outputs  # type: ignore[attr-defined]
             raise raised[0]
-        return told
+        return outputs
 
     def chat(
         self,
@@ -160,7 +156,7 @@ class Calls:
         deadline = deadline_of(timeout)
         poll = _Poll(self, min_outputs, deadline)
         try:
-            outputs: list[RequestOutput] = self._loop.run(poll, deadline)
+            outputs: list[RequestOutput] = self._loop.run(poll)
         except DeadlineError:  # the call did not begin before the deadline
             return []
         return outputs
@@ -406,9 +402,3 @@ def sequences_of(ids_list: Sequence[Prompt]) -> list[Ids]:
         with naming_prompt(index):
             sequences.append(token_ids(ids))
     return sequences
-
-
-def _refused(prompt: Any, error: Error) -> RequestOutput:
-    """Returns the output of a request that the engine did not accept."""
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(-1, text, np.zeros(0, np.int32), [], True, error=error)

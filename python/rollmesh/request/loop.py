@@ -163,7 +163,6 @@ class EngineLoop:
     def run(
         self,
         call: Call,
-        deadline: float | None = None,
         advance: Callable[[int], object] | None = None,
     ) -> Any:
         """Makes a call and returns its result. advance: receives the numbers that the call reports.
@@ -177,7 +176,7 @@ class EngineLoop:
             try:
                 self._inside.add(thread)
                 self.post(call)
-                return self._wait(call, deadline, advance)
+                return self._wait(call, advance)
             finally:
                 self._inside.discard(thread)
         except BaseException as error:
@@ -191,10 +190,12 @@ class EngineLoop:
 
     def lend(self, function: Callable[[], Any], deadline: float | None = None) -> Any:
         """Runs a function in this thread, with exclusive use of the engine."""
-        return self.run(self.loan(function), deadline)
+        return self.run(self.loan(function, deadline))
 
-    def loan(self, function: Callable[[], Any]) -> Loan:
-        return Loan(function, self._step_for)
+    def loan(self, function: Callable[[], Any], deadline: float | None = None) -> Loan:
+        loan = Loan(function, self._step_for)
+        loan.deadline = deadline
+        return loan
 
     def post(self, call: Call) -> None:
         """Adds a call to the inbox."""
@@ -247,9 +248,8 @@ class EngineLoop:
                 "iterator or signal handler)"
             )
 
-    def _wait(
-        self, call: Call, deadline: float | None, advance: Callable[[int], object] | None
-    ) -> Any:
+    def _wait(self, call: Call, advance: Callable[[int], object] | None) -> Any:
+        deadline = call.deadline
         while not call.is_done:
             wait = None
             if deadline is not None and not call.is_started and len(self._undone) > 1:
