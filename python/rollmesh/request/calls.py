@@ -79,9 +79,9 @@ class Calls:
             call.reports = advance is not None
             done = iter(self._loop.run(call, advance))
         outputs = [refused.get(index) or next(done) for index in range(len(items))]
-        raised = [output.error for output in outputs if output.error is not None]
+        raised: list[Any] = [output.error for output in outputs if output.error is not None]
         if raised and on_error == "raise":
-            raised[0].outputs = outputs  # type: ignore[attr-defined]
+            raised[0].outputs = outputs
             raise raised[0]
         return outputs
 
