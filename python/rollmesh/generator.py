@@ -458,7 +458,7 @@ class Generator(Calls):
 
         def pause() -> None:
             if mode == "abort":
-                self._requests.abort(self._requests.live())
+                self._requests.abort(self._engine.ids())
             while mode == "wait" and not self._engine.paused and self._engine.unfinished():
                 call.check_wanted()
                 if self._requests.step() == 0 and (left := self._engine.unfinished()):

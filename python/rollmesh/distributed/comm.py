@@ -346,7 +346,7 @@ class _Exchange:
             )
         except RuntimeError as error:
             raise self._named(error, op, sequence) from error
-        return [part.numpy().data for part in out.split(sizes)]
+        return [part.numpy().data for part in torch.split(out, sizes)]
 
     def _check(
         self, headers: list[list[int]], op: int, sequence: int, epoch: int, sizes: list[int]

@@ -168,7 +168,7 @@ class Calls:
         numbers = None if ids is None else request_ids(ids)
 
         def abort() -> None:
-            known = self._requests.live()
+            known = self._engine.ids()
             self._requests.abort(known if numbers is None else set(known).intersection(numbers))
 
         self._loop.call(abort)
@@ -375,7 +375,7 @@ class _Poll(Call):
         super().begin()
         calls = self._calls
         self._outputs, calls._kept = calls._kept, {}
-        calls._submitted.intersection_update(calls._requests.live())
+        calls._submitted.intersection_update(calls._engine.ids())
         finished = calls._engine.finished()
         return calls._submitted <= finished and self.look(finished, 0, False)
 

@@ -252,7 +252,7 @@ class Requests:
     def rewind(self) -> None:
         """Restarts the search for stop strings in running requests, which begin again after a sync
         with inflight="restart"."""
-        for request in set(self.live()) - self.engine.finished():
+        for request in set(self.engine.ids()) - self.engine.finished():
             record = self._records[request]
             if record.texts:
                 record.texts = self._texts(record.prompt_ids, record.params)
@@ -260,11 +260,6 @@ class Requests:
                 self._watched.add(request)
 
     # ---------------------------------------------------------------------------------------- out
-    def live(self) -> list[int]:
-        """Returns the ids of requests that were added and not released, oldest first."""
-        known: list[int] = self.engine.ids()
-        return known
-
     def num_tokens(self, request: int, before: list[int]) -> list[int]:
         """Returns the number of tokens of each sample so far, but at least `before`, the result of
         an earlier call: after a restart the numbers do not decrease."""
@@ -279,7 +274,7 @@ class Requests:
     def forget(self, requests: Iterable[int]) -> None:
         """Aborts and releases requests, without results. If they are the latest generations, their
         numbers are used again."""
-        known = set(self.live())
+        known = set(self.engine.ids())
         requests = sorted(known.intersection(requests), reverse=True)
         self.abort(requests)
         for request in requests:

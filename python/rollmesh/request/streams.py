@@ -61,7 +61,7 @@ class _Stream(Call):
         if is_done:
             requests.release(request)
         else:
-            self._wake()
+            self.tell()
         return is_done
 
     def drop(self) -> None:
@@ -70,9 +70,7 @@ class _Stream(Call):
             self._calls._requests.release(self.result)
 
     def tell(self) -> None:
-        self._wake()
-
-    def _wake(self) -> None:
+        """Wakes the coroutine."""
         with suppress(RuntimeError):  # the event loop is closed
             self._event_loop.call_soon_threadsafe(self.ready.set)
 
