@@ -228,15 +228,15 @@ class Calls:
         sequences = sequences_of(ids_list)
         chosen: list[SamplingParams | None] = [None] * len(sequences)
         if params is not None:
-            chosen = [*param_list(params, len(sequences))]
-            for param in chosen:
-                if param is not None and param.min_tokens > 0:
+            for param in (given := param_list(params, len(sequences))):
+                if param.min_tokens > 0:
                     raise RequestError(f"min_tokens: expected 0 in score, got {param.min_tokens}")
-                for name in () if param is None else logit_edit_names(param):
+                for name in logit_edit_names(param):
                     if name not in ("logit_bias", "allowed_token_ids"):
                         raise RequestError(
                             f"{name}: expected none in score, got {shown(getattr(param, name))}"
                         )
+            chosen = [*given]
         return self._score(sequences, chosen)
 
     def _score(
