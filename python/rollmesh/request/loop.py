@@ -32,7 +32,6 @@ from rollmesh.runtime.threads import starting
 
 HALTED_S = 0.02  # between two checks of the calls while the generator is paused or asleep
 EXIT_S = 1.0  # how long the interpreter's exit waits for the current step
-LONGEST_WAIT_S = 3600.0
 
 
 def _nothing() -> None:
@@ -253,7 +252,7 @@ class EngineLoop:
         while not call.is_done:
             wait = None
             if deadline is not None and not call.is_started and len(self._undone) > 1:
-                wait = min(deadline - time.monotonic(), LONGEST_WAIT_S)
+                wait = deadline - time.monotonic()
                 if wait <= 0:
                     raise DeadlineError(
                         "the generator was busy in another thread until the deadline"
