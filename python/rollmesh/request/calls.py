@@ -1,10 +1,15 @@
-"""The calls of Generator that add requests: generate, chat, submit, poll, score, and those of event
-loops (streams.py). Parts of them run in the engine's thread (loop.py).
+"""The calls of Generator that add requests. Parts of them run in the engine's thread (loop.py).
+
+agenerate and astream are calls for which no thread waits. Their outputs go to the coroutine by
+call_soon_threadsafe, so an event loop never waits for a step. Errors of a request are raised in its
+coroutine; errors of the engine are raised in all coroutines.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +24,6 @@ from rollmesh.request.loop import Call, EngineLoop
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.requests import Requests, token_ids
 from rollmesh.request.sampling import SamplingParams, logit_edit_names
-from rollmesh.request.streams import stream
 from rollmesh.request.text import Chat, Prompt, TextCodec
 from rollmesh.runtime.arguments import choice, deadline_of, integer, items_of, part_names
 from rollmesh.runtime.engine_views import Ids
@@ -187,7 +191,7 @@ class Calls:
         Raises the error that ended the request (RequestError, CapacityError, NumericsError, an
         exception of the tokenizer), NotSyncedError, or StateError (closed, weights asleep, inside
         another call of this thread, one rank of several processes)."""
-        outputs = [output async for output in stream(self, prompt, params, partial=False)]
+        outputs = [output async for output in _stream(self, prompt, params, partial=False)]
         return outputs[-1]
 
     def astream(
@@ -202,7 +206,7 @@ class Calls:
 
         After leaving the loop early, closing the iterator aborts the request: use
         contextlib.aclosing, or the event loop closes it later."""
-        return stream(self, prompt, params, partial=True)
+        return _stream(self, prompt, params, partial=True)
 
     @by_every_rank
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
@@ -394,6 +398,103 @@ class _Poll(Call):
         self._calls._kept.update(self._outputs)
 
     undo = drop
+
+
+class _Stream(Call):
+    """A request of a coroutine."""
+
+    waits = True
+
+    def __init__(self, calls: Calls, prompt: Prompt, params: SamplingParams, partial: bool):
+        """partial: whether the coroutine reads outputs while the request runs."""
+        super().__init__(lambda: calls._add(0, prompt, params))
+        self.calls, self._partial = calls, partial
+        self._event_loop, self.ready = asyncio.get_running_loop(), asyncio.Event()
+        self.output: RequestOutput | None = None  # the latest; replaces an output that was not read
+        self._num_tokens = [0] * params.n  # number of tokens of each sample in the latest output
+
+    def begin(self) -> bool:
+        super().begin()
+        return False
+
+    def look(self, finished: set[int], rows: int, late: bool) -> bool:
+        request, requests = self.result, self.calls._requests
+        if self._event_loop.is_closed():
+            self.drop()
+            return True
+        is_done = request in finished
+        if not is_done:
+            before = self._num_tokens
+            if self._partial:
+                self._num_tokens = requests.num_tokens(request, before)
+            if self._num_tokens == before:
+                return False
+        output = requests.output_or_error(request)
+        if output.error is not None:
+            raise output.error
+        self.output = output
+        if is_done:
+            requests.release(request)
+        else:
+            self.tell()
+        return is_done
+
+    def drop(self) -> None:
+        if self.result is not None:
+            self.calls._requests.abort([self.result])
+            self.calls._requests.release(self.result)
+
+    def tell(self) -> None:
+        """Wakes the coroutine."""
+        with suppress(RuntimeError):  # the event loop is closed
+            self._event_loop.call_soon_threadsafe(self.ready.set)
+
+
+async def _stream(
+    calls: Calls, prompt: Prompt, params: SamplingParams | None, partial: bool
+) -> AsyncGenerator[RequestOutput, None]:
+    """See Generator.astream. partial: whether to yield outputs while the request runs."""
+    engine, loop = calls._engine, calls._loop
+    if engine.rank > 0:
+        raise StateError(
+            f"agenerate and astream: expected a call on rank 0, got one on rank {engine.rank}"
+        )
+    loop.check_alive()
+    loop.check_outside()
+    [chosen] = param_list(params, 1)
+    this = _Stream(calls, _one_prompt(prompt), chosen, partial)
+    loop.post(this)
+    before = None
+    try:
+        while not this.is_done or this.output is not before:
+            await this.ready.wait()
+            this.ready.clear()
+            if this.error is not None:
+                raise this.error
+            output = this.output
+            if output is not None and output is not before:
+                before = output
+                yield output
+    finally:
+        if not this.is_done and not loop.is_gone():
+            loop.abandon(this, StateError("nobody reads the request"))
+
+
+def _one_prompt(prompt: Any) -> Prompt:
+    """Copies a prompt, since the engine's thread reads it later. Raises RequestError if it is not a
+    prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    if (
+        isinstance(prompt, (list, tuple))
+        and prompt
+        and not isinstance(prompt[0], (int, np.integer))
+    ):
+        kinds = f"a {type(prompt).__name__} of {type(prompt[0]).__name__}"
+        raise RequestError(
+            f"expected one prompt, text or token ids, got {kinds}; asyncio.gather runs several"
+        )
+    return token_ids(prompt)
 
 
 def sequences_of(ids_list: Sequence[Prompt]) -> list[Ids]:
