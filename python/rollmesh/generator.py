@@ -342,10 +342,11 @@ class Generator(Calls):
         loan = self._loop.loan(
             lambda: self._weights.sync(
                 options, source=source, deadline=deadline, let_step=loan.let_step
-            )
+            ),
+            deadline,
         )
         try:
-            report: SyncReport = self._loop.run(loan, deadline)
+            report: SyncReport = self._loop.run(loan)
             report = replace(report, pause_s=loan.pause_s)
         except UnexpectedKeyError as error:
             if any(part in str(error) for part in PEFT):
@@ -457,7 +458,7 @@ class Generator(Calls):
 
         def pause() -> None:
             if mode == "abort":
-                self._requests.abort(self._requests.live())
+                self._requests.abort(self._engine.ids())
             while mode == "wait" and not self._engine.paused and self._engine.unfinished():
                 call.check_wanted()
                 if self._requests.step() == 0 and (left := self._engine.unfinished()):

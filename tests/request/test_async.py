@@ -40,7 +40,7 @@ async def begun(gen: rm.Generator, at_least: int = 1) -> None:
 def idle(gen: rm.Generator) -> bool:
     """Returns whether the engine becomes empty soon."""
     deadline = time.monotonic() + 20
-    while (live := gen._loop.call(gen._requests.live)) and time.monotonic() < deadline:
+    while (live := gen._loop.call(gen._engine.ids)) and time.monotonic() < deadline:
         time.sleep(0.005)
     return not live
 

@@ -24,7 +24,7 @@ from rollmesh._core import usable_cores
 from rollmesh.cli.options import INSTALL_TRAIN, TRAIN
 from rollmesh.ops import isa_states
 from rollmesh.runtime import cublas, nccl
-from rollmesh.runtime.devices import LIBRARY_SWITCH, is_there, library_path, why_absent
+from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path, why_absent
 from rollmesh.runtime.messages import byte_text, plain, shown
 
 SHM_BYTES = 10 << 20  # 5 groups, 2 buffers of 1 MiB in each (ext/comm/comm.c)
@@ -228,9 +228,9 @@ def _cuda_library() -> tuple[str, int]:
     """Describes the CUDA library that generators use, which contains the CUDA runtime, and returns
     the number of its devices."""
     path = library_path()
-    if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
+    if not os.path.isfile(path) and os.environ.get(LIBRARY_SWITCH):
         return f"{LIBRARY_SWITCH}={plain(path)}: there is no such file", 0
-    if not is_there(path):
+    if not os.path.isfile(path):
         return f"not in this build, {why_absent()}", 0
     try:
         library = ctypes.CDLL(str(path))

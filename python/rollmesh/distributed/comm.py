@@ -346,11 +346,7 @@ class _Exchange:
             )
         except RuntimeError as error:
             raise self._named(error, op, sequence) from error
-        view, parts, at = memoryview(out.numpy().data), [], 0
-        for size in sizes:
-            parts.append(view[at : at + size])
-            at += size
-        return parts
+        return [part.numpy().data for part in torch.split(out, sizes)]
 
     def _check(
         self, headers: list[list[int]], op: int, sequence: int, epoch: int, sizes: list[int]

@@ -75,9 +75,6 @@ class RankEngine:
     def engine(self) -> RankEngine:
         return self
 
-    def finished(self) -> set[int]:
-        return self._engine.finished()
-
     def idle(self) -> None:
         """Called by the engine's thread while no call is active. Rank 0 then sends an empty message
         if it has sent none for silence_s, since a rank waits at most for the comm's timeout."""

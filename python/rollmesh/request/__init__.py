@@ -4,8 +4,7 @@ arguments    checks of prompts, parameters, ids
 sampling     SamplingParams
 requests     all requests of one engine: add, step, take
 loop         the engine's thread and its inbox
-calls        generate, submit, poll, score
-streams      agenerate, astream
+calls        generate, submit, poll, score, agenerate, astream
 text         tokenizers and stop strings
 outputs      RequestOutput and its parts
 """

@@ -1,11 +1,15 @@
-"""The calls of Generator that add requests: generate, chat, submit, poll, score, and those of event
-loops (streams.py). Parts of them run in the engine's thread (loop.py).
+"""The calls of Generator that add requests. Parts of them run in the engine's thread (loop.py).
+
+agenerate and astream are calls for which no thread waits. Their outputs go to the coroutine by
+call_soon_threadsafe, so an event loop never waits for a step. Errors of a request are raised in its
+coroutine; errors of the engine are raised in all coroutines.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +24,6 @@ from rollmesh.request.loop import Call, EngineLoop
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.requests import Requests, token_ids
 from rollmesh.request.sampling import SamplingParams, logit_edit_names
-from rollmesh.request.streams import stream
 from rollmesh.request.text import Chat, Prompt, TextCodec
 from rollmesh.runtime.arguments import choice, deadline_of, integer, items_of, part_names
 from rollmesh.runtime.engine_views import Ids
@@ -63,36 +66,28 @@ class Calls:
         any other exception abort all requests of the call.
         """
         choice("on_error", on_error, ("raise", "return"))
-        deadline = deadline_of(timeout)
         items = prompt_list(prompts)
         chosen = param_list(params, len(items))
-        outputs: list[RequestOutput | None] = [None] * len(items)
-        places: list[int] = []  # index of each prompt that the engine accepted
+        refused: dict[int, RequestOutput] = {}  # by the index of the prompt
 
         def add(index: int, prompt: Prompt, param: SamplingParams) -> int | None:
             try:
-                request = self._add(index, prompt, param)
+                return self._add(index, prompt, param)
             except (RequestError, CapacityError) as error:
-                outputs[index] = _refused(prompt, error)
+                text, no_ids = prompt if isinstance(prompt, str) else None, np.zeros(0, np.int32)
+                refused[index] = RequestOutput(-1, text, no_ids, [], True, error=error)
                 return None
-            places.append(index)
-            return request
 
-        call = _Steps(self, add, zip(items, chosen, strict=True), self._requests.output, deadline)
+        call = _Steps(self, add, zip(items, chosen, strict=True), self._requests.output, timeout)
         with progress(len(items), use_tqdm) as advance:
             call.reports = advance is not None
-            done = self._loop.run(call, deadline, advance)
-        for index, output in zip(places, done, strict=True):
-            if output.request_id in call.late and output.error is None:
-                words = f"request {output.request_id} did not finish within {timeout} s"
-                output = replace(output, error=DeadlineError(words))
-            outputs[index] = output
-        told = [output for output in outputs if output is not None]
-        raised = [output.error for output in told if output.error is not None]
+            done = iter(self._loop.run(call, advance))
+        outputs = [refused.get(index) or next(done) for index in range(len(items))]
+        raised: list[Any] = [output.error for output in outputs if output.error is not None]
         if raised and on_error == "raise":
-            raised[0].outputs = told  # type: ignore[attr-defined]
+            raised[0].outputs = outputs
             raise raised[0]
-        return told
+        return outputs
 
     def chat(
         self,
@@ -165,7 +160,7 @@ class Calls:
         deadline = deadline_of(timeout)
         poll = _Poll(self, min_outputs, deadline)
         try:
-            outputs: list[RequestOutput] = self._loop.run(poll, deadline)
+            outputs: list[RequestOutput] = self._loop.run(poll)
         except DeadlineError:  # the call did not begin before the deadline
             return []
         return outputs
@@ -177,7 +172,7 @@ class Calls:
         numbers = None if ids is None else request_ids(ids)
 
         def abort() -> None:
-            known = self._requests.live()
+            known = self._engine.ids()
             self._requests.abort(known if numbers is None else set(known).intersection(numbers))
 
         self._loop.call(abort)
@@ -196,7 +191,7 @@ class Calls:
         Raises the error that ended the request (RequestError, CapacityError, NumericsError, an
         exception of the tokenizer), NotSyncedError, or StateError (closed, weights asleep, inside
         another call of this thread, one rank of several processes)."""
-        outputs = [output async for output in stream(self, prompt, params, partial=False)]
+        outputs = [output async for output in _stream(self, prompt, params, partial=False)]
         return outputs[-1]
 
     def astream(
@@ -211,7 +206,7 @@ class Calls:
 
         After leaving the loop early, closing the iterator aborts the request: use
         contextlib.aclosing, or the event loop closes it later."""
-        return stream(self, prompt, params, partial=True)
+        return _stream(self, prompt, params, partial=True)
 
     @by_every_rank
     def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
@@ -237,15 +232,15 @@ class Calls:
         sequences = sequences_of(ids_list)
         chosen: list[SamplingParams | None] = [None] * len(sequences)
         if params is not None:
-            chosen = [*param_list(params, len(sequences))]
-            for param in chosen:
-                if param is not None and param.min_tokens > 0:
+            for param in (given := param_list(params, len(sequences))):
+                if param.min_tokens > 0:
                     raise RequestError(f"min_tokens: expected 0 in score, got {param.min_tokens}")
-                for name in () if param is None else logit_edit_names(param):
+                for name in logit_edit_names(param):
                     if name not in ("logit_bias", "allowed_token_ids"):
                         raise RequestError(
                             f"{name}: expected none in score, got {shown(getattr(param, name))}"
                         )
+            chosen = [*given]
         return self._score(sequences, chosen)
 
     def _score(
@@ -321,13 +316,11 @@ class _Steps(_Adding):
         add: Callable[..., int | None],
         items: Iterable[tuple[Any, ...]],
         take: Callable[[int], Any],
-        deadline: float | None,
+        timeout: float | None,
     ):
         super().__init__(calls, add, items)
-        self._take, self.deadline = take, deadline
+        self._take, self._timeout, self.deadline = take, timeout, deadline_of(timeout)
         self.reports = False  # whether to report the number of finished requests to the caller
-        self._is_cut = False  # whether the deadline has passed
-        self.late: set[int] = set()  # requests aborted by the deadline
         self._open: set[int] = set()
 
     def begin(self) -> bool:
@@ -347,15 +340,14 @@ class _Steps(_Adding):
             raise Error(
                 f"the engine has nothing to do, but {len(self._open)} requests are not finished"
             )
-        if late and self._open and not self._is_cut:
-            self.calls._requests.cut_off(self._open)
-            self._is_cut, self.deadline = True, None
+        if late and self._open:
+            self.calls._requests.cut_off(self._open, self._timeout)
+            self.deadline = None
         return self._is_finished()
 
     def _is_finished(self) -> bool:
         if self._open:
             return False
-        self.late = self.calls._requests.late.intersection(self.ids)
         self.result = [self._take(request) for request in self.ids]
         for request in self.ids:
             self.calls._requests.release(request)
@@ -387,7 +379,7 @@ class _Poll(Call):
         super().begin()
         calls = self._calls
         self._outputs, calls._kept = calls._kept, {}
-        calls._submitted.intersection_update(calls._requests.live())
+        calls._submitted.intersection_update(calls._engine.ids())
         finished = calls._engine.finished()
         return calls._submitted <= finished and self.look(finished, 0, False)
 
@@ -408,15 +400,106 @@ class _Poll(Call):
     undo = drop
 
 
+class _Stream(Call):
+    """A request of a coroutine."""
+
+    waits = True
+
+    def __init__(self, calls: Calls, prompt: Prompt, params: SamplingParams, partial: bool):
+        """partial: whether the coroutine reads outputs while the request runs."""
+        super().__init__(lambda: calls._add(0, prompt, params))
+        self.calls, self._partial = calls, partial
+        self._event_loop, self.ready = asyncio.get_running_loop(), asyncio.Event()
+        self.output: RequestOutput | None = None  # the latest; replaces an output that was not read
+        self._num_tokens = [0] * params.n  # number of tokens of each sample in the latest output
+
+    def begin(self) -> bool:
+        super().begin()
+        return False
+
+    def look(self, finished: set[int], rows: int, late: bool) -> bool:
+        request, requests = self.result, self.calls._requests
+        if self._event_loop.is_closed():
+            self.drop()
+            return True
+        is_done = request in finished
+        if not is_done:
+            before = self._num_tokens
+            if self._partial:
+                self._num_tokens = requests.num_tokens(request, before)
+            if self._num_tokens == before:
+                return False
+        output = requests.output_or_error(request)
+        if output.error is not None:
+            raise output.error
+        self.output = output
+        if is_done:
+            requests.release(request)
+        else:
+            self.tell()
+        return is_done
+
+    def drop(self) -> None:
+        if self.result is not None:
+            self.calls._requests.abort([self.result])
+            self.calls._requests.release(self.result)
+
+    def tell(self) -> None:
+        """Wakes the coroutine."""
+        with suppress(RuntimeError):  # the event loop is closed
+            self._event_loop.call_soon_threadsafe(self.ready.set)
+
+
+async def _stream(
+    calls: Calls, prompt: Prompt, params: SamplingParams | None, partial: bool
+) -> AsyncGenerator[RequestOutput, None]:
+    """See Generator.astream. partial: whether to yield outputs while the request runs."""
+    engine, loop = calls._engine, calls._loop
+    if engine.rank > 0:
+        raise StateError(
+            f"agenerate and astream: expected a call on rank 0, got one on rank {engine.rank}"
+        )
+    loop.check_alive()
+    loop.check_outside()
+    [chosen] = param_list(params, 1)
+    this = _Stream(calls, _one_prompt(prompt), chosen, partial)
+    loop.post(this)
+    before = None
+    try:
+        while not this.is_done or this.output is not before:
+            await this.ready.wait()
+            this.ready.clear()
+            if this.error is not None:
+                raise this.error
+            output = this.output
+            if output is not None and output is not before:
+                before = output
+                yield output
+    finally:
+        if not this.is_done and not loop.is_gone():
+            loop.abandon(this, StateError("nobody reads the request"))
+
+
+def _one_prompt(prompt: Any) -> Prompt:
+    """Copies a prompt, since the engine's thread reads it later. Raises RequestError if it is not a
+    prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    if (
+        isinstance(prompt, (list, tuple))
+        and prompt
+        and not isinstance(prompt[0], (int, np.integer))
+    ):
+        kinds = f"a {type(prompt).__name__} of {type(prompt[0]).__name__}"
+        raise RequestError(
+            f"expected one prompt, text or token ids, got {kinds}; asyncio.gather runs several"
+        )
+    return token_ids(prompt)
+
+
 def sequences_of(ids_list: Sequence[Prompt]) -> list[Ids]:
     sequences = []
     for index, ids in enumerate(prompt_list(ids_list)):
         with naming_prompt(index):
             sequences.append(token_ids(ids))
     return sequences
-
-
-def _refused(prompt: Any, error: Error) -> RequestOutput:
-    """Returns the output of a request that the engine did not accept."""
-    text = prompt if isinstance(prompt, str) else None
-    return RequestOutput(-1, text, np.zeros(0, np.int32), [], True, error=error)

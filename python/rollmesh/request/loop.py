@@ -32,7 +32,6 @@ from rollmesh.runtime.threads import starting
 
 HALTED_S = 0.02  # between two checks of the calls while the generator is paused or asleep
 EXIT_S = 1.0  # how long the interpreter's exit waits for the current step
-LONGEST_WAIT_S = 3600.0
 
 
 def _nothing() -> None:
@@ -170,7 +169,6 @@ class EngineLoop:
     def run(
         self,
         call: Call,
-        deadline: float | None = None,
         advance: Callable[[int], object] | None = None,
     ) -> Any:
         """Makes a call and returns its result. advance: receives the numbers that the call reports.
@@ -184,7 +182,7 @@ class EngineLoop:
             try:
                 self._inside.add(thread)
                 self.post(call)
-                return self._wait(call, deadline, advance)
+                return self._wait(call, advance)
             finally:
                 self._inside.discard(thread)
         except BaseException as error:
@@ -198,10 +196,12 @@ class EngineLoop:
 
     def lend(self, function: Callable[[], Any], deadline: float | None = None) -> Any:
         """Runs a function in this thread, with exclusive use of the engine."""
-        return self.run(self.loan(function), deadline)
+        return self.run(self.loan(function, deadline))
 
-    def loan(self, function: Callable[[], Any]) -> Loan:
-        return Loan(function, self._step_for, self._requests)
+    def loan(self, function: Callable[[], Any], deadline: float | None = None) -> Loan:
+        loan = Loan(function, self._step_for, self._requests)
+        loan.deadline = deadline
+        return loan
 
     def post(self, call: Call) -> None:
         """Adds a call to the inbox."""
@@ -254,13 +254,12 @@ class EngineLoop:
                 "iterator or signal handler)"
             )
 
-    def _wait(
-        self, call: Call, deadline: float | None, advance: Callable[[int], object] | None
-    ) -> Any:
+    def _wait(self, call: Call, advance: Callable[[int], object] | None) -> Any:
+        deadline = call.deadline
         while not call.is_done:
             wait = None
             if deadline is not None and not call.is_started and len(self._undone) > 1:
-                wait = min(deadline - time.monotonic(), LONGEST_WAIT_S)
+                wait = deadline - time.monotonic()
                 if wait <= 0:
                     raise DeadlineError(
                         "the generator was busy in another thread until the deadline"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.distributed.rank_engine import Lead, RankEngine, led
-from rollmesh.errors import NumericsError, RequestError, StateError
+from rollmesh.errors import DeadlineError, NumericsError, RequestError, StateError
 from rollmesh.request.logit_edits import LogitEdits, logit_edits
 from rollmesh.request.outputs import (
     CompletionOutput,
@@ -92,6 +92,7 @@ class _Request:
     number: int  # number of the generation, see Requests._generations; 0 for a score
     texts: list[Detokenizer]  # one for each sample; empty without a tokenizer and for a score
     logits: NDArray[np.float32] | None = None  # [len, vocab] for a score that keeps its logits
+    timeout: float | None = None  # seconds after which it was aborted
 
 
 class Requests:
@@ -119,7 +120,6 @@ class Requests:
         self._watched: set[int] = set()  # running requests with stop strings
         # Request → error of the tokenizer in the search for stop strings.
         self._faults: dict[int, BaseException] = {}
-        self.late: set[int] = set()  # requests aborted by a deadline and not yet released
 
     # ---------------------------------------------------------------------------------------- in
     @led(Lead.QUEUED)
@@ -249,15 +249,16 @@ class Requests:
                 self.engine.abort(request)
 
     @led(Lead.QUEUED)
-    def cut_off(self, requests: Iterable[int]) -> None:
-        """Aborts those of these requests that still run, because their deadline has passed."""
-        self.late.update(set(requests) - self.engine.finished())
+    def cut_off(self, requests: Iterable[int], timeout: float | None) -> None:
+        """Aborts those of these requests that still run, because their time has passed."""
+        for request in set(requests) - self.engine.finished():
+            self._records[request].timeout = timeout
         self.abort(requests)
 
     def rewind(self) -> None:
         """Restarts the search for stop strings in running requests, which begin again after a sync
         with inflight="restart"."""
-        for request in set(self.live()) - self.engine.finished():
+        for request in set(self.engine.ids()) - self.engine.finished():
             record = self._records[request]
             if record.texts:
                 record.texts = self._texts(record.prompt_ids, record.params)
@@ -265,11 +266,6 @@ class Requests:
                 self._watched.add(request)
 
     # ---------------------------------------------------------------------------------------- out
-    def live(self) -> list[int]:
-        """Returns the ids of requests that were added and not released, oldest first."""
-        known: list[int] = self.engine.ids()
-        return known
-
     def num_tokens(self, request: int, before: list[int]) -> list[int]:
         """Returns the number of tokens of each sample so far, but at least `before`, the result of
         an earlier call: after a restart the numbers do not decrease."""
@@ -284,7 +280,7 @@ class Requests:
     def forget(self, requests: Iterable[int]) -> None:
         """Aborts and releases requests, without results. If they are the latest generations, their
         numbers are used again."""
-        known = set(self.live())
+        known = set(self.engine.ids())
         requests = sorted(known.intersection(requests), reverse=True)
         self.abort(requests)
         for request in requests:
@@ -298,7 +294,6 @@ class Requests:
         """Removes the records of a finished request from the engine."""
         self.engine.release(request)
         self._watched.discard(request)
-        self.late.discard(request)
         self._faults.pop(request, None)
         self._records.pop(request, None)
 
@@ -335,6 +330,9 @@ class Requests:
         if top is not None:
             top.ids[scored:], top.logprobs[scored:] = -1, np.nan
         completions = [self._completion(request, i, view, has_text) for i in range(view["n"])]
+        error = view["error"]
+        if error is None and record.timeout is not None:
+            error = DeadlineError(f"request {request} did not finish within {record.timeout} s")
         return RequestOutput(
             request_id=request,
             prompt=record.prompt,
@@ -345,7 +343,7 @@ class Requests:
             prompt_logprobs=view["prompt_logprobs"],
             prompt_top_logprobs=top,
             metrics=RequestMetrics(*view["times"]),
-            error=view["error"],
+            error=error,
         )
 
     def scores(self, request: int) -> NDArray[np.float32]:
@@ -383,26 +381,24 @@ class Requests:
         has_text: bool,
     ) -> CompletionOutput:
         record = self._records[request]
-        if record.texts and has_text:
-            read = self.engine.tokens(request, index, record.texts[index].num_tokens)
+        decoded = record.texts[index] if record.texts else None
+        if decoded is not None and has_text:
+            read = self.engine.tokens(request, index, decoded.num_tokens)
             self._read(request, index, *read)
         sample = self.engine.sample(request, index)
-        tokens, logprobs, versions = sample["token_ids"], sample["logprobs"], sample["versions"]
-        finish = sample["finish"]
-        reason: int | str | None = None
+        tokens, finish = sample["token_ids"], sample["finish"]
         text = ""
-        if record.texts and has_text:
-            decoded = record.texts[index]
+        if decoded is not None and has_text:
             text = decoded.text_so_far() if finish is None else decoded.text
-        if record.texts and record.texts[index].found is not None:
-            finish, reason = "stop", record.texts[index].found
+        reason: int | str | None = None
+        if decoded is not None and decoded.found is not None:
+            finish, reason = "stop", decoded.found
         elif finish == "stop":
             is_eos = sample["stop_token"] in self._eos and not record.params.ignore_eos
             reason = None if is_eos else sample["stop_token"]
         contract = None
         if self._is_invariant and len(tokens) and not sample["no_contract"].any():
-            first, last = int(versions[0]), int(versions[-1])  # versions only grow
-            used = (first,) if first == last else tuple(np.unique(versions).tolist())
+            used = tuple(dict.fromkeys(sample["versions"].tolist()))  # versions only grow
             contract = Contract(self._family, CONTRACT_VERSION, self._dtype, used)
         return CompletionOutput(
             index=index,
@@ -410,10 +406,10 @@ class Requests:
             token_ids=tokens,
             finish_reason=finish,
             stop_reason=reason,
-            cumulative_logprob=float(np.sum(logprobs, dtype=np.float64)),
-            logprobs=logprobs,
+            cumulative_logprob=float(np.sum(sample["logprobs"], dtype=np.float64)),
+            logprobs=sample["logprobs"],
             sampling_logprobs=sample["sampling_logprobs"],
-            versions=versions,
+            versions=sample["versions"],
             contract=contract,
             top_logprobs=_top(
                 sample["top_ids"], sample["top_logprobs"], record.params.logprobs or 0

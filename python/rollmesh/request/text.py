@@ -322,11 +322,12 @@ class Detokenizer:
     def _cut(self, text: str, num_fresh: int) -> tuple[str, str | None]:
         """Finds the stop string that ends first within the last num_fresh characters. Returns the
         text up to it (or including it) and the stop string, or the whole text and None."""
-        first: tuple[int, str] | None = None
-        for stop in self._stops:
-            at = text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))
-            if at >= 0 and (first is None or at + len(stop) < first[0] + len(first[1])):
-                first = (at, stop)
-        if first is None:
+        found = [
+            (at + len(stop), stop)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, len(text) - num_fresh - len(stop) + 1))) >= 0
+        ]
+        if not found:
             return text, None
-        return text[: first[0] + len(first[1]) * self._keeps_stop], first[1]
+        end, stop = min(found, key=lambda its: its[0])
+        return text[: end if self._keeps_stop else end - len(stop)], stop

@@ -3,7 +3,9 @@ it expected and what it got."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -126,21 +128,15 @@ def deadline_of(timeout: float | None) -> float | None:
 
 
 def part_mask(parts: Any) -> int:
+    bit_of = PARTS | {"kv_cache": PARTS["kv"]}  # vLLM's word
+    names = [parts] if isinstance(parts, str) else parts
     try:
-        names = [parts] if isinstance(parts, str) else list(islice(parts, len(PARTS) + 1))
-        names = [
-            "kv" if isinstance(name, str) and name == "kv_cache" else name for name in names
-        ]  # vLLM's word
-    except TypeError:  # not iterable; an array without dims has __iter__ too
-        names = []
-    if not 0 < len(names) <= len(PARTS) or not all(
-        isinstance(name, str) and name in PARTS for name in names
-    ):
+        bits = [bit_of[name] for name in islice(names, len(PARTS) + 1)]
+    except (TypeError, KeyError):  # not iterable (an array without dims has __iter__ too), or names
+        bits = []
+    if not 0 < len(bits) <= len(PARTS):
         raise ConfigError(f"parts: expected 'weights', 'kv' or both, got {shown(parts)}")
-    mask = 0
-    for name in names:
-        mask |= PARTS[name]
-    return mask
+    return functools.reduce(operator.or_, bits)
 
 
 def part_names(mask: int) -> str:

@@ -46,14 +46,6 @@ def why_absent() -> str:
         return "made without nvcc or with ROLLMESH_CUDA=0"
 
 
-def is_there(path: Path) -> bool:
-    """A regular file: opening a pipe would wait."""
-    try:
-        return path.is_file()
-    except OSError:  # a name that is too long
-        return False
-
-
 def device_name(name: Any) -> str:
     """Checks the form of a device's name; the device need not exist here. ConfigError otherwise."""
     if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,3}))?", name):
@@ -73,12 +65,12 @@ def device_of(name: Any) -> Device:
     if device_name(name) == "cpu":
         return Device()
     path = library_path()
-    if not is_there(path) and os.environ.get(LIBRARY_SWITCH):
+    if not os.path.isfile(path) and os.environ.get(LIBRARY_SWITCH):
         raise ConfigError(
             f"{LIBRARY_SWITCH}: expected the path of a library built by setup.py cuda, got "
             f"{plain(str(path))}, which is not a file"
         )
-    if not is_there(path):
+    if not os.path.isfile(path):
         raise ConfigError(
             f"device = {name!r}: expected a build with {path.name}, got one {why_absent()}"
         )

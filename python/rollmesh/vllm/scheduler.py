@@ -38,8 +38,7 @@ class EndsFailed:
     if TYPE_CHECKING:
         requests: dict[str, Any]
         kv_cache_manager: Any
-
-        def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]: ...
+        finish_requests: Any
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -77,7 +76,7 @@ class EndsFailed:
             )
         return outputs
 
-    def _end(self, failed: dict[str, str]) -> list[Any]:
+    def _end(self, failed: dict[str, str]) -> Any:
         """Ends failed requests before vLLM reads the tokens of the step. vLLM skips requests that
         have ended, like aborted ones."""
         for request_id in failed:

@@ -26,13 +26,9 @@ class ServedModel(torch.nn.Module):
 
     def __init__(self, updates: WeightUpdates):
         super().__init__()
-        self._updates = updates
+        self.updates = updates
         self._edit: Callable[[torch.Tensor], torch.Tensor] = torch.clone
         self.never_drawn = np.zeros(0, np.int32)
-
-    @property
-    def updates(self) -> WeightUpdates:
-        return self._updates
 
     @property
     def model(self) -> ServedModel:
@@ -47,18 +43,18 @@ class ServedModel(torch.nn.Module):
 
     @compute_logits.setter
     def compute_logits(self, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._updates.forbid(edit)
+        self.updates.forbid(edit)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
         """Stages tensors by their Hugging Face names, one or more per call. The set is committed at
         the next step, at a repeated name or by process_weights_after_loading. If it is incomplete
         then, IncompleteSyncError is raised and the old version keeps serving."""
-        return self._updates.load(weights)
+        return self.updates.load(weights)
 
     def process_weights_after_loading(self) -> None:
         """Commits the loaded set. vLLM's function of the same name calls this, and verl calls that
         function after each set."""
-        self._updates.finish_load()
+        self.updates.finish_load()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError("this module is for load_weights only; the engine runs the forward pass")

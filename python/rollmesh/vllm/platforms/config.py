@@ -11,6 +11,7 @@ LLM(…, additional_config={"rollmesh": {"threads": 8}}); see `Options`.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -130,10 +131,9 @@ def check(vllm_config: Any) -> None:
 
 def _at(vllm_config: Any, path: str) -> Any:
     """Returns the attribute at a path, or None if an attribute on the way is None."""
-    value = vllm_config
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    return value
+    return functools.reduce(
+        lambda value, name: getattr(value, name, None), path.split("."), vllm_config
+    )
 
 
 def _check_cache(cache_config: Any, dtype: str) -> None:

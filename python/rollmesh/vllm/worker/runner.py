@@ -88,18 +88,14 @@ class Runner:
         updates: WeightUpdates,
         edits: ExternalEdits,
         spec: ModelSpec,
-        max_model_len: int,
-        processed: bool,
-        routed: bool,
     ):
-        """processed: return logprobs of drawn tokens under the distribution they were drawn from,
-        not under the model's. routed: return routed experts."""
         self.engine, self.updates, self._edits = engine, updates, edits
-        self._spec, self._vocab_size, self._max_model_len = spec, spec.vocab_size, max_model_len
-        self._processed, self._routed = processed, routed
+        self._spec, self._vocab_size = spec, spec.vocab_size
         # TRL and verl use both attributes to push weights into the model.
         self.model = updates.model
         self.vllm_config = updates.vllm_config
+        self._max_model_len = self.vllm_config.model_config.max_model_len
+        self._logprobs_mode = self.vllm_config.model_config.logprobs_mode
         self._requests: dict[str, _ScheduledRequest] = {}
         self._accepted = 0  # number of requests so far; used for the seed of a request without one
         self._scheduled: Any = None
@@ -155,7 +151,7 @@ class Runner:
         for name, request in given.items():
             if request.prompt_logprobs is not None and not request.prompt_given:
                 output.prompt_logprobs_dict[name] = self._prompt_logprobs(request)
-        if self._routed:
+        if self.vllm_config.aux_output_config.enabled:
             output.aux_output_connector_output = {
                 name: self._experts(request) for name, request in given.items()
             }
@@ -300,7 +296,7 @@ class Runner:
         params = new.sampling_params
         prompt = sampling.token_ids("the prompt", new.prompt_token_ids, self._vocab_size)
         sampling.refuse(params)
-        sampling.refuse_mode(params, "processed_logprobs" if self._processed else "raw_logprobs")
+        sampling.refuse_mode(params, self._logprobs_mode)
         most = min(
             params.max_tokens or self._max_model_len, max(self._max_model_len - len(prompt), 1)
         )
@@ -376,7 +372,8 @@ class Runner:
         ranks = np.zeros(len(index), np.int32)
         here, there = [i for i, _ in asking], [index[part.name] for _, part in asking]
         ids[there, 0], ranks[there] = drawn.tokens[here], drawn.ranks[here]
-        values[there, 0] = (drawn.sampling_logprobs if self._processed else drawn.logprobs)[here]
+        is_raw = self._logprobs_mode == "raw_logprobs"
+        values[there, 0] = (drawn.logprobs if is_raw else drawn.sampling_logprobs)[here]
         for k in sorted({part.request.logprobs or 0 for _, part in asking} - {0}):
             same = [part for _, part in asking if part.request.logprobs == k]
             rows = [index[part.name] for part in same]

@@ -179,15 +179,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         )
         edits = ExternalEdits(self.vllm_config)
         engine = self._make_engine(engine_options)
-        self.model_runner = Runner(
-            engine,
-            WeightUpdates(engine, self.vllm_config, self.rank),
-            edits,
-            spec=self.spec,
-            max_model_len=self.model_config.max_model_len,
-            processed=self.model_config.logprobs_mode == "processed_logprobs",
-            routed=self.vllm_config.aux_output_config.enabled,
-        )
+        updates = WeightUpdates(engine, self.vllm_config, self.rank)
+        self.model_runner = Runner(engine, updates, edits, self.spec)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(0.0, 0.0)
