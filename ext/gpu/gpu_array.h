@@ -51,6 +51,9 @@ PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObje
 PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name,
                                const rm_dlpack *taken);
 
+// Returns the device of that number, opened: a view that `gpus`, a _core.Gpus, owns. NULL with an
+// exception.
+const rm_device *rm_gpus_device(PyObject *gpus, int ordinal);
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args); // _core.Gpus.array
 
 int rm_is_device_array(PyObject *module, PyObject *object);

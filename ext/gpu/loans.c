@@ -1,14 +1,14 @@
-// loans.c: see loans.h. Python decides which process opens which memory, and for how long
-// (rollmesh.weights.transport.loans).
-#include "loans.h"
+// loans.c: _core.Gpus, GPU tensors between processes by CUDA IPC. In the trainer it returns a
+// tensor's address and the handle of its allocation; in another process it opens the handle and
+// makes a DeviceArray over that memory. Python decides which process opens which memory, and for
+// how long (rollmesh.weights.transport.loans). Called with the GIL.
+#include "gpu_array.h"
 
 #include <string.h>
 
 #include "base/memory.h"
 #include "dlpack.h"
 #include "gpu/gpu.h"
-#include "gpu_array.h"
-#include "tensor.h"
 
 typedef struct gpus_object {
   PyObject_HEAD

@@ -144,17 +144,7 @@ int rm_op_device_check_stream(PyObject *module, rm_op_device *self, void *stream
                    (unsigned long long)(uintptr_t)stream, why);
 }
 
-static PyObject *op_device_check_stream(PyObject *self, PyObject *number) {
-  const unsigned long long handle = PyLong_AsUnsignedLongLong(number);
-  if (PyErr_Occurred()) return NULL;
-  return rm_op_device_check_stream(rm_module_of(self), (rm_op_device *)self,
-                                   (void *)(uintptr_t)handle)
-             ? NULL
-             : Py_NewRef(Py_None);
-}
-
 static PyMethodDef op_device_methods[] = {
-    {"check_stream", op_device_check_stream, METH_O, NULL},
     {"zeros", op_device_zeros, METH_VARARGS, NULL},
     {"to_device", op_device_copy, METH_O, NULL},
     {"take", op_device_take, METH_VARARGS, NULL},

@@ -118,7 +118,9 @@ void rm_op_enter(rm_op_call *c) {
                 "has to make its own",
                 (int)c->self->owner);
   if (c->failed || !op_device) return;
-  c->failed = rm_op_device_enter(c->module, op_device, &c->saved) != 0;
+  c->failed =
+      (c->self->stream && rm_op_device_check_stream(c->module, op_device, c->self->stream)) ||
+      rm_op_device_enter(c->module, op_device, &c->saved);
   c->is_entered = !c->failed;
   if (c->is_entered && c->self->stream)
     op_device->device.wait_stream(op_device->device.self, c->self->stream);

@@ -1,6 +1,8 @@
 // kernels.c: _core.Kernels, and the function over arrays that does not need it. See ops.h.
 #include "ops.h"
 
+#include <structmember.h>
+
 #include "base/memory.h"
 #include "gpu/gpu.h"
 
@@ -55,10 +57,16 @@ static PyMethodDef kernels_methods[] = {
     {0},
 };
 
+static PyMemberDef kernels_members[] = {
+    {"op_device", T_OBJECT, offsetof(rm_kernels_object, op_device), READONLY, NULL},
+    {0},
+};
+
 static PyType_Slot slots[] = {
     {Py_tp_new, kernels_new},
     {Py_tp_dealloc, kernels_dealloc},
     {Py_tp_methods, kernels_methods},
+    {Py_tp_members, kernels_members},
     {0, NULL},
 };
 

@@ -48,8 +48,8 @@ static void pack_dst(rm_op_call *c, rm_op_argument *dst) {
 }
 
 static void pack_check(rm_op_call *c) {
-  rm_op_at_least(c, "the length of dst", c->s.elems,
-                 c->s.dst_first + c->s.groups * c->s.group_elems);
+  rm_op_at_least(c, "the length of dst from dst_first on", c->s.elems - c->s.dst_first,
+                 c->s.groups * c->s.group_elems);
   c->a.pack.dst_dtype = c->out_dtype;
 }
 

@@ -1,7 +1,7 @@
 # The C extension: ext/. Generator and rollmesh.ops are its public faces; every name here is private
 # to the package.
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,29 +17,13 @@ from rollmesh.runtime.engine_views import (
     SyncValues,
 )
 
-class _Options(Protocol):
-    @property
-    def dtype(self) -> str: ...
-
-class _Request(Protocol):
-    n: int
-
-class _Exchange(Protocol):
-    def __call__(
-        self,
-        op: int,
-        sequence: int,
-        epoch: int,
-        timeout: float,
-        send: list[bytes],
-        sizes: list[int],
-        /,
-    ) -> Sequence[bytes | memoryview]: ...
+# (op, sequence, epoch, timeout, bytes for each rank, number of bytes from each rank) -> the bytes
+_Exchange = Callable[[int, int, int, float, list[bytes], list[int]], Sequence[bytes | memoryview]]
 
 # This rank's endpoint of a group whose bytes `exchange` moves.
 @final
 class Comm:
-    def __new__(cls, exchange: _Exchange, rank: int, size: int, name: str = "torch") -> Comm: ...
+    def __new__(cls, exchange: _Exchange, rank: int, size: int) -> Comm: ...
     # Returns the bytes of every rank.
     def all_gather(self, data: bytes, /) -> list[bytes]: ...
     # Sends give[r] to rank r and receives from it into take[r]; sizes must match.
@@ -119,8 +103,6 @@ class OpDevice:
     def __new__(cls, library: str, ordinal: int) -> OpDevice: ...
     @property
     def device(self) -> str: ...
-    # Raises ConfigError if ops cannot be ordered with that stream.
-    def check_stream(self, handle: int, /) -> None: ...
     def zeros(self, shape: tuple[int, ...], dtype: str, /) -> DeviceArray: ...
     def to_device(self, array: NDArray[Any], /) -> DeviceArray: ...
     # Returns a view of a DLPack producer's tensor; ops wait for the producer's stream.
@@ -168,7 +150,7 @@ class Engine:
     def __new__(
         cls,
         spec: EngineValues,
-        options: _Options,
+        options: Any,  # rollmesh.options.EngineOptions
         ends: tuple[int, Comm | None, Comm | None, Comm | None] | None = None,
     ) -> Engine: ...
     # Frees everything. May be called again.
@@ -178,7 +160,7 @@ class Engine:
         self,
         prompt: NDArray[np.int32],
         stop_token_ids: NDArray[np.int32],
-        request: _Request,
+        request: Any,
         logits: NDArray[np.float32] | None,
         edits: tuple[NDArray[Any], ...] | None = None,
         /,
@@ -330,6 +312,8 @@ class Kernels:
     def __new__(
         cls, isa: str, threads: int, op_device: OpDevice | None = None, stream: int = 0
     ) -> Kernels: ...
+    @property
+    def op_device(self) -> OpDevice | None: ...  # None: the host
     # An op of op_arguments(), with named arguments: the tuple of its outputs, in that order.
     def run(self, op: str, arguments: dict[str, Any], /) -> tuple[Any, ...]: ...
 

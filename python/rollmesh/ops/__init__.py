@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh._core import DeviceArray, available_isas, best_isa, isa_states
+from rollmesh._core import DeviceArray, Kernels, available_isas, best_isa, isa_states
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import (
     Array,
@@ -42,7 +42,6 @@ from rollmesh.ops.arguments import (
     kernels as kernels,
 )
 from rollmesh.ops.devices import (
-    Op,
     new_in,
     on_stream,
     op_device_on,
@@ -130,13 +129,13 @@ def pack_gate_up(
     return _packed(op, ups, _LAYOUT_UP, dtype, out)
 
 
-def _packed(op: Op, weight: Array, layout: int, dtype: str, out: Array | None = None) -> Array:
+def _packed(op: Kernels, weight: Array, layout: int, dtype: str, out: Array | None = None) -> Array:
     """Packs a matrix, or one of each group, into `out` or a new array."""
     given = {
         "weight": weight, "layout": layout, "dst_row0": 0, "index0": 0, "dst_first": 0, "dst": out,
         "grouped": weight.ndim == 3, "float32_out": numpy_dtype(dtype) is np.float32,
     }  # fmt: skip
-    return op.core.run("pack", given)[0]
+    return op.run("pack", given)[0]
 
 
 def embed(

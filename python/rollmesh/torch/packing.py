@@ -75,7 +75,7 @@ def pack(groups: Sequence[Sequence[PackedSlice]], dtype: torch.dtype, how: Any) 
             for weight, layout, row in pieces:
                 source = {"weight": weight_array(weight)}
                 (given,) = op_over(how["isa"], how["threads"], source)[1]
-                op.core.run("pack", {
+                op.run("pack", {
                     "weight": given, "layout": layout, "dst_row0": row, "index0": 0,
                     "dst_first": g * size, "dst": out, "found": found,
                 })  # fmt: skip
