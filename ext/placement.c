@@ -12,7 +12,7 @@ static rm_spec *divided(PyObject *module, PyObject *values, const long long degr
                         rm_mesh *mesh) {
   rm_error err = RM_ERROR_INIT;
   rm_spec *spec = NULL;
-  rm_code code = rm_mesh_create(degrees[0], degrees[1], degrees[2], 1, 1, mesh, &err);
+  rm_code code = rm_mesh_create(degrees[0], degrees[1], degrees[2], mesh, &err);
   if (!code && !(spec = rm_spec_from_python(module, values))) return NULL;
   if (!code) code = rm_placement_check(spec, mesh, &err);
   if (!code) return spec;

@@ -171,11 +171,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   self->exchange = Py_NewRef(exchange);
   self->size = size;
   self->rank = rank;
-  const rm_transport transport = {.name = "torch",
-                                  .self = self,
-                                  .exchange = call_exchange,
-                                  .abort = call_abort,
-                                  .check = call_look};
+  const rm_transport transport = {
+      .self = self, .exchange = call_exchange, .abort = call_abort, .check = call_look};
   rm_error err = RM_ERROR_INIT;
   if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
   Py_DECREF(self);
@@ -310,7 +307,7 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "siKLLLd:attach", &name, &rank, &nonce, &tp, &dp, &ep, &timeout))
     return NULL;
-  if (rm_mesh_create(tp, dp, ep, 1, 1, &mesh, &err)) return rm_raise(module, &err);
+  if (rm_mesh_create(tp, dp, ep, &mesh, &err)) return rm_raise(module, &err);
   const rm_code code = RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err));
   PyObject *out = code ? NULL : PyTuple_New(RM_N_GROUPS);
   for (int group = 0; out && group < RM_N_GROUPS; group++) {

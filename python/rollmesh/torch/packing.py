@@ -13,7 +13,7 @@ from torch import Tensor
 from rollmesh.errors import DTypeError, NonFiniteError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import numpy_dtype, round_up
 from rollmesh.ops.devices import new_in, op_over
-from rollmesh.torch.arrays import host_of, in_turn, weight_array
+from rollmesh.torch.arrays import check_tensor, host_of, in_turn, weight_array
 
 SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 PACKED, GATE, UP = 1, 2, 3  # rm_layout of kernels.h
@@ -36,10 +36,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
     """A weight without its graph."""
-    if not isinstance(weight, Tensor):
-        raise UnsupportedTensorError(
-            f"{name}: expected a torch tensor, got a {type(weight).__name__}"
-        )
+    check_tensor(name, weight)
     if hasattr(weight, "to_local"):
         raise UnsupportedTensorError(
             f"{name}: expected a whole tensor, got a {type(weight).__name__}; shard the decoder "
@@ -52,7 +49,7 @@ def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
         )
     if weight.ndim != dims:
         raise ShapeError(f"{name}: expected {dims} dims, got {weight.ndim}")
-    return weight.detach()
+    return weight.detach()  # type: ignore[no-any-return]
 
 
 def pack(groups: Sequence[Sequence[PackedSlice]], dtype: torch.dtype, how: Any) -> Any:
