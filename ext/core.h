@@ -11,6 +11,7 @@
 #include <stdarg.h>
 
 #include "base/status.h"
+#include "kernels.h"
 
 typedef enum rm_type {
   RM_TYPE_ENGINE,
@@ -75,6 +76,8 @@ static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }
   }
 
 PyObject *rm_module_of(PyObject *object); // view
+// The kernels of an instruction set; RM_E_CONFIG if they cannot run here. (engine/options.c)
+rm_code rm_kernels_find(const char *name, const rm_kernels **kernels, rm_error *err);
 void *rm_object_new(PyObject *type); // new, all zeros; NULL with MemoryError
 void *rm_object_make(PyObject *module, rm_type type);
 int rm_is(PyObject *module, PyObject *object, rm_type type); // whether it is exactly of that type

@@ -309,17 +309,15 @@ static PyObject *attach(PyObject *module, PyObject *args) {
     return NULL;
   if (rm_mesh_create(tp, dp, ep, &mesh, &err)) return rm_raise(module, &err);
   const rm_code code = RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err));
-  PyObject *out = code ? NULL : PyTuple_New(RM_N_GROUPS);
-  for (int group = 0; out && group < RM_N_GROUPS; group++) {
-    PyObject *end = ends[group] ? rm_object_make(module, RM_TYPE_COMM) : Py_NewRef(Py_None);
-    if (end && ends[group]) {
-      ((comm_object *)end)->comm = ends[group];
-      ends[group] = NULL;
-    }
-    if (!end || PyTuple_SetItem(out, group, end)) Py_CLEAR(out);
+  PyObject *out = code ? rm_raise(module, &err) : PyTuple_New(RM_N_GROUPS);
+  for (int group = 0; group < RM_N_GROUPS; group++) {
+    comm_object *end = out && ends[group] ? rm_object_make(module, RM_TYPE_COMM) : NULL;
+    if (end) end->comm = ends[group];
+    else rm_comm_destroy(ends[group]);
+    if (ends[group] && !end) Py_CLEAR(out);
+    if (out) PyTuple_SetItem(out, group, end ? (PyObject *)end : Py_NewRef(Py_None));
   }
-  for (int group = 0; group < RM_N_GROUPS; group++) rm_comm_destroy(ends[group]);
-  return code ? rm_raise(module, &err) : out;
+  return out;
 }
 
 // --------------------------------------------------------------------------------------- the type

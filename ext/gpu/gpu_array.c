@@ -332,8 +332,7 @@ static int hand_over(array_object *self, PyObject *stream) {
     return -1;
   if (rm_op_device_enter(rm_module_of((PyObject *)self), self->op_device, &saved)) return -1;
   device->make_stream_wait(device->self, (void *)(uintptr_t)handle);
-  const rm_device_status status = device->poll(device->self);
-  const rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
+  const rm_code code = rm_op_device_poll(self->op_device, &err);
   rm_op_device_leave(self->op_device, saved);
   if (code) rm_raise(rm_module_of((PyObject *)self), &err);
   return code ? -1 : 0;

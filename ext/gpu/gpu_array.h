@@ -34,6 +34,8 @@ int rm_op_device_check_stream(PyObject *module, rm_op_device *op_device, void *s
 // Returns 0, or −1 with StateError in a forked child. *saved is for leave.
 int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved);
 void rm_op_device_leave(rm_op_device *op_device, int saved);
+// The failure of an earlier op: RM_OK or RM_E_DEVICE. Does not wait.
+rm_code rm_op_device_poll(rm_op_device *op_device, rm_error *err);
 // Grows the mirrored buffer to at least `bytes` and waits until earlier work has finished with it.
 // RM_E_CAPACITY, RM_E_MEMORY, RM_E_DEVICE.
 rm_code rm_op_device_mirrored(rm_op_device *op_device, size_t bytes, rm_error *err);

@@ -25,6 +25,12 @@ void rm_op_device_leave(rm_op_device *op_device, int saved) {
   pthread_mutex_unlock(&op_device->mutex);
 }
 
+rm_code rm_op_device_poll(rm_op_device *op_device, rm_error *err) {
+  const rm_device *device = &op_device->device;
+  const rm_device_status status = device->poll(device->self);
+  return status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, err);
+}
+
 static size_t grown(size_t bytes) { return bytes < 4096 ? 4096 : bytes + bytes / 4; }
 
 rm_code rm_op_device_mirrored(rm_op_device *op_device, size_t bytes, rm_error *err) {

@@ -134,9 +134,7 @@ void rm_op_leave(rm_op_call *c) {
 // Reports the failure of an earlier op, and grows the memory for this one.
 static rm_code prepare_device(rm_op_device *op_device, size_t workspace, size_t moved,
                               rm_error *err) {
-  const rm_device *device = &op_device->device;
-  const rm_device_status status = device->poll(device->self);
-  rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, err);
+  rm_code code = rm_op_device_poll(op_device, err);
   if (!code) code = rm_op_device_workspace(op_device, workspace, err);
   if (!code && moved) code = rm_op_device_mirrored(op_device, moved, err);
   return code;

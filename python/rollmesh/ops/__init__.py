@@ -42,13 +42,13 @@ from rollmesh.ops.arguments import (
     kernels as kernels,
 )
 from rollmesh.ops.devices import (
-    new_in,
     on_stream,
     op_device_on,
     op_over,
     release_devices,
     run,
     to_device,
+    zeros_in,
 )
 from rollmesh.ops.types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
 from rollmesh.runtime.arguments import ACTIVATIONS, choice
@@ -246,8 +246,8 @@ def kv_cache(
     pages, heads = size_of("num_pages", num_pages), size_of("num_kv_heads", num_kv_heads)
     positions, dim = size_of("page_size", page_size), size_of("head_dim", head_dim)
     of_k = (pages, heads, size_of("page_size * head_dim", positions * round_up(dim, 32)))
-    k = new_in(op_device, of_k, numpy_dtype(dtype), zeros=True)
-    return k, new_in(op_device, (pages, heads, positions * round_up(dim, 16)), k.dtype, zeros=True)
+    k = zeros_in(op_device, of_k, numpy_dtype(dtype))
+    return k, zeros_in(op_device, (pages, heads, positions * round_up(dim, 16)), k.dtype)
 
 
 def rope_table(

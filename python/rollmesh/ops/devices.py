@@ -24,12 +24,10 @@ from rollmesh import _core
 from rollmesh._core import available_isas
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import (
-    MAX_SIZE,
     MAX_THREADS,
     USER_DTYPES,
     Array,
     kernels,
-    new_array,
     words_of,
 )
 from rollmesh.runtime.arguments import exportable, integer_of
@@ -111,16 +109,17 @@ def _ordinal(device: Any) -> int:
 
 
 # ----------------------------------------------------------------------------------------- one op
-def new_in(
-    op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False
-) -> Array:
-    """Makes an output array, on a device always filled with zeros. Raises MemoryError or
-    CapacityError if memory is short."""
-    if op_device is None:
-        return new_array(shape, dtype, np.zeros if zeros else np.empty)
-    if any(not 0 <= size <= MAX_SIZE for size in shape[1:]):  # the first may count groups
-        raise ShapeError(f"expected an output that can be addressed, got shape {shown(shape)}")
-    return op_device.zeros(shape, dtype_name(dtype))
+def zeros_in(op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Makes an array of zeros. Raises MemoryError or CapacityError if memory is short, and
+    ShapeError for a size that is too large for an array."""
+    try:
+        if op_device is None:
+            return np.zeros(shape, dtype)
+        return op_device.zeros(shape, dtype_name(dtype))
+    except ValueError as error:
+        raise ShapeError(
+            f"expected an output that can be addressed, got shape {shown(shape)}"
+        ) from error
 
 
 def dtype_name(dtype: Any) -> str:
