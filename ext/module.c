@@ -169,15 +169,13 @@ static int module_clear(PyObject *module) {
 
 static void module_free(void *module) { module_clear(module); }
 
-static PyObject *memory_mapped(PyObject *module, PyObject *ignored) {
-  (void)module, (void)ignored;
-  return PyLong_FromSize_t(rm_memory_mapped());
-}
-
-static PyObject *memory_blocks(PyObject *module, PyObject *ignored) {
-  (void)module, (void)ignored;
-  return PyLong_FromSize_t(rm_memory_blocks());
-}
+#define COUNT(name) \
+  static PyObject *name(PyObject *module, PyObject *ignored) { \
+    (void)module, (void)ignored; \
+    return PyLong_FromSize_t(rm_##name()); \
+  }
+COUNT(memory_mapped)
+COUNT(memory_blocks)
 
 static PyObject *memory_fail_at(PyObject *module, PyObject *args) {
   (void)module;

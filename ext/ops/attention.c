@@ -101,14 +101,7 @@ static void rope_check(rm_op_call *c) {
 }
 
 // A norm needs both weights; a norm over all heads also needs both sums of squares.
-static void weight_needed(rm_op_call *c, rm_op_argument *weight) {
-  if (is_whole(c) || rm_op_given(c, "q_weight") || rm_op_given(c, "k_weight"))
-    weight->flags = RM_ARRAY_IN;
-}
-static void squares_needed(rm_op_call *c, rm_op_argument *squares) {
-  if (is_whole(c)) squares->flags = RM_ARRAY_IN;
-}
-
+#define SQUARES "q_squares", "k_squares"
 #define CACHE (RM_ARRAY_WRITE | RM_ARRAY_PACKED)
 static const rm_op_argument qk_rope_kv[] = {
     SIZE_AT(num_heads, n_heads, 1),
@@ -118,16 +111,16 @@ static const rm_op_argument qk_rope_kv[] = {
     ARRAY(k_cache, T, CACHE, n_pages, n_kv_heads, k_elems),
     STEP(rope_sizes),
     ARRAY(v_cache, T, CACHE, n_pages, n_kv_heads, v_elems),
-    ADJUSTED(weight_needed, q_weight, T, RM_ARRAY_OPTIONAL, q_width),
-    ADJUSTED(weight_needed, k_weight, T, RM_ARRAY_OPTIONAL, k_width),
+    {OPTIONAL_AT(q_weight, T, q_width), .with = {"q_weight", "k_weight", SQUARES}},
+    {OPTIONAL_AT(k_weight, T, k_width), .with = {"q_weight", "k_weight", SQUARES}},
     OUT_AT(out, q_out, T, rows, n_heads, head_dim),
     IN(cos, F32, n_positions, half),
     IN(sin, F32, n_positions, half),
     INDICES(positions, I32, 0, n_positions, rows),
     INDICES(slots, I64, -1, n_slots, rows),
     ROW_FLAGS,
-    ADJUSTED(squares_needed, q_squares, F32, RM_ARRAY_OPTIONAL, rows, all_heads),
-    ADJUSTED(squares_needed, k_squares, F32, RM_ARRAY_OPTIONAL, rows, all_kv_heads),
+    {OPTIONAL_AT(q_squares, F32, rows, all_heads), .with = {SQUARES}},
+    {OPTIONAL_AT(k_squares, F32, rows, all_kv_heads), .with = {SQUARES}},
     STEP(rope_check),
     {0},
 };

@@ -213,6 +213,8 @@ static void take_array(rm_op_call *c, const rm_op_argument *a, PyObject *object)
 static void take(rm_op_call *c, int i) {
   rm_op_argument a = c->op->arguments[i];
   if (a.step) a.step(c);
+  for (int k = 0; k < 4 && a.with[k]; k++)
+    if (rm_op_given(c, a.with[k])) a.flags &= ~RM_ARRAY_OPTIONAL;
   if (a.adjust) a.adjust(c, &a);
   if (c->failed || !a.name) return;
   if (is_array(&a)) take_array(c, &a, c->objects[i]);
