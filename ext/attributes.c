@@ -82,9 +82,8 @@ static PyObject *value_of(rm_attribute_type type, const void *member) {
 
 PyObject *rm_attributes_dict(const void *from, const rm_attribute *attributes, size_t n) {
   PyObject *dict = PyDict_New();
-  for (size_t i = 0; dict && i < n; i++) {
-    RM_OWNED *value = value_of(attributes[i].type, (const char *)from + attributes[i].offset);
-    if (!value || PyDict_SetItemString(dict, attributes[i].name, value)) Py_CLEAR(dict);
-  }
+  for (size_t i = 0; dict && i < n; i++)
+    rm_dict_put(&dict, attributes[i].name,
+                value_of(attributes[i].type, (const char *)from + attributes[i].offset));
   return dict;
 }

@@ -11,6 +11,7 @@
 #include <stdarg.h>
 
 #include "base/status.h"
+#include "kernels.h"
 
 typedef enum rm_type {
   RM_TYPE_ENGINE,
@@ -23,12 +24,18 @@ typedef enum rm_type {
   RM_N_TYPES
 } rm_type;
 
+enum { RM_N_OWNED = RM_N_CODE + RM_N_TYPES + 2 };
 typedef struct rm_module_state {
-  // Owned classes of rollmesh.errors by rm_code; NULL for RM_OK, MemoryError for RM_E_MEMORY.
-  PyObject *errors[RM_N_CODE];
-  PyObject *error_base; // owned rollmesh.errors.Error
-  PyObject *types[RM_N_TYPES]; // owned
-  PyObject *op_arguments; // owned: {op: {argument: role}} (ops/run.c)
+  union {
+    PyObject *owned[RM_N_OWNED];
+    struct {
+      // Classes of rollmesh.errors by rm_code; NULL for RM_OK, MemoryError for RM_E_MEMORY.
+      PyObject *errors[RM_N_CODE];
+      PyObject *types[RM_N_TYPES];
+      PyObject *error_base; // rollmesh.errors.Error
+      PyObject *op_arguments; // {op: {argument: role}} (ops/run.c)
+    };
+  };
   unsigned long interrupted; // the thread whose call ends because of a Ctrl-C; 0: none
 } rm_module_state;
 
@@ -69,6 +76,8 @@ static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }
   }
 
 PyObject *rm_module_of(PyObject *object); // view
+// The kernels of an instruction set; RM_E_CONFIG if they cannot run here. (engine/options.c)
+rm_code rm_kernels_find(const char *name, const rm_kernels **kernels, rm_error *err);
 void *rm_object_new(PyObject *type); // new, all zeros; NULL with MemoryError
 void *rm_object_make(PyObject *module, rm_type type);
 int rm_is(PyObject *module, PyObject *object, rm_type type); // whether it is exactly of that type
@@ -86,7 +95,11 @@ void rm_raise_va(PyObject *module, rm_code code, const char *format, va_list arg
 // The same, as the −1 of a function that returns an int.
 #define rm_refuse(...) (rm_raise_code(__VA_ARGS__), -1)
 
-// ----------------------------------------------------------------------------- tuples of integers
+// ------------------------------------------------------------------------------------- containers
+// Add a value to *list or *dict and take its reference. If it is NULL or cannot be added, *list or
+// *dict is released and becomes NULL; on NULL they only drop the value.
+void rm_list_put(PyObject **list, PyObject *value);
+void rm_dict_put(PyObject **dict, const char *key, PyObject *value);
 PyObject *rm_tuple_of(const int64_t *numbers, int n);
 // Reads the first n integers of a tuple. Returns −1 with an exception set if there are fewer.
 int rm_numbers_of(PyObject *tuple, int64_t *out, int n);

@@ -9,11 +9,9 @@
 static PyObject *available_isas(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   RM_OWNED *names = PyList_New(0);
-  for (int isa = 0; names && isa < RM_N_ISA; isa++) {
-    if (!rm_kernels_for((rm_isa)isa)) continue;
-    RM_OWNED *name = PyUnicode_FromString(rm_isa_name((rm_isa)isa));
-    if (!name || PyList_Append(names, name)) Py_CLEAR(names);
-  }
+  for (int isa = 0; names && isa < RM_N_ISA; isa++)
+    if (rm_kernels_for((rm_isa)isa))
+      rm_list_put(&names, PyUnicode_FromString(rm_isa_name((rm_isa)isa)));
   return names ? PyList_AsTuple(names) : NULL;
 }
 
@@ -32,9 +30,9 @@ static PyObject *isa_states(PyObject *module, PyObject *unused) {
   PyObject *states = PyDict_New();
   for (int isa = 0; states && isa < RM_N_ISA; isa++) {
     const rm_isa_state s = rm_isa_ask((rm_isa)isa);
-    RM_OWNED *state = Py_BuildValue("zOdd", s.refused, s.emulated ? Py_True : Py_False,
-                                    s.gflops_one_row, s.gflops_many_rows);
-    if (!state || PyDict_SetItemString(states, rm_isa_name((rm_isa)isa), state)) Py_CLEAR(states);
+    rm_dict_put(&states, rm_isa_name((rm_isa)isa),
+                Py_BuildValue("zOdd", s.refused, s.emulated ? Py_True : Py_False, s.gflops_one_row,
+                              s.gflops_many_rows));
   }
   return states;
 }
@@ -42,12 +40,10 @@ static PyObject *isa_states(PyObject *module, PyObject *unused) {
 PyObject *rm_memory_pool_list(const char *root) {
   rm_memory_pool pools[RM_MEMORY_POOLS];
   const int n = rm_memory_pools(root, pools);
-  PyObject *list = PyList_New(n);
-  for (int i = 0; list && i < n; i++) {
-    PyObject *pool = Py_BuildValue("(KK)", (unsigned long long)pools[i].name,
-                                   (unsigned long long)pools[i].available);
-    if (!pool || PyList_SetItem(list, i, pool)) Py_CLEAR(list);
-  }
+  PyObject *list = PyList_New(0);
+  for (int i = 0; list && i < n; i++)
+    rm_list_put(&list, Py_BuildValue("(KK)", (unsigned long long)pools[i].name,
+                                     (unsigned long long)pools[i].available));
   return list;
 }
 
@@ -68,9 +64,8 @@ static PyObject *engine_limits(PyObject *module, PyObject *none) {
   for (int i = 0; dict && i < RM_N_ENGINE_OPTIONS; i++) {
     const rm_option *option = &rm_engine_option_table[i];
     if (!option->most) continue; // not an integer
-    RM_OWNED *bounds =
-        Py_BuildValue("(LK)", (long long)option->least, (unsigned long long)option->most);
-    if (!bounds || PyDict_SetItemString(dict, option->attribute.name, bounds)) Py_CLEAR(dict);
+    rm_dict_put(&dict, option->attribute.name,
+                Py_BuildValue("(LK)", (long long)option->least, (unsigned long long)option->most));
   }
   return dict;
 }

@@ -31,6 +31,16 @@ void rm_object_free(PyObject *object) {
   Py_DECREF(type);
 }
 
+void rm_list_put(PyObject **list, PyObject *value) {
+  if (*list && (!value || PyList_Append(*list, value))) Py_CLEAR(*list);
+  Py_XDECREF(value);
+}
+
+void rm_dict_put(PyObject **dict, const char *key, PyObject *value) {
+  if (*dict && (!value || PyDict_SetItemString(*dict, key, value))) Py_CLEAR(*dict);
+  Py_XDECREF(value);
+}
+
 PyObject *rm_tuple_of(const int64_t *numbers, int n) {
   PyObject *tuple = PyTuple_New(n);
   for (int i = 0; tuple && i < n; i++) {
@@ -146,34 +156,26 @@ static int module_exec(PyObject *module) {
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   rm_module_state *state = rm_state(module);
   if (!state) return 0;
-  for (int code = 0; code < RM_N_CODE; code++) Py_VISIT(state->errors[code]);
-  for (int i = 0; i < RM_N_TYPES; i++) Py_VISIT(state->types[i]);
-  Py_VISIT(state->error_base);
-  Py_VISIT(state->op_arguments);
+  for (int i = 0; i < RM_N_OWNED; i++) Py_VISIT(state->owned[i]);
   return 0;
 }
 
 static int module_clear(PyObject *module) {
   rm_module_state *state = rm_state(module);
   if (!state) return 0;
-  for (int code = 0; code < RM_N_CODE; code++) Py_CLEAR(state->errors[code]);
-  for (int i = 0; i < RM_N_TYPES; i++) Py_CLEAR(state->types[i]);
-  Py_CLEAR(state->error_base);
-  Py_CLEAR(state->op_arguments);
+  for (int i = 0; i < RM_N_OWNED; i++) Py_CLEAR(state->owned[i]);
   return 0;
 }
 
 static void module_free(void *module) { module_clear(module); }
 
-static PyObject *memory_mapped(PyObject *module, PyObject *ignored) {
-  (void)module, (void)ignored;
-  return PyLong_FromSize_t(rm_memory_mapped());
-}
-
-static PyObject *memory_blocks(PyObject *module, PyObject *ignored) {
-  (void)module, (void)ignored;
-  return PyLong_FromSize_t(rm_memory_blocks());
-}
+#define COUNT(name) \
+  static PyObject *name(PyObject *module, PyObject *ignored) { \
+    (void)module, (void)ignored; \
+    return PyLong_FromSize_t(rm_##name()); \
+  }
+COUNT(memory_mapped)
+COUNT(memory_blocks)
 
 static PyObject *memory_fail_at(PyObject *module, PyObject *args) {
   (void)module;

@@ -70,9 +70,8 @@ static PyObject *parameters(PyObject *module, PyObject *values) {
     const rm_param *p = &params->list[i];
     const int64_t shape[2] = {p->rows, p->cols};
     if (!is_counted(p)) continue;
-    RM_OWNED *entry = Py_BuildValue("ssN", rm_kinds[p->kind].kind, rm_param_name(params, p).text,
-                                    rm_tuple_of(shape + 2 - p->n_dims, p->n_dims));
-    if (!entry || PyList_Append(list, entry)) Py_CLEAR(list);
+    rm_list_put(&list, Py_BuildValue("ssN", rm_kinds[p->kind].kind, rm_param_name(params, p).text,
+                                     rm_tuple_of(shape + 2 - p->n_dims, p->n_dims)));
   }
   rm_params_destroy(params);
   rm_spec_destroy(spec);
@@ -99,10 +98,9 @@ static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
   rm_params_destroy(params);
   rm_spec_destroy(spec);
   PyObject *dict = PyDict_New();
-  for (int kind = 0; dict && kind < RM_N_PARAM_KIND; kind++) {
-    RM_OWNED *bytes = PyLong_FromLongLong(elems[kind] * (int64_t)rm_dtype_bytes(dtype));
-    if (!bytes || PyDict_SetItemString(dict, rm_kinds[kind].kind, bytes)) Py_CLEAR(dict);
-  }
+  for (int kind = 0; dict && kind < RM_N_PARAM_KIND; kind++)
+    rm_dict_put(&dict, rm_kinds[kind].kind,
+                PyLong_FromLongLong(elems[kind] * (int64_t)rm_dtype_bytes(dtype)));
   return dict;
 }
 

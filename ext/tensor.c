@@ -325,10 +325,9 @@ int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name,
   memset(out, 0, sizeof *out);
   if (check_device(module, object, name, reader, &ordinal)) return -1;
   PyObject *capsule = ask_reader(module, object, name, reader, ordinal);
-  if (capsule && !from_capsule(module, capsule, name, ordinal, out))
-    out->owner = PyTuple_Pack(2, capsule, object);
+  if (capsule && !from_capsule(module, capsule, name, ordinal, out)) return out->owner = capsule, 0;
   rm_tensor_release(capsule);
-  return out->owner ? 0 : -1;
+  return -1;
 }
 
 static int from_dlpack(PyObject *module, PyObject *object, PyObject *name,

@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "arrays.h"
 #include "base/memory.h"
 #include "clock.h"
 #include "comm/block.h"
@@ -46,17 +47,14 @@ static PyObject *packed(const rm_block *block) {
 }
 
 // Makes the lists of bytes to send and of sizes to receive, with empty entries for this rank.
-static int lists_of(const comm_object *c, const rm_block send[], const rm_block recv[],
-                    PyObject **sent, PyObject **sizes) {
-  *sent = PyList_New(c->size);
-  *sizes = PyList_New(c->size);
+static void lists_of(const comm_object *c, const rm_block send[], const rm_block recv[],
+                     PyObject **sent, PyObject **sizes) {
+  *sent = PyList_New(0);
+  *sizes = PyList_New(0);
   for (int r = 0; *sent && *sizes && r < c->size; r++) {
-    PyObject *bytes = r == c->rank ? PyBytes_FromStringAndSize(NULL, 0) : packed(&send[r]);
-    PyObject *size = PyLong_FromSize_t(r == c->rank ? 0 : rm_block_bytes(&recv[r]));
-    if (!bytes || !size || PyList_SetItem(*sent, r, bytes) || PyList_SetItem(*sizes, r, size))
-      return -1;
+    rm_list_put(sent, r == c->rank ? PyBytes_FromStringAndSize(NULL, 0) : packed(&send[r]));
+    rm_list_put(sizes, PyLong_FromSize_t(r == c->rank ? 0 : rm_block_bytes(&recv[r])));
   }
-  return *sent && *sizes ? 0 : -1;
 }
 
 static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
@@ -108,7 +106,8 @@ static rm_code code_of_exception(comm_object *c, rm_error *err) {
 static PyObject *exchanged(const comm_object *c, rm_comm_op op, uint64_t sequence, int64_t epoch,
                            double timeout, const rm_block send[], const rm_block recv[]) {
   RM_OWNED *sent = NULL, *sizes = NULL;
-  if (lists_of(c, send, recv, &sent, &sizes)) return NULL;
+  lists_of(c, send, recv, &sent, &sizes);
+  if (!sent || !sizes) return NULL;
   return PyObject_CallFunction(c->exchange, "iKLdOO", (int)op, (unsigned long long)sequence,
                                (long long)epoch, timeout, sent, sizes);
 }
@@ -162,12 +161,10 @@ static rm_code call_look(void *self, rm_error *err) {
 }
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"exchange", "rank", "size", "name", NULL};
+  static char *names[] = {"exchange", "rank", "size", NULL};
   PyObject *exchange, *module = PyType_GetModule(type);
   int rank, size;
-  const char *name = "torch";
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii|s:Comm", names, &exchange, &rank, &size,
-                                   &name))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii:Comm", names, &exchange, &rank, &size))
     return NULL;
   comm_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
@@ -207,58 +204,48 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
       code = rm_no_memory(&err, "the parts of other ranks", total);
     if (!code && total) code = rm_comm_gather_rows(self->comm, data, all, counts, 1, &err);
   Py_END_ALLOW_THREADS
-  if (!code) out = PyList_New(size);
+  if (!code) out = PyList_New(0);
   const char *at = all;
-  for (int r = 0; out && r < size; at += counts[r++]) {
-    PyObject *part = PyBytes_FromStringAndSize(at, (Py_ssize_t)counts[r]);
-    if (!part || PyList_SetItem(out, r, part)) Py_CLEAR(out);
-  }
+  for (int r = 0; out && r < size; at += counts[r++])
+    rm_list_put(&out, PyBytes_FromStringAndSize(at, (Py_ssize_t)counts[r]));
   rm_free(all);
   rm_free(counts);
   return code ? rm_raise(rm_module_of((PyObject *)self), &err) : out;
 }
 
-// Converts a list of buffers, one for each rank, to blocks. *n: the number of views to release,
-// also on failure.
-static int buffers_of(PyObject *list, int size, int flags, Py_buffer views[], rm_block blocks[],
-                      int *n) {
-  if (PySequence_Size(list) != size) {
-    if (!PyErr_Occurred())
-      PyErr_Format(PyExc_ValueError, "expected %d buffers, one for each rank, got %zd", size,
-                   PySequence_Size(list));
-    return -1;
+// Converts a tuple of uint8 arrays, one for each rank, to blocks.
+static int blocks_of(comm_object *self, PyObject *arrays, int size, int flags, rm_block blocks[]) {
+  if (arrays && PyTuple_Size(arrays) != size)
+    PyErr_Format(PyExc_ValueError, "expected %d arrays, one for each rank, got %zd", size,
+                 PyTuple_Size(arrays));
+  for (int r = 0; r < size && !PyErr_Occurred(); r++) {
+    rm_array_want want = {"bytes of a rank", NPY_UINT8, flags, 1, {-1}};
+    void *data;
+    if (rm_array_data(rm_module_of((PyObject *)self), PyTuple_GetItem(arrays, r), &want, &data))
+      break;
+    const size_t bytes = (size_t)want.shape[0];
+    blocks[r] = (rm_block){data, bytes > 0, bytes, bytes};
   }
-  for (*n = 0; *n < size; ++*n) {
-    RM_OWNED *part = PySequence_GetItem(list, *n);
-    if (!part || PyObject_GetBuffer(part, &views[*n], flags)) return -1;
-    const size_t bytes = (size_t)views[*n].len;
-    blocks[*n] = (rm_block){views[*n].buf, bytes > 0, bytes, bytes};
-  }
-  return 0;
+  return PyErr_Occurred() ? -1 : 0;
 }
 
 static PyObject *comm_all_to_all(comm_object *self, PyObject *args) {
-  PyObject *give, *take_into, *result = NULL;
-  int n_give = 0, n_take = 0;
-  if (!PyArg_ParseTuple(args, "OO:all_to_all", &give, &take_into) || enter(self)) return NULL;
+  PyObject *lists[2], *result = NULL;
+  if (!PyArg_ParseTuple(args, "OO:all_to_all", &lists[0], &lists[1]) || enter(self)) return NULL;
+  // Another thread may change the lists.
+  RM_OWNED *give = PySequence_Tuple(lists[0]);
+  RM_OWNED *take_into = give ? PySequence_Tuple(lists[1]) : NULL;
   const int size = rm_comm_size(self->comm);
   rm_error err = RM_ERROR_INIT;
-  Py_buffer *views = rm_alloc(2 * (size_t)size, sizeof *views);
   rm_block *blocks = rm_alloc(2 * (size_t)size, sizeof *blocks);
-  if (!views || !blocks) {
-    PyErr_NoMemory();
-    goto out;
-  }
-  if (buffers_of(give, size, PyBUF_SIMPLE, views, blocks, &n_give)) goto out;
-  if (buffers_of(take_into, size, PyBUF_WRITABLE, views + size, blocks + size, &n_take)) goto out;
-  const rm_code code =
-      RM_UNLOCKED(rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err));
-  result = rm_none(rm_module_of((PyObject *)self), code, &err);
-out:
-  for (int i = 0; i < n_give; i++) PyBuffer_Release(&views[i]);
-  for (int i = 0; i < n_take; i++) PyBuffer_Release(&views[size + i]);
+  if (!blocks) return PyErr_NoMemory();
+  if (!blocks_of(self, give, size, RM_ARRAY_IN, blocks) &&
+      !blocks_of(self, take_into, size, RM_ARRAY_WRITE, blocks + size))
+    result = rm_none(
+        rm_module_of((PyObject *)self),
+        RM_UNLOCKED(rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err)),
+        &err);
   rm_free(blocks);
-  rm_free(views);
   return result;
 }
 
@@ -322,17 +309,15 @@ static PyObject *attach(PyObject *module, PyObject *args) {
     return NULL;
   if (rm_mesh_create(tp, dp, ep, &mesh, &err)) return rm_raise(module, &err);
   const rm_code code = RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err));
-  PyObject *out = code ? NULL : PyTuple_New(RM_N_GROUPS);
-  for (int group = 0; out && group < RM_N_GROUPS; group++) {
-    PyObject *end = ends[group] ? rm_object_make(module, RM_TYPE_COMM) : Py_NewRef(Py_None);
-    if (end && ends[group]) {
-      ((comm_object *)end)->comm = ends[group];
-      ends[group] = NULL;
-    }
-    if (!end || PyTuple_SetItem(out, group, end)) Py_CLEAR(out);
+  PyObject *out = code ? rm_raise(module, &err) : PyTuple_New(RM_N_GROUPS);
+  for (int group = 0; group < RM_N_GROUPS; group++) {
+    comm_object *end = out && ends[group] ? rm_object_make(module, RM_TYPE_COMM) : NULL;
+    if (end) end->comm = ends[group];
+    else rm_comm_destroy(ends[group]);
+    if (ends[group] && !end) Py_CLEAR(out);
+    if (out) PyTuple_SetItem(out, group, end ? (PyObject *)end : Py_NewRef(Py_None));
   }
-  for (int group = 0; group < RM_N_GROUPS; group++) rm_comm_destroy(ends[group]);
-  return code ? rm_raise(module, &err) : out;
+  return out;
 }
 
 // --------------------------------------------------------------------------------------- the type

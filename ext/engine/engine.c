@@ -35,36 +35,27 @@ int rm_engine_id(PyObject *argument, uint64_t *id) {
 // -------------------------------------------------------------------------------- create, destroy
 // given: (rank, tp, ep, world). The engine takes the Comms; if it cannot be made, they get their
 // ends back.
-static int take_ends(PyObject *module, PyObject *given, PyObject *comms[3], rm_endpoints *ends) {
-  rm_comm **const places[3] = {&ends->tp, &ends->ep, &ends->world};
-  if (!PyArg_ParseTuple(given, "iOOO:ends", &ends->index, &comms[0], &comms[1], &comms[2]))
-    return -1;
-  for (int i = 0; i < 3; i++)
-    if (rm_comm_take(module, comms[i], places[i])) return -1;
-  return 0;
-}
-
 static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
   rm_engine_options options;
   rm_endpoints ends = {0};
   rm_error err = RM_ERROR_INIT;
-  rm_code code = RM_OK;
-  PyObject *comms[3] = {0}, *held = rm_engine_options_read(module, object, &options);
+  PyObject *comms[3];
+  rm_comm **const places[3] = {&ends.tp, &ends.ep, &ends.world};
+  RM_OWNED *held = rm_engine_options_read(module, object, &options);
+  int n = 0;
   if (!held) return -1;
-  int failed = self->ends != Py_None && take_ends(module, self->ends, comms, &ends);
-  if (self->ends != Py_None) options.endpoints = &ends;
-  if (!failed) {
-    code = RM_UNLOCKED(rm_engine_create(self->spec, &options, &self->engine, &err));
-    if (code) rm_raise(module, &err);
-    failed = code != RM_OK;
+  if (self->ends != Py_None) {
+    if (!PyArg_ParseTuple(self->ends, "iOOO:ends", &ends.index, &comms[0], &comms[1], &comms[2]))
+      return -1;
+    while (n < 3 && !rm_comm_take(module, comms[n], places[n])) n++;
+    options.endpoints = &ends;
   }
-  if (failed) {
-    rm_comm_put_back(comms[0], ends.tp);
-    rm_comm_put_back(comms[1], ends.ep);
-    rm_comm_put_back(comms[2], ends.world);
-  }
-  Py_DECREF(held);
-  return failed ? -1 : 0;
+  if (!PyErr_Occurred() &&
+      !RM_UNLOCKED(rm_engine_create(self->spec, &options, &self->engine, &err)))
+    return 0;
+  while (n-- > 0) rm_comm_put_back(comms[n], *places[n]);
+  if (!PyErr_Occurred()) rm_raise(module, &err);
+  return -1;
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {

@@ -26,9 +26,8 @@ static rm_code choose_dtype(const char *name, rm_dtype *dtype, rm_error *err) {
                  name ? name : "None");
 }
 
-// Without a name the engine selects the kernels.
-static rm_code choose_kernels(const char *name, const rm_kernels **kernels, rm_error *err) {
-  if (!name || (*kernels = rm_kernels_named(name))) return RM_OK;
+rm_code rm_kernels_find(const char *name, const rm_kernels **kernels, rm_error *err) {
+  if ((*kernels = rm_kernels_named(name))) return RM_OK;
   return rm_fail(
       err, RM_E_CONFIG,
       "expected an instruction set that this build has and this processor runs, got isa='%.64s'",
@@ -54,7 +53,7 @@ PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_o
   } else if (rm_mesh_create(n.tp, n.dp, n.ep, &out->mesh, &err) ||
              rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err) ||
              choose_dtype(n.dtype, &out->dtype, &err) ||
-             choose_kernels(n.isa, &out->kernels, &err)) {
+             (n.isa && rm_kernels_find(n.isa, &out->kernels, &err))) { // else the engine selects
     Py_CLEAR(held);
     rm_raise(module, &err);
   }

@@ -59,11 +59,9 @@ typedef struct entry_object {
 } entry_object;
 
 static PyObject *list_of_params(const rm_target *target) {
-  PyObject *list = PyList_New((Py_ssize_t)target->n_pieces);
-  for (int64_t i = 0; list && i < target->n_pieces; i++) {
-    PyObject *index = PyLong_FromLongLong(target->pieces[i].param);
-    if (!index || PyList_SetItem(list, (Py_ssize_t)i, index)) Py_CLEAR(list);
-  }
+  PyObject *list = PyList_New(0);
+  for (int64_t i = 0; list && i < target->n_pieces; i++)
+    rm_list_put(&list, PyLong_FromLongLong(target->pieces[i].param));
   return list;
 }
 
@@ -276,19 +274,18 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   long long most = INT64_MAX;
   if (!PyArg_ParseTuple(args, "O|LO:sync_push", &given, &most, &between)) return NULL;
   RM_OWNED *list = PySequence_Tuple(given); // another thread may change a list
-  const rm_entry *one, **entries = &one;
   int failed = 1;
   if (!list) return NULL;
   const Py_ssize_t n = PyTuple_Size(list);
-  if (n > 1 && !(entries = rm_alloc((size_t)n, sizeof *entries)))
-    rm_raise_code(module, RM_E_MEMORY, "no memory for a push of %zd tensors", n);
+  const rm_entry **entries = rm_alloc((size_t)n, sizeof *entries);
+  if (!entries) rm_raise_code(module, RM_E_MEMORY, "no memory for a push of %zd tensors", n);
   if (entries && !rm_engine_enter(self)) {
     failed = entries_of(self, list, n, entries) || push(self, entries, n, most, between);
     if (self->engine) rm_engine_leave(self);
   }
   for (Py_ssize_t i = 0; !failed && i < n; i++)
     drop_tensor((entry_object *)PyTuple_GetItem(list, i));
-  if (entries != &one) rm_free(entries);
+  rm_free(entries);
   return failed ? NULL : Py_NewRef(Py_None);
 }
 

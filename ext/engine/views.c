@@ -11,13 +11,6 @@ static const char *const finish_names[] = {[RM_RUNNING] = NULL,
                                            [RM_FINISH_ABORT] = "abort",
                                            [RM_FINISH_ERROR] = "error"};
 
-// Adds a value to the dict and releases the reference. Returns −1 if it is NULL or cannot be added.
-static int put(PyObject *dict, const char *key, PyObject *value) {
-  const int failed = !value || PyDict_SetItemString(dict, key, value);
-  Py_XDECREF(value);
-  return failed ? -1 : 0;
-}
-
 static PyObject *error_object(rm_engine_object *self, const rm_sequence_group *group) {
   if (!group->error) return Py_NewRef(Py_None);
   PyObject *type = rm_state(rm_engine_module(self))->errors[group->error];
@@ -30,29 +23,27 @@ typedef struct record { // [n], or [n][top]
   int type, has_top, optional; // optional: None without data
 } record;
 
-static int put_records(PyObject *dict, const record *records, size_t n_records, int64_t n,
-                       int64_t top) {
+static void put_records(PyObject **dict, const record *records, size_t n_records, int64_t n,
+                        int64_t top) {
   const int64_t shape[2] = {n, top};
-  for (size_t i = 0; i < n_records; i++) {
+  for (size_t i = 0; *dict && i < n_records; i++) {
     const record *r = &records[i];
     const void *data = r->has_top && top <= 0 ? NULL : r->data;
-    if (put(dict, r->key,
-            data || !r->optional ? rm_array_new(r->type, 1 + r->has_top, shape, data)
-                                 : Py_NewRef(Py_None)))
-      return -1;
+    rm_dict_put(dict, r->key,
+                data || !r->optional ? rm_array_new(r->type, 1 + r->has_top, shape, data)
+                                     : Py_NewRef(Py_None));
   }
-  return 0;
 }
 
 // Adds n rows of the routing, or None.
-static int put_routed(rm_engine_object *self, PyObject *dict, const char *key, int has_routing,
-                      const void *ids, int64_t n) {
+static void put_routed(rm_engine_object *self, PyObject **dict, const char *key, int has_routing,
+                       const void *ids, int64_t n) {
   const int64_t shape[3] = {n, self->spec->n_moe_layers, self->spec->top_k};
-  return put(dict, key,
-             has_routing ? rm_array_new(NPY_INT16, 3, shape, n ? ids : NULL) : Py_NewRef(Py_None));
+  rm_dict_put(dict, key,
+              has_routing ? rm_array_new(NPY_INT16, 3, shape, n ? ids : NULL) : Py_NewRef(Py_None));
 }
 
-static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_sequence_group *group) {
+static void put_prompt(rm_engine_object *self, PyObject **dict, const rm_sequence_group *group) {
   const record records[] = {
       {"prompt_logprobs", group->prompt_logprobs, NPY_FLOAT32, 0, 1},
       {"prompt_sampling_logprobs", group->prompt_sampling, NPY_FLOAT32, 0, 1},
@@ -60,11 +51,10 @@ static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_sequence_
       {"prompt_top_ids", group->prompt_top_ids, NPY_INT32, 1, 1},
       {"prompt_top_logprobs", group->prompt_top_logprobs, NPY_FLOAT32, 1, 1},
   };
-  if (put_records(dict, records, RM_LENGTH(records), group->n_prompt - 1, group->prompt_top))
-    return -1;
+  put_records(dict, records, RM_LENGTH(records), group->n_prompt - 1, group->prompt_top);
   // Only for finished requests: a stream would otherwise copy this largest record after each step.
-  return put_routed(self, dict, "prompt_routed", group->n_done == group->n && group->prompt_routed,
-                    group->prompt_routed, group->n_prompt);
+  put_routed(self, dict, "prompt_routed", group->n_done == group->n && group->prompt_routed,
+             group->prompt_routed, group->n_prompt);
 }
 
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
@@ -80,7 +70,7 @@ PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
       "error", error_object(self, group), "num_cached_tokens", (long long)group->n_cached,
       "num_scored", (long long)group->n_scored, "n", (int)group->n, "times", times->queued,
       times->scheduled, times->first_token, times->last_token);
-  if (dict && put_prompt(self, dict, group)) Py_CLEAR(dict);
+  put_prompt(self, &dict, group);
   return dict;
 }
 
@@ -96,7 +86,9 @@ static const rm_sequence *read_sample(rm_engine_object *self, PyObject *args, co
   return seq;
 }
 
-static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sequence *seq) {
+PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
+  const rm_sequence *seq = read_sample(self, args, "Ki:sample", NULL);
+  if (!seq) return NULL;
   const int64_t n = seq->n_tokens;
   const record records[] = {
       {"token_ids", seq->ids + seq->group->n_prompt, NPY_INT32, 0, 0},
@@ -109,17 +101,11 @@ static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sequence 
       {"top_logprobs", seq->top_logprobs, NPY_FLOAT32, 1, 1},
       {"kept", seq->kept, NPY_INT32, 0, 1},
   };
-  if (put_records(dict, records, RM_LENGTH(records), n, seq->group->top_logprobs)) return -1;
-  const int has_routing = self->spec->n_moe_layers && seq->finish != RM_RUNNING;
-  return put_routed(self, dict, "routed", has_routing, seq->routed, n > 0 ? n - 1 : 0);
-}
-
-PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
-  const rm_sequence *seq = read_sample(self, args, "Ki:sample", NULL);
-  if (!seq) return NULL;
   PyObject *dict = Py_BuildValue("{sz si}", "finish", finish_names[seq->finish], "stop_token",
                                  (int)seq->stop_token);
-  if (dict && put_sample(self, dict, seq)) Py_CLEAR(dict);
+  put_records(&dict, records, RM_LENGTH(records), n, seq->group->top_logprobs);
+  put_routed(self, &dict, "routed", self->spec->n_moe_layers && seq->finish != RM_RUNNING,
+             seq->routed, n > 0 ? n - 1 : 0);
   return dict;
 }
 
@@ -185,29 +171,22 @@ static const rm_attribute profile_fields[] = {
 PyObject *rm_engine_py_profile(rm_engine_object *self) {
   rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
-  for (int i = 0; list && profile && i < profile->n_entries; i++) {
-    RM_OWNED *entry =
-        rm_attributes_dict(&profile->entries[i], profile_fields, RM_LENGTH(profile_fields));
-    if (!entry || PyList_Append(list, entry)) Py_CLEAR(list);
-  }
+  for (int i = 0; list && profile && i < profile->n_entries; i++)
+    rm_list_put(
+        &list, rm_attributes_dict(&profile->entries[i], profile_fields, RM_LENGTH(profile_fields)));
   if (list && profile) rm_profile_reset(profile);
   return list;
 }
 
-static PyObject *manifest_entry(const rm_params *params, const rm_param *param) {
-  const int64_t shape[] = {param->rows, param->cols};
-  return Py_BuildValue("(sNsO)", rm_param_name(params, param).text,
-                       rm_tuple_of(shape + 2 - param->n_dims, param->n_dims),
-                       param->dtype == RM_BF16 ? "bfloat16" : "float32",
-                       param->required ? Py_True : Py_False);
-}
-
 PyObject *rm_engine_py_manifest(rm_engine_object *self) {
   const rm_params *params = rm_engine_params(self->engine);
-  PyObject *list = PyList_New((Py_ssize_t)params->n);
-  for (int64_t i = 0; list && i < params->n; i++) {
-    PyObject *entry = manifest_entry(params, &params->list[i]);
-    if (!entry || PyList_SetItem(list, (Py_ssize_t)i, entry)) Py_CLEAR(list);
+  PyObject *list = PyList_New(0);
+  for (const rm_param *p = params->list; list && p < params->list + params->n; p++) {
+    const int64_t shape[] = {p->rows, p->cols};
+    rm_list_put(&list, Py_BuildValue("(sNsO)", rm_param_name(params, p).text,
+                                     rm_tuple_of(shape + 2 - p->n_dims, p->n_dims),
+                                     p->dtype == RM_BF16 ? "bfloat16" : "float32",
+                                     p->required ? Py_True : Py_False));
   }
   return list;
 }

@@ -10,16 +10,16 @@ typedef struct serving {
   int type; // NumPy type of the weights
 } serving;
 
-// Adds a view of n elements (or [rows][cols]) at an offset to the dict.
-static int put_view(const serving *s, PyObject *dict, const char *name, size_t offset, int type,
-                    int n_dims, int64_t rows, int64_t cols) {
+// Returns a view of n elements (or [rows][cols]) at an offset.
+static PyObject *view_of(const serving *s, size_t offset, int type, int n_dims, int64_t rows,
+                         int64_t cols) {
   npy_intp dims[2] = {(npy_intp)rows, (npy_intp)cols};
   void *data = (void *)(uintptr_t)(s->block + offset);
-  RM_OWNED *view =
+  PyObject *view =
       PyArray_New(&PyArray_Type, n_dims, dims, type, NULL, data, 0, NPY_ARRAY_CARRAY_RO, NULL);
-  if (!view || PyArray_SetBaseObject((PyArrayObject *)view, Py_NewRef((PyObject *)s->self)))
-    return -1;
-  return PyDict_SetItemString(dict, name, view);
+  if (view && PyArray_SetBaseObject((PyArrayObject *)view, Py_NewRef((PyObject *)s->self)))
+    Py_CLEAR(view);
+  return view;
 }
 
 // Names of matrices that are several parameters; any other has its parameter's name.
@@ -32,34 +32,30 @@ static const char *const fused_names[RM_N_PARAM_KIND] = {
 };
 
 // Adds a layer's matrices, or those outside of layers.
-static int put_matrices(const serving *s, PyObject *dict, const rm_layer_params *layer) {
+static void put_matrices(const serving *s, PyObject **dict, const rm_layer_params *layer) {
   const int64_t hidden = s->params->spec->hidden_size;
-  int failed = 0;
-  for (int kind = 0; kind < RM_N_PARAM_KIND && !failed; kind++) {
+  for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
     const rm_matrix matrix = layer->of[kind];
-    const char *name = fused_names[kind] ? fused_names[kind] : rm_kinds[kind].kind;
+    const int is_table = kind == RM_P_EMBED && !s->params->spec->tie_word_embeddings;
     // The other parameters of a fused matrix.
     if (matrix.offset == SIZE_MAX || matrix.is_rest) continue;
-    const int is_table = kind == RM_P_EMBED && !s->params->spec->tie_word_embeddings;
-    failed =
-        put_view(s, dict, name, matrix.offset, kind == RM_P_ROUTER_BIAS ? NPY_FLOAT32 : s->type,
-                 is_table ? 2 : 1, is_table ? matrix.elems / hidden : matrix.elems, hidden);
+    rm_dict_put(dict, fused_names[kind] ? fused_names[kind] : rm_kinds[kind].kind,
+                view_of(s, matrix.offset, kind == RM_P_ROUTER_BIAS ? NPY_FLOAT32 : s->type,
+                        is_table ? 2 : 1, is_table ? matrix.elems / hidden : matrix.elems, hidden));
   }
-  return failed;
+}
+
+static PyObject *views_of(const serving *s, const rm_layer_params *layer) {
+  PyObject *dict = PyDict_New();
+  put_matrices(s, &dict, layer);
+  return dict;
 }
 
 static PyObject *all_views(const serving *s) {
-  const Py_ssize_t n = (Py_ssize_t)s->params->spec->n_layers;
-  PyObject *dict = PyDict_New(), *layers = PyList_New(n);
-  int failed = !dict || !layers || put_matrices(s, dict, &s->params->ends);
-  for (Py_ssize_t i = 0; !failed && i < n; i++) {
-    PyObject *layer = PyDict_New();
-    failed = !layer || put_matrices(s, layer, &s->params->layers[i]);
-    if (layer) failed |= PyList_SetItem(layers, i, layer);
-  }
-  if (!failed) failed = PyDict_SetItemString(dict, "layers", layers);
-  Py_XDECREF(layers);
-  if (failed) Py_CLEAR(dict);
+  PyObject *layers = PyList_New(0), *dict = views_of(s, &s->params->ends);
+  for (int64_t i = 0; layers && i < s->params->spec->n_layers; i++)
+    rm_list_put(&layers, views_of(s, &s->params->layers[i]));
+  rm_dict_put(&dict, "layers", layers);
   return dict;
 }
 

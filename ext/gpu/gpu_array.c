@@ -10,7 +10,6 @@
 #include "base/checked.h"
 #include "base/memory.h"
 #include "dlpack.h"
-#include "gpu/loans.h"
 #include "tensor.h"
 
 enum { MAX_DIMS = 4 };
@@ -333,40 +332,40 @@ static int hand_over(array_object *self, PyObject *stream) {
     return -1;
   if (rm_op_device_enter(rm_module_of((PyObject *)self), self->op_device, &saved)) return -1;
   device->make_stream_wait(device->self, (void *)(uintptr_t)handle);
-  const rm_device_status status = device->poll(device->self);
-  const rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, &err);
+  const rm_code code = rm_op_device_poll(self->op_device, &err);
   rm_op_device_leave(self->op_device, saved);
   if (code) rm_raise(rm_module_of((PyObject *)self), &err);
   return code ? -1 : 0;
 }
 
+// A converter of PyArg_Parse: None leaves the pair as it is.
+static int to_pair(PyObject *object, void *pair) {
+  int *out = pair;
+  if (object == Py_None) return 1;
+  if (PyTuple_Check(object)) return PyArg_ParseTuple(object, "ii", &out[0], &out[1]);
+  PyErr_SetString(PyExc_TypeError, "max_version, dl_device: expected tuples of two integers");
+  return 0;
+}
+
 static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
   array_object *self = (array_object *)object;
-  PyObject *stream = Py_None, *version = Py_None, *device = Py_None, *copy = Py_None;
-  int major = 0, minor = 0, type = DL_CUDA, number = self->ordinal;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream, &version,
-                                   &device, &copy))
+  PyObject *stream = Py_None, *copy = Py_None;
+  int version[2] = {0}, device[2] = {DL_CUDA, self->ordinal};
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OO&O&O:__dlpack__", names, &stream, to_pair,
+                                   version, to_pair, device, &copy))
     return NULL;
-  if ((version != Py_None && !PyTuple_Check(version)) ||
-      (device != Py_None && !PyTuple_Check(device)))
-    return PyErr_SetString(PyExc_TypeError,
-                           "max_version, dl_device: expected tuples of two integers"),
-           NULL;
-  if (version != Py_None && !PyArg_ParseTuple(version, "ii:max_version", &major, &minor))
-    return NULL;
-  if (device != Py_None && !PyArg_ParseTuple(device, "ii:dl_device", &type, &number)) return NULL;
-  if (type != DL_CUDA || number != self->ordinal || copy == Py_True)
+  if (device[0] != DL_CUDA || device[1] != self->ordinal || copy == Py_True)
     return PyErr_Format(PyExc_BufferError,
                         "expected dl_device of %s and copy=False: the array is not copied",
                         self->device);
   if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
-  if (major < 1 && self->read_only)
+  if (version[0] < 1 && self->read_only)
     return PyErr_SetString(
                PyExc_BufferError,
                "expected a consumer with DLPack 1.x, got an older one: the array is read-only"),
            NULL;
-  return hand_over(self, stream) ? NULL : capsule_of(self, major >= 1);
+  return hand_over(self, stream) ? NULL : capsule_of(self, version[0] >= 1);
 }
 
 static PyObject *array_dlpack_device(PyObject *self, PyObject *ignored) {

@@ -34,6 +34,8 @@ int rm_op_device_check_stream(PyObject *module, rm_op_device *op_device, void *s
 // Returns 0, or −1 with StateError in a forked child. *saved is for leave.
 int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved);
 void rm_op_device_leave(rm_op_device *op_device, int saved);
+// The failure of an earlier op: RM_OK or RM_E_DEVICE. Does not wait.
+rm_code rm_op_device_poll(rm_op_device *op_device, rm_error *err);
 // Grows the mirrored buffer to at least `bytes` and waits until earlier work has finished with it.
 // RM_E_CAPACITY, RM_E_MEMORY, RM_E_DEVICE.
 rm_code rm_op_device_mirrored(rm_op_device *op_device, size_t bytes, rm_error *err);
@@ -51,6 +53,9 @@ PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObje
 PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name,
                                const rm_dlpack *taken);
 
+// Returns the device of that number, opened: a view that `gpus`, a _core.Gpus, owns. NULL with an
+// exception.
+const rm_device *rm_gpus_device(PyObject *gpus, int ordinal);
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args); // _core.Gpus.array
 
 int rm_is_device_array(PyObject *module, PyObject *object);

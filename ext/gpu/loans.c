@@ -1,14 +1,14 @@
-// loans.c: see loans.h. Python decides which process opens which memory, and for how long
-// (rollmesh.weights.transport.loans).
-#include "loans.h"
+// loans.c: _core.Gpus, GPU tensors between processes by CUDA IPC. In the trainer it returns a
+// tensor's address and the handle of its allocation; in another process it opens the handle and
+// makes a DeviceArray over that memory. Python decides which process opens which memory, and for
+// how long (rollmesh.weights.transport.loans). Called with the GIL.
+#include "gpu_array.h"
 
 #include <string.h>
 
 #include "base/memory.h"
 #include "dlpack.h"
 #include "gpu/gpu.h"
-#include "gpu_array.h"
-#include "tensor.h"
 
 typedef struct gpus_object {
   PyObject_HEAD
@@ -72,19 +72,25 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
                  RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)), &err);
 }
 
+// Reads (ordinal, address). NULL with an exception.
+static const rm_device *device_of(PyObject *object, PyObject *args, void **address) {
+  int ordinal;
+  unsigned long long number;
+  if (!PyArg_ParseTuple(args, "iK", &ordinal, &number)) return NULL;
+  *address = (void *)(uintptr_t)number;
+  return rm_gpus_device(object, ordinal);
+}
+
 // Opening memory waits for the driver, closing it waits for the device: both run without the GIL.
 static PyObject *gpus_loan(PyObject *object, PyObject *args) {
-  gpus_object *self = (gpus_object *)object;
-  int ordinal;
-  unsigned long long address;
+  const gpus_object *self = (gpus_object *)object;
+  void *address;
   rm_device_loan loan;
   rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "iK:loan", &ordinal, &address)) return NULL;
-  const rm_device *device = rm_gpus_device(object, ordinal);
+  const rm_device *device = device_of(object, args, &address);
   if (!device) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_make_loan(
-      self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err));
-  if (code) return rm_raise(rm_module_of(object), &err);
+  if (RM_UNLOCKED(rm_cuda_make_loan(self->readers.library, device, address, &loan, &err)))
+    return rm_raise(rm_module_of(object), &err);
   return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle,
                        (Py_ssize_t)sizeof loan.handle, (unsigned long long)(uintptr_t)loan.block,
                        (Py_ssize_t)loan.bytes);
@@ -113,17 +119,13 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
 }
 
 static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
-  gpus_object *self = (gpus_object *)object;
-  int ordinal;
-  unsigned long long block;
+  const gpus_object *self = (gpus_object *)object;
+  void *block;
   rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "iK:give_back", &ordinal, &block)) return NULL;
-  const rm_device *device = rm_gpus_device(object, ordinal);
+  const rm_device *device = device_of(object, args, &block);
   if (!device) return NULL;
   return rm_none(rm_module_of(object),
-                 RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device,
-                                                (void *)(uintptr_t)block, &err)),
-                 &err);
+                 RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device, block, &err)), &err);
 }
 
 static PyMethodDef gpus_methods[] = {

@@ -25,6 +25,12 @@ void rm_op_device_leave(rm_op_device *op_device, int saved) {
   pthread_mutex_unlock(&op_device->mutex);
 }
 
+rm_code rm_op_device_poll(rm_op_device *op_device, rm_error *err) {
+  const rm_device *device = &op_device->device;
+  const rm_device_status status = device->poll(device->self);
+  return status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, err);
+}
+
 static size_t grown(size_t bytes) { return bytes < 4096 ? 4096 : bytes + bytes / 4; }
 
 rm_code rm_op_device_mirrored(rm_op_device *op_device, size_t bytes, rm_error *err) {
@@ -144,17 +150,7 @@ int rm_op_device_check_stream(PyObject *module, rm_op_device *self, void *stream
                    (unsigned long long)(uintptr_t)stream, why);
 }
 
-static PyObject *op_device_check_stream(PyObject *self, PyObject *number) {
-  const unsigned long long handle = PyLong_AsUnsignedLongLong(number);
-  if (PyErr_Occurred()) return NULL;
-  return rm_op_device_check_stream(rm_module_of(self), (rm_op_device *)self,
-                                   (void *)(uintptr_t)handle)
-             ? NULL
-             : Py_NewRef(Py_None);
-}
-
 static PyMethodDef op_device_methods[] = {
-    {"check_stream", op_device_check_stream, METH_O, NULL},
     {"zeros", op_device_zeros, METH_VARARGS, NULL},
     {"to_device", op_device_copy, METH_O, NULL},
     {"take", op_device_take, METH_VARARGS, NULL},

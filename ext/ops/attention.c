@@ -18,12 +18,6 @@ static void page_elems(rm_op_call *c, int64_t page_size, int64_t head_dim) {
   c->s.v_elems = rm_op_product(c, "v_cache", page_size, rm_round_up(head_dim, RM_N_TILE));
 }
 
-static void same_size(rm_op_call *c, const char *name, int dim, int64_t seen, int64_t wanted) {
-  if (seen != wanted)
-    rm_op_raise(c, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", name,
-                (long long)wanted, dim, (long long)seen);
-}
-
 // ------------------------------------------------------------------------------------- rope_table
 #define OP a.rope_table
 static void run_rope_table(rm_op_call *c) {
@@ -77,24 +71,22 @@ static int is_whole(const rm_op_call *c) { // a norm over all heads of the model
   return rm_op_given(c, "q_squares") || rm_op_given(c, "k_squares");
 }
 
-// With a norm per head, head_dim is the size of its weight; otherwise it follows from the columns
-// of qkv. All sizes were already taken from the arrays.
+// head_dim follows from the columns of qkv.
 static void rope_sizes(rm_op_call *c) {
   rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
-  const rm_op_sizes taken = c->s;
   const int whole = is_whole(c);
-  const int64_t columns = a->n_heads + 2 * a->n_kv_heads;
-  a->head_dim = a->q_weight && !whole ? taken.q_width : taken.width / rm_max64(columns, 1);
-  if (a->q_weight) {
-    same_size(c, "q_weight", 0, taken.q_width, whole ? a->n_heads * a->head_dim : a->head_dim);
-    same_size(c, "k_weight", 0, taken.k_width, whole ? a->n_kv_heads * a->head_dim : a->head_dim);
-  }
+  const int64_t columns = a->n_heads + 2 * a->n_kv_heads, taken = c->s.k_elems;
+  a->head_dim = c->s.width / rm_max64(columns, 1);
   page_elems(c, a->page_size, a->head_dim);
-  same_size(c, "k_cache", 2, taken.k_elems, c->s.k_elems);
-  same_size(c, "v_cache", 2, taken.v_elems, c->s.v_elems);
+  if (taken != c->s.k_elems)
+    rm_op_raise(c, RM_E_SHAPE, "k_cache: expected size %lld in dim 2, got %lld",
+                (long long)c->s.k_elems, (long long)taken);
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
+  if (c->s.width != columns * a->head_dim)
+    rm_op_refuse(c, RM_E_SHAPE, "the columns of qkv", c->s.width, "a multiple of heads,", columns);
+  c->s.q_width = whole ? a->n_heads * a->head_dim : a->head_dim;
+  c->s.k_width = whole ? a->n_kv_heads * a->head_dim : a->head_dim;
   c->s.n_slots = c->s.n_pages * a->page_size;
-  same_size(c, "qkv", 1, taken.width, rm_op_product(c, "qkv", columns, a->head_dim));
   c->limits = (rm_limits){.max_rows = a->rows, .head_dim = a->head_dim};
 }
 
@@ -109,33 +101,26 @@ static void rope_check(rm_op_call *c) {
 }
 
 // A norm needs both weights; a norm over all heads also needs both sums of squares.
-static void weight_needed(rm_op_call *c, rm_op_argument *weight) {
-  if (is_whole(c) || rm_op_given(c, "q_weight") || rm_op_given(c, "k_weight"))
-    weight->flags = RM_ARRAY_IN;
-}
-static void squares_needed(rm_op_call *c, rm_op_argument *squares) {
-  if (is_whole(c)) squares->flags = RM_ARRAY_IN;
-}
-
+#define SQUARES "q_squares", "k_squares"
 #define CACHE (RM_ARRAY_WRITE | RM_ARRAY_PACKED)
 static const rm_op_argument qk_rope_kv[] = {
     SIZE_AT(num_heads, n_heads, 1),
     SIZE(page_size, 1),
     REAL(eps, 0),
     IN(qkv, T, rows, width),
-    ADJUSTED(weight_needed, q_weight, T, RM_ARRAY_OPTIONAL, q_width),
-    ADJUSTED(weight_needed, k_weight, T, RM_ARRAY_OPTIONAL, k_width),
     ARRAY(k_cache, T, CACHE, n_pages, n_kv_heads, k_elems),
-    ARRAY(v_cache, T, CACHE, n_pages, n_kv_heads, v_elems),
     STEP(rope_sizes),
+    ARRAY(v_cache, T, CACHE, n_pages, n_kv_heads, v_elems),
+    {OPTIONAL_AT(q_weight, T, q_width), .with = {"q_weight", "k_weight", SQUARES}},
+    {OPTIONAL_AT(k_weight, T, k_width), .with = {"q_weight", "k_weight", SQUARES}},
     OUT_AT(out, q_out, T, rows, n_heads, head_dim),
     IN(cos, F32, n_positions, half),
     IN(sin, F32, n_positions, half),
     INDICES(positions, I32, 0, n_positions, rows),
     INDICES(slots, I64, -1, n_slots, rows),
     ROW_FLAGS,
-    ADJUSTED(squares_needed, q_squares, F32, RM_ARRAY_OPTIONAL, rows, all_heads),
-    ADJUSTED(squares_needed, k_squares, F32, RM_ARRAY_OPTIONAL, rows, all_kv_heads),
+    {OPTIONAL_AT(q_squares, F32, rows, all_heads), .with = {SQUARES}},
+    {OPTIONAL_AT(k_squares, F32, rows, all_kv_heads), .with = {SQUARES}},
     STEP(rope_check),
     {0},
 };

@@ -118,7 +118,9 @@ void rm_op_enter(rm_op_call *c) {
                 "has to make its own",
                 (int)c->self->owner);
   if (c->failed || !op_device) return;
-  c->failed = rm_op_device_enter(c->module, op_device, &c->saved) != 0;
+  c->failed =
+      (c->self->stream && rm_op_device_check_stream(c->module, op_device, c->self->stream)) ||
+      rm_op_device_enter(c->module, op_device, &c->saved);
   c->is_entered = !c->failed;
   if (c->is_entered && c->self->stream)
     op_device->device.wait_stream(op_device->device.self, c->self->stream);
@@ -132,9 +134,7 @@ void rm_op_leave(rm_op_call *c) {
 // Reports the failure of an earlier op, and grows the memory for this one.
 static rm_code prepare_device(rm_op_device *op_device, size_t workspace, size_t moved,
                               rm_error *err) {
-  const rm_device *device = &op_device->device;
-  const rm_device_status status = device->poll(device->self);
-  rm_code code = status == RM_DEVICE_BUSY ? RM_OK : rm_device_check(device, status, err);
+  rm_code code = rm_op_device_poll(op_device, err);
   if (!code) code = rm_op_device_workspace(op_device, workspace, err);
   if (!code && moved) code = rm_op_device_mirrored(op_device, moved, err);
   return code;

@@ -1,6 +1,8 @@
 // kernels.c: _core.Kernels, and the function over arrays that does not need it. See ops.h.
 #include "ops.h"
 
+#include <structmember.h>
+
 #include "base/memory.h"
 #include "gpu/gpu.h"
 
@@ -18,15 +20,12 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     return rm_raise_code(module, RM_E_CONFIG, "op_device: expected an OpDevice or None, got %R",
                          op_device);
   const rm_kernels *table = NULL;
-  if (op_device != Py_None &&
-      rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL), isa,
-                      &table, &err))
-    return rm_raise(module, &err);
-  if (op_device == Py_None && !(table = rm_kernels_named(isa)))
-    return rm_raise_code(
-        module, RM_E_CONFIG,
-        "expected an instruction set that this build has and this processor runs, got isa='%.64s'",
-        isa);
+  const rm_code code =
+      op_device == Py_None
+          ? rm_kernels_find(isa, &table, &err)
+          : rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL),
+                            isa, &table, &err);
+  if (code) return rm_raise(module, &err);
   rm_kernels_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->table = table;
@@ -55,10 +54,16 @@ static PyMethodDef kernels_methods[] = {
     {0},
 };
 
+static PyMemberDef kernels_members[] = {
+    {"op_device", T_OBJECT, offsetof(rm_kernels_object, op_device), READONLY, NULL},
+    {0},
+};
+
 static PyType_Slot slots[] = {
     {Py_tp_new, kernels_new},
     {Py_tp_dealloc, kernels_dealloc},
     {Py_tp_methods, kernels_methods},
+    {Py_tp_members, kernels_members},
     {0, NULL},
 };
 

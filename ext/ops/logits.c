@@ -15,13 +15,8 @@ static void head_sizes(rm_op_call *c) {
 }
 
 // Outputs of targets are computed from targets.
-static void targets_needed(rm_op_call *c, rm_op_argument *targets) {
-  if (rm_op_given(c, "target_logprobs") || rm_op_given(c, "target_logits"))
-    targets->flags = RM_ARRAY_IN;
-}
-
 #define TARGETS(below_) \
-  {ARRAY_AT(targets, targets, I32, RM_ARRAY_OPTIONAL, rows), .adjust = targets_needed, .low = -1, \
+  {OPTIONAL_AT(targets, I32, rows), .with = {"target_logprobs", "target_logits"}, .low = -1, \
    .below = AT(below_)}
 static const rm_op_argument lm_head[] = {
     SIZE(vocab, 1),
@@ -59,15 +54,11 @@ static void merge_sizes(rm_op_call *c) {
   c->s.bounds = a->n_blocks * RM_VOCAB_BLOCK;
 }
 
-static void logits_needed(rm_op_call *c, rm_op_argument *target_logits) {
-  if (rm_op_given(c, "target_logprobs")) target_logits->flags = RM_ARRAY_IN;
-}
-
 static const rm_op_argument merge_pairs[] = {
     IN(pairs, F32, block_count, rows, two),
     STEP(merge_sizes),
     TARGETS(bounds),
-    ADJUSTED(logits_needed, target_logits, F32, RM_ARRAY_OPTIONAL, rows),
+    {OPTIONAL_AT(target_logits, F32, rows), .with = {"target_logprobs"}},
     OUT(stats, F32, rows, two),
     OPTIONAL_OUT(target_logprobs, F32, rows),
     ROW_FLAGS,

@@ -114,6 +114,7 @@ struct rm_op_argument {
   size_t value, dims[RM_OP_MAX_DIMS]; // offsets in rm_op_call; dims end with 0
   int64_t low, high;
   size_t below; // of indices: offset of the size that they are below, from `low` on; 0: unchecked
+  const char *with[4]; // an OPTIONAL argument is required if one of these is given
   void (*step)(rm_op_call *);
   void (*adjust)(rm_op_call *, rm_op_argument *); // changes a copy of the entry, which is then used
 };
@@ -158,6 +159,7 @@ struct rm_op_argument {
   {ARRAY_AT(name, name, type, flags, __VA_ARGS__), .adjust = adjust_}
 #define ARRAY(name, type, flags, ...) {ARRAY_AT(name, name, type, flags, __VA_ARGS__)}
 #define IN(name, type, ...) ARRAY(name, type, RM_ARRAY_IN, __VA_ARGS__)
+#define OPTIONAL_AT(name, type, ...) ARRAY_AT(name, name, type, RM_ARRAY_OPTIONAL, __VA_ARGS__)
 #define OPTIONAL(name, type, ...) ARRAY(name, type, RM_ARRAY_OPTIONAL, __VA_ARGS__)
 #define INDICES(name, type, low_, below_, ...) \
   {ARRAY_AT(name, name, type, RM_ARRAY_IN, __VA_ARGS__), .low = low_, .below = AT(below_)}

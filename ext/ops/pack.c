@@ -48,8 +48,8 @@ static void pack_dst(rm_op_call *c, rm_op_argument *dst) {
 }
 
 static void pack_check(rm_op_call *c) {
-  rm_op_at_least(c, "the length of dst", c->s.elems,
-                 c->s.dst_first + c->s.groups * c->s.group_elems);
+  rm_op_at_least(c, "the length of dst from dst_first on", c->s.elems - c->s.dst_first,
+                 c->s.groups * c->s.group_elems);
   c->a.pack.dst_dtype = c->out_dtype;
 }
 
@@ -60,7 +60,8 @@ static void run_pack(rm_op_call *c) {
                 of_dst = c->s.group_elems * (int64_t)rm_dtype_bytes(a.dst_dtype);
   a.dst = (char *)a.dst + c->s.dst_first * (int64_t)rm_dtype_bytes(a.dst_dtype);
   if (c->self->op_device) a.found = c->s.found;
-  for (int64_t group = 0; group < c->s.groups; group++) {
+  const int64_t n = c->s.group_elems ? c->s.groups : rm_min64(c->s.groups, 1);
+  for (int64_t group = 0; group < n; group++) {
     c->self->table->pack(&c->ctx, &a);
     a.src = (const char *)a.src + of_src;
     a.dst = (char *)a.dst + of_dst;

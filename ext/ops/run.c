@@ -55,18 +55,15 @@ static int64_t integer_of(rm_op_call *c, PyObject *object, const char *name, int
 
 static float real_of(rm_op_call *c, PyObject *object, const char *name, float low) {
   if (c->failed) return 0;
-  const int is_number = PyType_GetSlot(Py_TYPE(object), Py_nb_float) ||
-                        PyType_GetSlot(Py_TYPE(object), Py_nb_index);   // excludes text
-  const int is_bool = PyBool_Check(object) || PyArray_IsScalar(object, Bool);
-  RM_OWNED *number =
-      is_number && !is_bool && !PyArray_Check(object) ? PyNumber_Float(object) : NULL;
-  const double value = number ? PyFloat_AsDouble(number) : NAN;
-  c->failed = !(value >= (double)low && value <= (double)FLT_MAX);
+  const int is_other =
+      PyBool_Check(object) || PyArray_IsScalar(object, Bool) || PyArray_Check(object);
+  const double value = is_other ? NAN : PyFloat_AsDouble(object);
+  const int overflow = PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_OverflowError);
+  c->failed = PyErr_Occurred() || !(value >= (double)low && value <= (double)FLT_MAX);
   if (c->failed && is_refusal())
     rm_raise_code(c->module, RM_E_CONFIG,
-                  number || is_bool || !PyLong_Check(object)
-                      ? "%s: expected a finite float32%s, got %.60R"
-                      : "%s: expected a finite float32%s, got an integer beyond it",
+                  overflow ? "%s: expected a finite float32%s, got an integer beyond it"
+                           : "%s: expected a finite float32%s, got %.60R",
                   name, low == 0 ? " >= 0" : "", object);
   return c->failed ? 0 : (float)value;
 }
@@ -216,6 +213,8 @@ static void take_array(rm_op_call *c, const rm_op_argument *a, PyObject *object)
 static void take(rm_op_call *c, int i) {
   rm_op_argument a = c->op->arguments[i];
   if (a.step) a.step(c);
+  for (int k = 0; k < 4 && a.with[k]; k++)
+    if (rm_op_given(c, a.with[k])) a.flags &= ~RM_ARRAY_OPTIONAL;
   if (a.adjust) a.adjust(c, &a);
   if (c->failed || !a.name) return;
   if (is_array(&a)) take_array(c, &a, c->objects[i]);
@@ -290,14 +289,10 @@ PyObject *rm_op_table(void) {
   PyObject *all = PyDict_New();
   for (int g = 0; all && g < N_GROUPS; g++)
     for (const rm_op *op = groups[g]; all && op->name; op++) {
-      RM_OWNED *roles = PyDict_New();
-      int failed = !roles || PyDict_SetItemString(all, op->name, roles);
-      for (const rm_op_argument *a = op->arguments; !failed && !is_last(a); a++) {
-        if (!a->name) continue;
-        RM_OWNED *role = PyUnicode_FromString(role_of(a));
-        failed = !role || PyDict_SetItemString(roles, a->name, role);
-      }
-      if (failed) Py_CLEAR(all);
+      PyObject *roles = PyDict_New();
+      for (const rm_op_argument *a = op->arguments; roles && !is_last(a); a++)
+        if (a->name) rm_dict_put(&roles, a->name, PyUnicode_FromString(role_of(a)));
+      rm_dict_put(&all, op->name, roles);
     }
   return all;
 }

@@ -1,7 +1,7 @@
 # The C extension: ext/. Generator and rollmesh.ops are its public faces; every name here is private
-# to the package.
+# to the package. All attributes are read-only.
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from rollmesh.model.spec import EngineValues
 from rollmesh.runtime.engine_views import (
     Finish,
+    Ids,
     ManifestEntry,
     OpTime,
     RequestView,
@@ -17,29 +18,15 @@ from rollmesh.runtime.engine_views import (
     SyncValues,
 )
 
-class _Options(Protocol):
-    @property
-    def dtype(self) -> str: ...
-
-class _Request(Protocol):
-    n: int
-
-class _Exchange(Protocol):
-    def __call__(
-        self,
-        op: int,
-        sequence: int,
-        epoch: int,
-        timeout: float,
-        send: list[bytes],
-        sizes: list[int],
-        /,
-    ) -> Sequence[bytes | memoryview]: ...
+_Floats = NDArray[np.float32]
+_Drawn = tuple[Ids, _Floats, _Floats, Ids]  # tokens, logprobs, sampling_logprobs, ranks
+# (op, sequence, epoch, timeout, bytes for each rank, number of bytes from each rank) -> the bytes
+_Exchange = Callable[[int, int, int, float, list[bytes], list[int]], Sequence[bytes | memoryview]]
 
 # This rank's endpoint of a group whose bytes `exchange` moves.
 @final
 class Comm:
-    def __new__(cls, exchange: _Exchange, rank: int, size: int, name: str = "torch") -> Comm: ...
+    def __new__(cls, exchange: _Exchange, rank: int, size: int) -> Comm: ...
     # Returns the bytes of every rank.
     def all_gather(self, data: bytes, /) -> list[bytes]: ...
     # Sends give[r] to rank r and receives from it into take[r]; sizes must match.
@@ -84,30 +71,16 @@ class Gpus:
 
 @final
 class DeviceArray:
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def strides(self) -> tuple[int, ...]: ...
-    @property
-    def ndim(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def op_device(self) -> OpDevice | None: ...
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: Any = None,
-        dl_device: Any = None,
-        copy: Any = None,
-    ) -> Any: ...
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ndim: int
+    dtype: str
+    nbytes: int
+    device: str
+    op_device: OpDevice | None
+    def __dlpack__(self, **options: Any) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
-    def __array__(self, dtype: Any = None, copy: Any = None) -> NoReturn: ...
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
     def __bool__(self) -> NoReturn: ...
     def __len__(self) -> int: ...
     def numpy(self) -> NDArray[Any]: ...
@@ -117,10 +90,7 @@ class DeviceArray:
 @final
 class OpDevice:
     def __new__(cls, library: str, ordinal: int) -> OpDevice: ...
-    @property
-    def device(self) -> str: ...
-    # Raises ConfigError if ops cannot be ordered with that stream.
-    def check_stream(self, handle: int, /) -> None: ...
+    device: str
     def zeros(self, shape: tuple[int, ...], dtype: str, /) -> DeviceArray: ...
     def to_device(self, array: NDArray[Any], /) -> DeviceArray: ...
     # Returns a view of a DLPack producer's tensor; ops wait for the producer's stream.
@@ -146,16 +116,11 @@ def nccl_version(path: str, /) -> int: ...
 # A name that Engine.sync_resolve has resolved, and its tensor until the push.
 @final
 class SyncEntry:
-    @property
-    def name(self) -> str: ...  # as the source spells it
-    @property
-    def params(self) -> list[int]: ...  # indices into the manifest; empty: the entry is skipped
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # that the tensor must have
-    @property
-    def nbytes(self) -> int: ...  # of the tensor; 0 without one
-    @property
-    def taken(self) -> bool: ...  # whether the entry has a tensor
+    name: str  # as the source spells it
+    params: list[int]  # indices into the manifest; empty: the entry is skipped
+    shape: tuple[int, ...]  # that the tensor must have
+    nbytes: int  # of the tensor; 0 without one
+    taken: bool  # whether the entry has a tensor
     # Returns the parts of the tensor that each rank needs: rows [rank, 4 firsts, 4 sizes].
     def wanted(self) -> NDArray[np.int64]: ...
     # Gives the tensor back.
@@ -168,7 +133,7 @@ class Engine:
     def __new__(
         cls,
         spec: EngineValues,
-        options: _Options,
+        options: Any,  # rollmesh.options.EngineOptions
         ends: tuple[int, Comm | None, Comm | None, Comm | None] | None = None,
     ) -> Engine: ...
     # Frees everything. May be called again.
@@ -176,10 +141,10 @@ class Engine:
     # Adds a request and returns its id. edits: the arrays of rollmesh.request.logit_edits.
     def add(
         self,
-        prompt: NDArray[np.int32],
-        stop_token_ids: NDArray[np.int32],
-        request: _Request,
-        logits: NDArray[np.float32] | None,
+        prompt: Ids,
+        stop_token_ids: Ids,
+        request: Any,
+        logits: _Floats | None,
         edits: tuple[NDArray[Any], ...] | None = None,
         /,
     ) -> int: ...
@@ -201,37 +166,33 @@ class Engine:
         rows: NDArray[np.int64],
         replace: NDArray[np.uint8],
         page_counts: NDArray[np.int64],
-        pages: NDArray[np.int32],
-        logits: NDArray[np.float32] | None,
-        stats: NDArray[np.float32] | None,
+        pages: Ids,
+        logits: _Floats | None,
+        stats: _Floats | None,
         /,
-    ) -> tuple[
-        tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]], int
-    ]: ...
+    ) -> tuple[_Drawn, int]: ...
     # Draws from logits that the caller has edited. Returns (tokens, logprobs,
     # sampling_logprobs, ranks).
     def external_draw(
         self,
         ids: NDArray[np.uint64],
-        raw: NDArray[np.float32],
-        stats: NDArray[np.float32],
-        edited: NDArray[np.float32],
+        raw: _Floats,
+        stats: _Floats,
+        edited: _Floats,
         /,
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]: ...
+    ) -> _Drawn: ...
     # Returns (token ids, logprobs) of the k likeliest tokens at each request's last token.
-    def external_top(
-        self, ids: NDArray[np.uint64], k: int, /
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]: ...
+    def external_top(self, ids: NDArray[np.uint64], k: int, /) -> tuple[Ids, _Floats]: ...
     # Returns the routing of the positions from `start` to the last input token.
     def external_routed(self, id: int, start: int, /) -> NDArray[np.int16]: ...
     # Ends a request that was not fed; its pages contain nothing valid.
     def external_fail(self, id: int, /) -> None: ...
     # Marks pages whose content is not valid.
-    def external_invalidate_pages(self, pages: NDArray[np.int32], /) -> None: ...
+    def external_invalidate_pages(self, pages: Ids, /) -> None: ...
     # Tells the engine that the external scheduler has freed the request's pages.
     def external_preempt(self, id: int, /) -> None: ...
     # Sets the tokens generated so far; later tokens are dropped.
-    def external_tokens(self, id: int, tokens: NDArray[np.int32], /) -> None: ...
+    def external_tokens(self, id: int, tokens: Ids, /) -> None: ...
     # Aborts the groups: waiting ranks of other processes raise RankLostError.
     def give_up(self) -> None: ...
     # Returns whether this process has the request, and not another replica's process.
@@ -255,7 +216,7 @@ class Engine:
     def host_room(self) -> tuple[int, list[tuple[int, int]]]: ...
     def request(self, id: int, /) -> RequestView: ...
     def sample(self, id: int, sample: int, /) -> SampleView: ...
-    def tokens(self, id: int, sample: int, start: int, /) -> tuple[Finish, NDArray[np.int32]]: ...
+    def tokens(self, id: int, sample: int, start: int, /) -> tuple[Finish, Ids]: ...
     def stats(self) -> Stats: ...
     # Returns the time of each op since the last call; empty without the option profile.
     def profile(self) -> list[OpTime]: ...
@@ -330,6 +291,7 @@ class Kernels:
     def __new__(
         cls, isa: str, threads: int, op_device: OpDevice | None = None, stream: int = 0
     ) -> Kernels: ...
+    op_device: OpDevice | None  # None: the host
     # An op of op_arguments(), with named arguments: the tuple of its outputs, in that order.
     def run(self, op: str, arguments: dict[str, Any], /) -> tuple[Any, ...]: ...
 

@@ -182,7 +182,7 @@ def test_squares_and_what_goes_with_them() -> None:
     for name, weights in (("q", (words(32), k)), ("k", (q, words(64)))):
         with pytest.raises(errors.ShapeError, match=f"^{name}_weight: expected"):
             rope((of_q, of_k), *weights)
-    with pytest.raises(errors.ShapeError, match=r"^k_weight: expected size 64 in dim 0, got 32"):
+    with pytest.raises(errors.ShapeError, match=r"^q_weight: expected size 32 in dim 0, got 64"):
         rope(None, q, k)
     with pytest.raises(errors.DTypeError, match=r"^q_squares: expected"):
         rope((of_q.astype(np.float64), of_k), q, k)

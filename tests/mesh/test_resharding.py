@@ -303,7 +303,7 @@ def test_buffers_that_are_none() -> None:
         ([empty, 3], [empty] * 2),
         ([empty] * 2, [empty, b"ab"]),
     ):
-        with pytest.raises((ValueError, TypeError, BufferError)):
+        with pytest.raises((ValueError, rm.UnsupportedTensorError)):
             first.all_to_all(give, take)  # type: ignore[arg-type]
     for end in (first, second):
         end.close()

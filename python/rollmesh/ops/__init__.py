@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh._core import DeviceArray, available_isas, best_isa, isa_states
+from rollmesh._core import DeviceArray, Kernels, available_isas, best_isa, isa_states
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import (
     Array,
@@ -42,14 +42,13 @@ from rollmesh.ops.arguments import (
     kernels as kernels,
 )
 from rollmesh.ops.devices import (
-    Op,
-    new_in,
     on_stream,
     op_device_on,
     op_over,
     release_devices,
     run,
     to_device,
+    zeros_in,
 )
 from rollmesh.ops.types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
 from rollmesh.runtime.arguments import ACTIVATIONS, choice
@@ -130,13 +129,13 @@ def pack_gate_up(
     return _packed(op, ups, _LAYOUT_UP, dtype, out)
 
 
-def _packed(op: Op, weight: Array, layout: int, dtype: str, out: Array | None = None) -> Array:
+def _packed(op: Kernels, weight: Array, layout: int, dtype: str, out: Array | None = None) -> Array:
     """Packs a matrix, or one of each group, into `out` or a new array."""
     given = {
         "weight": weight, "layout": layout, "dst_row0": 0, "index0": 0, "dst_first": 0, "dst": out,
         "grouped": weight.ndim == 3, "float32_out": numpy_dtype(dtype) is np.float32,
     }  # fmt: skip
-    return op.core.run("pack", given)[0]
+    return op.run("pack", given)[0]
 
 
 def embed(
@@ -247,8 +246,8 @@ def kv_cache(
     pages, heads = size_of("num_pages", num_pages), size_of("num_kv_heads", num_kv_heads)
     positions, dim = size_of("page_size", page_size), size_of("head_dim", head_dim)
     of_k = (pages, heads, size_of("page_size * head_dim", positions * round_up(dim, 32)))
-    k = new_in(op_device, of_k, numpy_dtype(dtype), zeros=True)
-    return k, new_in(op_device, (pages, heads, positions * round_up(dim, 16)), k.dtype, zeros=True)
+    k = zeros_in(op_device, of_k, numpy_dtype(dtype))
+    return k, zeros_in(op_device, (pages, heads, positions * round_up(dim, 16)), k.dtype)
 
 
 def rope_table(

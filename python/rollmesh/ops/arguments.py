@@ -4,7 +4,6 @@ the size of an output is computed."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -82,17 +81,6 @@ def matrices_of(name: str, array: Array) -> Array:
     if array.ndim not in (2, 3):
         raise ShapeError(f"{name}: expected 2 dims, or 3 with groups, got {array.ndim}")
     return array
-
-
-def new_array(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = np.empty) -> Array:
-    """Makes an output array. Raises MemoryError if memory is short, and ShapeError for a size that
-    is too large for an array."""
-    try:
-        return make(shape, dtype)
-    except ValueError as error:
-        raise ShapeError(
-            f"expected an output that can be addressed, got shape {shown(shape)}"
-        ) from error
 
 
 def numpy_dtype(dtype: str) -> type[np.uint16] | type[np.float32]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +24,10 @@ from rollmesh import _core
 from rollmesh._core import available_isas
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import (
-    MAX_SIZE,
     MAX_THREADS,
     USER_DTYPES,
     Array,
     kernels,
-    new_array,
     words_of,
 )
 from rollmesh.runtime.arguments import exportable, integer_of
@@ -111,23 +109,17 @@ def _ordinal(device: Any) -> int:
 
 
 # ----------------------------------------------------------------------------------------- one op
-class Op(NamedTuple):
-    """The kernels of an op and the device of its outputs."""
-
-    core: _core.Kernels
-    op_device: _core.OpDevice | None = None  # None: the host
-
-
-def new_in(
-    op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False
-) -> Array:
-    """Makes an output array, on a device always filled with zeros. Raises MemoryError or
-    CapacityError if memory is short."""
-    if op_device is None:
-        return new_array(shape, dtype, np.zeros if zeros else np.empty)
-    if any(not 0 <= size <= MAX_SIZE for size in shape[1:]):  # the first may count groups
-        raise ShapeError(f"expected an output that can be addressed, got shape {shown(shape)}")
-    return op_device.zeros(shape, dtype_name(dtype))
+def zeros_in(op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Makes an array of zeros. Raises MemoryError or CapacityError if memory is short, and
+    ShapeError for a size that is too large for an array."""
+    try:
+        if op_device is None:
+            return np.zeros(shape, dtype)
+        return op_device.zeros(shape, dtype_name(dtype))
+    except ValueError as error:
+        raise ShapeError(
+            f"expected an output that can be addressed, got shape {shown(shape)}"
+        ) from error
 
 
 def dtype_name(dtype: Any) -> str:
@@ -158,15 +150,15 @@ def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[An
         return kernels(isa, threads).run(op, arguments)
     over, taken = op_over(isa, threads, given, ROLES[op])
     arguments.update(zip(given, taken))
-    return over.core.run(op, arguments)
+    return over.run(op, arguments)
 
 
 def op_over(
     isa: str | None, threads: int, arrays: dict[str, Any], roles: dict[str, str] | None = None
-) -> tuple[Op, list[Any]]:
-    """Returns the Op and the arrays in the form that it takes, in order. On the CPU arrays are
-    unchanged, except that ml_dtypes' bfloat16 is viewed as words. An array with the role "index"
-    may always be on the host, since it is small and the host checks it.
+) -> tuple[_core.Kernels, list[Any]]:
+    """Returns the kernels and the arrays in the form that they take, in order. On the CPU arrays
+    are unchanged, except that ml_dtypes' bfloat16 is viewed as words. An array with the role
+    "index" may always be on the host, since it is small and the host checks it.
 
     Raises ConfigError for an isa of another device, and UnsupportedTensorError for arrays on
     several devices."""
@@ -179,7 +171,7 @@ def op_over(
                 f"isa: expected one of {families}, since {next(iter(places))} is on the CPU, got "
                 f"{isa!r}"
             )
-        return Op(kernels(isa, threads)), [words_of(array) for array in arrays.values()]
+        return kernels(isa, threads), [words_of(array) for array in arrays.values()]
     ordinal = places[first]
     op = _op_at(isa, threads, first, ordinal)
     assert op.op_device is not None
@@ -206,7 +198,7 @@ def _place(array: Any) -> int:
     return number if kind in CUDA_TYPES and isinstance(number, int) and number >= 0 else HOST
 
 
-def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
+def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> _core.Kernels:
     family = CUDA_FAMILIES[0] if isa is None else isa
     if family not in CUDA_FAMILIES:
         raise ConfigError(
@@ -215,10 +207,7 @@ def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> Op:
         )
     if integer_of(ConfigError, "threads", threads, 1, MAX_THREADS) != 1:
         raise ConfigError(f"threads: expected 1, since {first} is on cuda:{ordinal}, got {threads}")
-    op_device, stream = op_device_at(ordinal), _streams.get().get(ordinal, 0)
-    if stream:
-        op_device.check_stream(stream)  # checked before memory is allocated
-    return Op(_device_kernels(family, ordinal, stream, *_process()), op_device)
+    return _device_kernels(family, ordinal, _streams.get().get(ordinal, 0), *_process())
 
 
 def _taken(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollmesh.errors import DTypeError, NonFiniteError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import numpy_dtype, round_up
-from rollmesh.ops.devices import new_in, op_over
+from rollmesh.ops.devices import op_over, zeros_in
 from rollmesh.torch.arrays import check_tensor, host_of, in_turn, weight_array
 
 SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
@@ -66,13 +66,13 @@ def pack(groups: Sequence[Sequence[PackedSlice]], dtype: torch.dtype, how: Any) 
     with in_turn(first[0].weight):
         op, _ = op_over(how["isa"], how["threads"], {"weight": weight_array(first[0].weight)})
         shape = (len(groups) * size,)
-        out = new_in(op.op_device, shape, numpy_dtype(name_of(dtype)), zeros=True)
-        found = new_in(op.op_device, (3,), np.int64)
+        out = zeros_in(op.op_device, shape, numpy_dtype(name_of(dtype)))
+        found = zeros_in(op.op_device, (3,), np.int64)
         for g, pieces in enumerate(groups):
             for weight, layout, row in pieces:
                 source = {"weight": weight_array(weight)}
                 (given,) = op_over(how["isa"], how["threads"], source)[1]
-                op.core.run("pack", {
+                op.run("pack", {
                     "weight": given, "layout": layout, "dst_row0": row, "index0": 0,
                     "dst_first": g * size, "dst": out, "found": found,
                 })  # fmt: skip
