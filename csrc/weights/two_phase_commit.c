@@ -6,12 +6,11 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/checked.h"
 #include "base/memory.h"
 #include "weights/store_internal.h"
 
 typedef struct vote {
-  int64_t version, n_params;
+  int64_t version;
   int32_t code;
   char message[244];
 } vote;
@@ -26,11 +25,8 @@ typedef struct ballot { // allocated as one block; `votes` owns it
 static rm_code open_ballot(const rm_store *store, const rm_mesh *mesh, ballot *b, rm_error *err) {
   const int size = rm_mesh_world(mesh);
   const size_t n = (size_t)store->params->n, ranks = (size_t)size;
-  size_t sums;
   b->size = size;
-  b->votes = NULL;
-  if (rm_mul_size(n, 2 * sizeof *b->sums, &sums))
-    b->votes = rm_alloc(ranks, sizeof *b->votes + sizeof *b->placements + sums);
+  b->votes = rm_alloc(ranks, sizeof *b->votes + sizeof *b->placements + 2 * n * sizeof *b->sums);
   if (!b->votes) return rm_no_memory(err, "the votes of all ranks", 0);
   b->sums = (uint64_t *)(b->votes + ranks);
   b->placements = (rm_placement *)(b->sums + ranks * 2 * n);
@@ -46,13 +42,10 @@ static rm_code tally(const ballot *b, int me, rm_error *err) {
                      (long long)b->votes[r].version, rm_code_name((rm_code)b->votes[r].code),
                      b->votes[r].message);
   for (int r = 0; r < b->size; r++)
-    if (b->votes[r].version != b->votes[me].version ||
-        b->votes[r].n_params != b->votes[me].n_params)
-      return rm_fail(
-          err, RM_E_MESH_MISMATCH,
-          "rank %d commits version %lld of %lld parameters and rank %d version %lld of %lld", r,
-          (long long)b->votes[r].version, (long long)b->votes[r].n_params, me,
-          (long long)b->votes[me].version, (long long)b->votes[me].n_params);
+    if (b->votes[r].version != b->votes[me].version)
+      return rm_fail(err, RM_E_MESH_MISMATCH,
+                     "version: expected %lld on all ranks, got %lld on rank %d",
+                     (long long)b->votes[me].version, (long long)b->votes[r].version, r);
   return RM_OK;
 }
 
@@ -81,7 +74,7 @@ static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) 
 static rm_code agree(rm_store *store, rm_comm *world, ballot *b, rm_code prepared, rm_error *err) {
   const int64_t n = store->params->n;
   const int me = rm_comm_rank(world);
-  vote mine = {.version = store->options.version, .n_params = n, .code = prepared};
+  vote mine = {.version = store->options.version, .code = prepared};
   rm_error other = RM_ERROR_INIT;
   if (prepared) snprintf(mine.message, sizeof mine.message, "%s", rm_error_message(err));
   rm_code code = rm_comm_all_gather(world, &mine, b->votes, sizeof mine, &other);

@@ -490,32 +490,29 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
                                                                "is_moe_layer="),
     ({"num_experts_per_tok": 13}, "^num_experts_per_tok: expected at most num_experts=8, got 13"),
     ({"n_group": 5}, "^n_group=5, topk_group=1: expected groups of equal size"),
-    ({"rope_settings": None}, r"^rope_settings\.: expected the values of ModelSpec\.to_dict, got "
-                              r"None"),
-    ({"rope_settings": {}}, r"got none for rope_settings\.type, rope_settings\.theta, "),
-    (rope_of(other=1), "got others too: other"),
+    ({"rope_settings": None}, r"^rope_settings: expected a dict, got None"),
+    ({"rope_settings": {}}, r"^rope_settings: expected the fields of Rope, got none for type"),
+    (rope_of(other=1), "^rope_settings: expected some of .*, got other=1"),
     (rope_of(type="x"), "^rope_type: expected one of"),
     (rope_of(type="yarn"), "^rope_type='yarn' needs factor"),
     (rope_of(theta=0), "^rope_theta: expected a finite number > 0, got 0"),
     (rope_of(theta="x"), "^rope_theta: expected a finite number"),
     (rope_of(head_dim=18), r"^rope_settings\.head_dim: expected an integer in \[2, 16\], got 18"),
-    (rope_of(head_dim=15), "^rope_settings: expected max_positions=2048 and an even head_dim, got "
-                           "2048 and 15"),
-    (rope_of(max_positions=7), "^rope_settings: expected max_positions=2048"),
+    (rope_of(head_dim=15), "^rope_settings: expected .*'head_dim': 14.*, got .*'head_dim': 15"),
+    (rope_of(max_positions=7), "^rope_settings: expected .*'max_positions': 2048"),
     (rope_of(parameters=3), r"^rope_settings\.parameters: expected pairs of a name and a value, "
                             r"got 3"),
     (rope_of(parameters=[["factor"]]), r"^rope_settings\.parameters: expected pairs"),
     (rope_of(parameters=[[["factor"], 2]]), r"^rope_settings\.parameters: expected pairs"),
-    (rope_of(parameters=[]), r"^rope_settings\.parameters: expected partial_rotary_factor=1\.0, "
-                             r"got $"),
-    (rope_of(parameters=[["rope_theta", 7.0]]), r"^rope_settings\.parameters: expected "),
+    (rope_of(parameters=[]), r"^rope_settings: expected .*\{'partial_rotary_factor': 1\.0\}"),
+    (rope_of(parameters=[["rope_theta", 7.0]]), r"^rope_settings: expected "),
     (rope_of(parameters=[["factors", 7.0]]), r"^rope_parameters: expected keys of the rope types, "
                                              r"got rope_parameters\.factors=7\.0"),
     (rope_of(type="linear", parameters=[["factor", 0]]), "^rope_parameters.factor: expected a "
                                                          "finite number"),
     ({"norm_before": False}, "^norm_before, norm_after: expected norms"),
     ({"ungated": 1}, "^ungated: expected"),
-    ({"extra": 1}, "^spec: expected the values of ModelSpec.to_dict, got others too: extra"),
+    ({"extra": 1}, "^spec: expected some of .*, got extra=1"),
 ]  # fmt: skip
 
 
@@ -532,9 +529,7 @@ def test_bad_values_of_a_dict_are_named(changes: dict[str, Any], words: str) -> 
 def test_what_is_no_dict_of_a_spec() -> None:
     """Fields that a later version has added have defaults; the others are needed."""
     for bad in (None, 3, [1], "x"):
-        with pytest.raises(
-            rm.ConfigError, match=r"^spec: expected the values of ModelSpec\.to_dict, got"
-        ):
+        with pytest.raises(rm.ConfigError, match=r"^spec: expected a dict, got"):
             rm.ModelSpec.from_dict(bad)  # type: ignore[arg-type]
     for key in spec(MOE).to_dict():
         if key in (

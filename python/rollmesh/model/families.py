@@ -29,14 +29,16 @@ def every(c: Reader, layers: int) -> tuple[int, ...]:
     return (1,) * layers
 
 
+def _window(c: Reader, default: int | None) -> int:
+    """sliding_window, or its default where the key is missing; None is full attention."""
+    if c.values.get("sliding_window", default) is None:
+        return 0
+    return c.integer("sliding_window", default=default)
+
+
 def _switched_window(c: Reader, default: int | None = 4096) -> int:
-    """sliding_window where use_sliding_window is on; None: full attention."""
-    given = c.given("sliding_window") if "sliding_window" in c.values else default is not None
-    return (
-        c.integer("sliding_window", default=default)
-        if c.boolean("use_sliding_window", False) and given
-        else 0
-    )
+    """Returns sliding_window where use_sliding_window is on, else 0."""
+    return _window(c, default) if c.boolean("use_sliding_window", False) else 0
 
 
 def _layer_types(c: Reader, layers: int) -> tuple[str, ...] | None:
@@ -99,12 +101,7 @@ def one_switched_window(c: Reader, layers: int) -> tuple[int, ...]:
 
 def one_window(default: int | None) -> PerLayer:
     """Mistral, Mixtral: sliding_window in all layers; None: full attention."""
-
-    def windows(c: Reader, layers: int) -> tuple[int, ...]:
-        full = not c.given("sliding_window") if "sliding_window" in c.values else default is None
-        return (0 if full else c.integer("sliding_window", default=default),) * layers
-
-    return windows
+    return lambda c, layers: (_window(c, default),) * layers
 
 
 def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from rollmesh.model import torchtitan as _torchtitan
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES, QK_NORMS, WQ_ROWS, Experts, Family
 from rollmesh.model.reader import MAX_LAYERS, MAX_POSITION, Reader, key_name, without
-from rollmesh.runtime.arguments import ACTIVATIONS, choice
+from rollmesh.runtime.arguments import ACTIVATIONS, choice, fields_of
 from rollmesh.runtime.messages import listed, plain, shown
 
 
@@ -290,7 +290,7 @@ _AT_LEAST_1 = ("max_position_embeddings", "n_group", "topk_group")
 
 
 def _from_dict(values: Any) -> ModelSpec:
-    known = _fields_of(ModelSpec, values, "")
+    known = fields_of(ConfigError, "spec", ModelSpec, values)
     c = Reader(
         {**{f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}, **known}
     )
@@ -329,29 +329,6 @@ def _from_dict(values: Any) -> ModelSpec:
     return spec
 
 
-def _fields_of(kind: Any, values: Any, where: str) -> dict[str, Any]:
-    """The values, when they are those of the dataclass `kind`."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"{where or 'spec'}: expected the values of ModelSpec.to_dict, got {shown(values)}"
-        )
-    names = {f.name: f.default is not MISSING for f in fields(kind)}
-    if missing := [
-        (f"{where}{name}",)
-        for name, is_optional in names.items()
-        if not is_optional and name not in values
-    ]:
-        raise ConfigError(
-            f"expected the values of ModelSpec.to_dict, got none for {listed(missing)}"
-        )
-    if unknown := [(key,) for key in values if key not in names]:
-        raise ConfigError(
-            f"{where or 'spec'}: expected the values of ModelSpec.to_dict, got others too: "
-            f"{listed(unknown)}"
-        )
-    return dict(values)
-
-
 def _tuple_of(
     key: str, value: Any, count: int, what: str, fits: Callable[[Any], bool]
 ) -> tuple[Any, ...]:
@@ -364,33 +341,31 @@ def _tuple_of(
 
 def _rope_from_dict(values: Any, head_dim: int, max_positions: int) -> _rope.Rope:
     """By from_config, which has to find nothing to change."""
-    given = _fields_of(_rope.Rope, values, "rope_settings.")
+    given = fields_of(ConfigError, "rope_settings", _rope.Rope, values)
     turned = Reader({"rope_settings.head_dim": given["head_dim"]}).integer(
         "rope_settings.head_dim", 2, head_dim
     )
-    if given["max_positions"] != max_positions or turned % 2:
+    try:
+        given["parameters"] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given["parameters"]
+        }
+    except (TypeError, ValueError):
         raise ConfigError(
-            f"rope_settings: expected max_positions={max_positions} and an even head_dim, got "
-            f"{shown(given['max_positions'])} and {turned}"
-        )
-    pairs = given["parameters"]
-    are_pairs = isinstance(pairs, (list, tuple)) and all(
-        isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs
-    )
-    if not are_pairs or not all(isinstance(name, str) for name, _ in pairs):
-        raise ConfigError(
-            f"rope_settings.parameters: expected pairs of a name and a value, got {shown(pairs)}"
-        )
-    parameters = {name: tuple(value) if isinstance(value, list) else value for name, value in pairs}
+            "rope_settings.parameters: expected pairs of a name and a value, got "
+            f"{shown(given['parameters'])}"
+        ) from None
     config = {
-        "rope_parameters": {**parameters, "rope_type": given["type"], "rope_theta": given["theta"]}
+        "rope_parameters": {
+            **given["parameters"],
+            "rope_type": given["type"],
+            "rope_theta": given["theta"],
+        }
     }
-    rope = _rope.from_config(config, turned, max_positions, 1.0, None)
-    if dict(rope.parameters) != parameters:
-        raise ConfigError(
-            f"rope_settings.parameters: expected {listed(rope.parameters)}, got "
-            f"{listed(parameters.items())}"
-        )
+    rope = _rope.from_config(config, turned // 2 * 2, max_positions, 1.0, None)
+    wanted = {**asdict(rope), "parameters": dict(rope.parameters)}
+    if given != wanted:
+        raise ConfigError(f"rope_settings: expected {shown(wanted)}, got {shown(given)}")
     return rope
 
 

@@ -7,7 +7,8 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from itertools import islice
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from rollmesh import _core
 from rollmesh._core import usable_cores
 from rollmesh.errors import ConfigError, Error, UnsupportedTensorError
-from rollmesh.runtime.messages import reason, shown
+from rollmesh.runtime.messages import listed, reason, shown
 
 MAX_ITEMS = 2**24  # prompts of a call, tokens of a prompt, request ids
 MAX_TOKENS = 2**20  # different ones: vocabularies are smaller
@@ -169,3 +170,18 @@ def items_of(
     if more or len(items) > most:
         raise error(f"{name}: expected at most {most} items, got more")
     return items
+
+
+def fields_of(error: type[Error], name: str, kind: type, values: Any) -> dict[str, Any]:
+    """Returns a received dict whose keys are fields of a dataclass. Fields with a default may be
+    missing."""
+    if not isinstance(values, Mapping):
+        raise error(f"{name}: expected a dict, got {shown(values)}")
+    known = {field.name: field.default is MISSING for field in fields(kind)}
+    if unknown := [entry for entry in values.items() if entry[0] not in known]:
+        raise error(f"{name}: expected some of {', '.join(known)}, got {listed(unknown)}")
+    if missing := [(key,) for key in known if known[key] and key not in values]:
+        raise error(
+            f"{name}: expected the fields of {kind.__name__}, got none for {listed(missing)}"
+        )
+    return dict(values)

@@ -8,12 +8,12 @@ read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollmesh.errors import ConfigError, Error, FormatError, VersionError
-from rollmesh.runtime.arguments import boolean, integer_of
-from rollmesh.runtime.messages import listed, shown
+from rollmesh.runtime.arguments import boolean, fields_of, integer_of
+from rollmesh.runtime.messages import shown
 
 TRANSPORTS = ("shm", "folder")
 MAX_BUCKET = 1 << 40  # bytes
@@ -115,10 +115,4 @@ class UpdateInfo:
 def info_of(kind: type[T], values: Any, error: type[Error], name: str = "") -> T:
     """Makes a dataclass from a received dict. name: of the dict, for messages; that of the class if
     empty."""
-    name = name or kind.__name__
-    if not isinstance(values, dict):
-        raise error(f"{name}: expected a dict, got {shown(values)}")
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    if unknown := [entry for entry in values.items() if entry[0] not in known]:
-        raise error(f"{name}: expected some of {', '.join(known)}, got {listed(unknown)}")
-    return kind(**values)
+    return kind(**fields_of(error, name or kind.__name__, kind, values))

@@ -116,7 +116,6 @@ class WeightUpdates:
         # Sync of load_weights, whose calls do not mark the end of a set: the next step, a repeated
         # name or finish_load commits it.
         self._loaded: Sync | None = None
-        self._loaded_names: set[str] = set()  # names pushed in that sync
         self._waits_for_each = parallel.worker_extension_cls == VERL_EXTENSION
         self._held: Error | None = None  # error that load_weights did not raise
         self._updating = False
@@ -456,10 +455,11 @@ class WeightUpdates:
             raise StateError("load_weights within an update; call finish_weight_update first")
         for entry in _each(pairs):
             name = None if isinstance(entry, Exception) else entry[0]
-            if isinstance(name, str) and name in self._loaded_names:
+            loaded = self._loaded
+            if loaded is not None and isinstance(name, str) and name in loaded.plan.entries:
                 self._commit_loaded()
             if self._loaded is None or self._loaded.closed is not None:
-                self._loaded, self._loaded_names = self._begun(cast=True), set()
+                self._loaded = self._begun(cast=True)
             try:
                 # Raised only here, since other ranks wait for this rank to begin the sync and push.
                 if isinstance(entry, Exception):
@@ -468,7 +468,6 @@ class WeightUpdates:
             except Exception as error:  # drops the set, so that a later step cannot commit the rest
                 self.weights.abort(self._loaded, error)
                 raise
-            self._loaded_names.add(entry[0])
             taken.add(entry[0])
 
     def _commit_loaded(self) -> None:

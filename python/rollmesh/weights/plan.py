@@ -40,36 +40,30 @@ BATCH_BYTES = 2 << 30
 GATHERED_BYTES = 256 << 20
 PART_BYTES = 16 << 20  # copied between two steps, which takes milliseconds
 Faults = dict[type[Error], list[str]]
-LetStep = (
-    Callable[[float], None] | None
-)  # lets requests take steps for some seconds; None: they wait
+# Lets requests take steps for some seconds; None: they wait.
+LetStep = Callable[[float], None] | None
 
 
 class Plan:
     """The entries of one sync."""
 
-    def __init__(
-        self,
-        engine: RankEngine,
-        options: SyncOptions,
-        let_step: LetStep = None,
-    ):
+    def __init__(self, engine: RankEngine, options: SyncOptions, let_step: LetStep = None):
         self._engine, self._strict = engine, options.strict
         self._let_step, self._since = let_step, 0.0
-        self._entries: dict[str, _core.SyncEntry] = {}
+        self.entries: dict[str, _core.SyncEntry] = {}
 
     def entry(self, name: Any) -> _core.SyncEntry:
         """Returns the entry of a name; an entry without parameters is skipped later. Raises
         UnexpectedKeyError or LimitError for a name that the model does not have."""
-        found = self._entries.get(name) if isinstance(name, str) else None
+        found = self.entries.get(name) if isinstance(name, str) else None
         if found is None:
-            found = self._entries[name] = self._engine.sync_resolve(name, not self._strict)
+            found = self.entries[name] = self._engine.sync_resolve(name, not self._strict)
         return found
 
     def forget(self) -> None:
         """Drops the references to all tensors after a failed sync, since its error may be kept for
         a long time."""
-        self._entries.clear()
+        self.entries.clear()
 
     def _take(self, name: Any, tensor: Any) -> _core.SyncEntry:
         entry = self.entry(name)
