@@ -56,7 +56,7 @@ def test_a_run_whose_ranks_exchange_by_nccl_is_the_cpus(
     if not is_simt(library):
         pytest.skip("the stand-in for NCCL is one on a simulated device")
     made = str(standin(tmp_path))
-    monkeypatch.setattr(nccl, "candidates", lambda *_: iter([(made, "the stand-in")]))
+    monkeypatch.setattr(nccl.libraries, "candidates", lambda *_: iter([(made, "the stand-in")]))
     monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)  # what is put there goes with the test
     small = ["train.steps=1", "generator.max_num_seqs=16", "generator.tp=2", "generator.ep=2"]

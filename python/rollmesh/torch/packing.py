@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollmesh.errors import DTypeError, NonFiniteError, ShapeError, UnsupportedTensorError
-from rollmesh.ops.arguments import numpy_dtype, packed_size, part_of, round_up
-from rollmesh.ops.devices import op_over
-from rollmesh.torch.arrays import check_tensor, in_turn, weight_array
+from rollmesh.ops.arguments import numpy_dtype, round_up
+from rollmesh.ops.devices import new_in, op_over
+from rollmesh.torch.arrays import check_tensor, host_of, in_turn, weight_array
 
 SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 PACKED, GATE, UP = 1, 2, 3  # rm_layout of kernels.h
@@ -49,15 +50,20 @@ def pack(groups: Sequence[Sequence[Piece]], rows: int, dtype: torch.dtype, how: 
     NonFiniteError for a NaN or an infinity, also one that the conversion makes."""
     first = groups[0][0][0]
     k, kind = first.shape[1], name_of(dtype)
-    size = packed_size(rows, k)
+    size = round_up(rows, 16) * round_up(k, 32)
     with in_turn(first):
         op, _ = op_over(how["isa"], how["threads"], {"weight": weight_array(first)})
-        out = op.new((len(groups) * size,), numpy_dtype(kind), zeros=True)
+        out = new_in(op.op_device, (len(groups) * size,), numpy_dtype(kind), zeros=True)
+        found = new_in(op.op_device, (3,), np.int64)
         for g, pieces in enumerate(groups):
             for weight, layout, row in pieces:
                 source = {"weight": weight_array(weight)}
                 (given,) = op_over(how["isa"], how["threads"], source)[1]
-                _, wrong = op.core.pack(part_of(out, g * size, (size,)), given, layout, row, 0)
+                op.core.run("pack", {
+                    "weight": given, "layout": layout, "dst_row0": row, "index0": 0,
+                    "dst_first": g * size, "dst": out, "found": found,
+                })  # fmt: skip
+                wrong = int(host_of(found)[1])
                 if wrong >= 0:
                     at = [g, row + wrong // k, wrong % k][len(groups) == 1 :]
                     raise NonFiniteError(
