@@ -4,7 +4,7 @@ weight sync converts them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +17,7 @@ from rollmesh.torch.arrays import check_tensor, host_of, in_turn, weight_array
 
 SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 PACKED, GATE, UP = 1, 2, 3  # rm_layout of kernels.h
-
-
-class PackedSlice(NamedTuple):
-    """A matrix [n, k] at a row of a packed one."""
-
-    weight: Tensor
-    layout: int = PACKED
-    row: int = 0
+Piece = tuple[Tensor, int, int]  # a matrix [n, k], its layout, and its first row
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -52,21 +45,15 @@ def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
     return weight.detach()  # type: ignore[no-any-return]
 
 
-def pack(groups: Sequence[Sequence[PackedSlice]], dtype: torch.dtype, how: Any) -> Any:
-    """Packed matrices of one shape, one a group, each made of pieces; an array of one dim.
+def pack(groups: Sequence[Sequence[Piece]], rows: int, dtype: torch.dtype, how: Any) -> Any:
+    """Packed matrices of `rows` rows, one a group, each made of pieces; an array of one dim.
     NonFiniteError for a NaN or an infinity, also one that the conversion makes."""
-    first = groups[0]
-    k = first[0].weight.shape[1]
-    rows = max(
-        piece.row
-        + (2 * round_up(len(piece.weight), 16) if piece.layout != PACKED else len(piece.weight))
-        for piece in first
-    )
+    first = groups[0][0][0]
+    k, kind = first.shape[1], name_of(dtype)
     size = round_up(rows, 16) * round_up(k, 32)
-    with in_turn(first[0].weight):
-        op, _ = op_over(how["isa"], how["threads"], {"weight": weight_array(first[0].weight)})
-        shape = (len(groups) * size,)
-        out = zeros_in(op.op_device, shape, numpy_dtype(name_of(dtype)))
+    with in_turn(first):
+        op, _ = op_over(how["isa"], how["threads"], {"weight": weight_array(first)})
+        out = zeros_in(op.op_device, (len(groups) * size,), numpy_dtype(kind))
         found = zeros_in(op.op_device, (3,), np.int64)
         for g, pieces in enumerate(groups):
             for weight, layout, row in pieces:
@@ -78,10 +65,10 @@ def pack(groups: Sequence[Sequence[PackedSlice]], dtype: torch.dtype, how: Any) 
                 })  # fmt: skip
                 wrong = int(host_of(found)[1])
                 if wrong >= 0:
-                    at = (*((g,) if len(groups) > 1 else ()), row + wrong // k, wrong % k)
+                    at = [g, row + wrong // k, wrong % k][len(groups) == 1 :]
                     raise NonFiniteError(
-                        f"weight: expected finite numbers in {name_of(dtype)}, got a NaN or an "
-                        f"infinity at {list(at)}"
+                        f"weight: expected finite numbers in {kind}, got a NaN or an infinity at "
+                        f"{at}"
                     )
     return out
 
@@ -90,23 +77,25 @@ def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, how: Any) -> Any:
     """Matrices [n, k] stacked in one, such as q, k and v."""
     pieces, row = [], 0
     for weight in weights:
-        pieces.append(PackedSlice(check_weight("weight", weight), PACKED, row))
+        pieces.append((check_weight("weight", weight), PACKED, row))
         row += len(weight)
-    return pack([pieces], dtype, how)
+    return pack([pieces], row, dtype, how)
 
 
 def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """gate and up [n, k], as gemm_swiglu takes them."""
-    both = [PackedSlice(check_weight("gate", gate), GATE), PackedSlice(check_weight("up", up), UP)]
-    return pack([both], dtype, how)
+    both = (check_weight("gate", gate), GATE, 0), (check_weight("up", up), UP, 0)
+    return pack([both], 2 * round_up(len(gate), 16), dtype, how)
 
 
 def pack_experts(weight: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """[experts, n, k], for a grouped gemm."""
-    return pack([[PackedSlice(matrix)] for matrix in check_weight("weight", weight, 3)], dtype, how)
+    groups = [[(matrix, PACKED, 0)] for matrix in check_weight("weight", weight, 3)]
+    return pack(groups, weight.shape[1], dtype, how)
 
 
 def pack_experts_gate_up(weight: Tensor, dtype: torch.dtype, how: Any) -> Any:
     """[experts, 2n, k], the rows of gate before those of up, for a grouped gemm_swiglu."""
-    halves = [matrix.chunk(2) for matrix in check_weight("weight", weight, 3)]
-    return pack([[PackedSlice(gate, GATE), PackedSlice(up, UP)] for gate, up in halves], dtype, how)
+    halves = (matrix.chunk(2) for matrix in check_weight("weight", weight, 3))
+    groups = [((gate, GATE, 0), (up, UP, 0)) for gate, up in halves]
+    return pack(groups, 2 * round_up(weight.shape[1] // 2, 16), dtype, how)

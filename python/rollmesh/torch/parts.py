@@ -44,6 +44,7 @@ FREE = frozenset(
         *("_is_hf_initialized", "max_seq_len_cached", "original_max_seq_len"),
     }
 )
+FLOATS = "a tensor of float32, bfloat16, float16 or float64 numbers"
 INTERNAL = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
@@ -323,28 +324,14 @@ class _Comparison:
 
     def tensors(self, path: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         """Parameters or buffers: names, shapes, and that they are ordinary tensors with values."""
-        present = {name for name, tensor in found.items() if tensor is not None}
-        expected = {name for name, tensor in wanted.items() if tensor is not None}
-        if more := sorted(present - expected):
-            raise ConfigError(
-                f"{path}.{more[0]}: expected none, as the config says, "
-                f"got one of shape {tuple(found[more[0]].shape)}{UNDO}"
-            )
-        for name in sorted(expected):
-            tensor = found.get(name)
-            if tensor is None:
-                raise ConfigError(f"{path}.{name}: expected a tensor, got none{UNDO}")
-            if tensor.shape != wanted[name].shape:
+        extra = found.keys() - wanted.keys()
+        for name in (*sorted(extra), *sorted(wanted)):
+            x, template = found.get(name), wanted.get(name)
+            expected = "none" if template is None else f"{FLOATS} of shape {tuple(template.shape)}"
+            got = "none" if x is None else f"{_kind(x)} of shape {tuple(x.shape)}"
+            if got != expected:
                 raise ConfigError(
-                    f"{path}.{name}: expected shape {tuple(wanted[name].shape)}, as the config "
-                    f"says, got {tuple(tensor.shape)}{UNDO}"
-                )
-            is_plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor)
-            place = _without_values(tensor)
-            if not is_plain or not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or place:
-                raise ConfigError(
-                    f"{path}.{name}: expected a tensor of float32, bfloat16, float16 or float64 "
-                    f"numbers, got a {tensor.dtype} {type(tensor).__name__}{place}"
+                    f"{path}.{name}: expected {expected}, as the config says, got {got}{UNDO}"
                 )
 
     def plain(self, path: str, module: Any, names: tuple[str, ...]) -> None:
@@ -452,6 +439,15 @@ def _form(item: tuple[str, Any]) -> tuple[Any, ...]:
     """Returns what `tensors` compares of a parameter or buffer."""
     name, x = item
     return (name,) if x is None else (name, type(x), x.shape, x.dtype, _without_values(x))
+
+
+def _kind(x: Tensor) -> str:
+    """Describes a tensor: as FLOATS if the kernels can convert and read it."""
+    is_plain = type(x) in (Tensor, nn.Parameter) or isinstance(x, DTensor)
+    place = _without_values(x)
+    if is_plain and x.is_floating_point() and x.dtype.itemsize >= 2 and not place:
+        return FLOATS
+    return f"a {x.dtype} {type(x).__name__}{place}"
 
 
 def _without_values(tensor: Tensor) -> str:

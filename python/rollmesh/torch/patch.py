@@ -71,6 +71,7 @@ SWITCHES = frozenset(
 NOISE = {"attention_dropout": "self_attn", "router_jitter_noise": "mlp"}
 GENERATE = "generate with a rollmesh generator, "
 INSTEAD = {
+    "cache": GENERATE,
     "past_key_values": GENERATE,
     "use_cache": GENERATE,
     "output_router_logits": "train without a router loss (TRL: router_aux_loss_coef=0.0), ",

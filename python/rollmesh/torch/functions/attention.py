@@ -134,7 +134,7 @@ class _Attention(torch.autograd.Function):
 
         def heads_of(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
             parts = torch.split(qkv, heads.widths, 1)
-            q, k, v = (x.unflatten(1, (-1, heads.head_dim)) for x in parts)
+            q, k, v = (x.view(len(x), -1, heads.head_dim) for x in parts)
             q_norm, k_norm = weights or (None, None)
             return turned(q, q_norm).to(dtype), turned(k, k_norm).to(dtype), v.to(dtype)
 
@@ -161,7 +161,8 @@ def _attention_gradients(
     is_token = torch.from_numpy(np.arange(steps) < rows.lengths[:, None]).to(q.device)
 
     def padded(x: Tensor) -> Tensor:
-        return pad_sequence(torch.split(x, rows.lengths.tolist()), batch_first=True).transpose(1, 2)
+        each = list(torch.split(x, rows.lengths.tolist()))
+        return pad_sequence(each, batch_first=True).transpose(1, 2)
 
     is_short = steps <= SHORT
     each = max(1, SCORES_AT_ONCE // (heads.num_heads * steps**2)) if is_short else len(rows.lengths)
