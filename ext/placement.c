@@ -107,11 +107,8 @@ static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef rm_placement_functions[] = {
-    {"placement", placement, METH_VARARGS,
-     "(spec, tp, dp, ep): int64 [world][8 ranges][first, n], in the order of placement.h."},
-    {"parameters", parameters, METH_O,
-     "(spec): [(kind, name, shape)] of the tensors of a checkpoint, without routers' biases."},
-    {"parameter_bytes", parameter_bytes, METH_VARARGS,
-     "(spec, tp, dp, ep, rank, bfloat16): {kind: bytes} that this rank stores, in one version."},
+    {"placement", placement, METH_VARARGS, NULL},
+    {"parameters", parameters, METH_O, NULL},
+    {"parameter_bytes", parameter_bytes, METH_VARARGS, NULL},
     {0},
 };

@@ -203,7 +203,7 @@ def test_doctor_where_the_librarys_name_is_wrong(
 ) -> None:
     """Input: a missing file, and a file that is not a library. If cuBLASLt is not found, the output
     names the extra that contains it."""
-    monkeypatch.setattr(cublas, "candidates", lambda *_: iter(()))
+    monkeypatch.setattr(cublas.libraries, "candidates", lambda *_: iter(()))
     monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)
     wrong = tmp_path / "none.so"
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(wrong))
