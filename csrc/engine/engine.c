@@ -241,7 +241,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   engine->options = mine;
   engine->options.endpoints = NULL; // like the strings, a view of the caller's
   engine->options.cuda_library = engine->options.cuda_family = NULL;
-  engine->options.nccl_library = engine->options.nccl_gpu = engine->options.cublas_library = NULL;
+  engine->options.nccl_library = engine->options.cublas_library = NULL;
   engine->n_workers = ends ? 1 : rm_mesh_world(&mine.mesh);
   engine->n_replicas = ends ? 1 : mine.mesh.dp;
   engine->per_replica = ends ? 1 : mine.mesh.tp;
