@@ -162,12 +162,10 @@ static rm_code call_look(void *self, rm_error *err) {
 }
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"exchange", "rank", "size", "name", NULL};
+  static char *names[] = {"exchange", "rank", "size", NULL};
   PyObject *exchange, *module = PyType_GetModule(type);
   int rank, size;
-  const char *name = "torch";
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii|s:Comm", names, &exchange, &rank, &size,
-                                   &name))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii:Comm", names, &exchange, &rank, &size))
     return NULL;
   comm_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;

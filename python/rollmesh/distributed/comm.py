@@ -264,7 +264,7 @@ class Torch(Comm):
             return None
         me = members.index(self.rank)
         self._exchanges.append(_Exchange(self, group, me, len(members)))
-        end = _core.Comm(self._exchanges[-1], me, len(members), "torch")
+        end = _core.Comm(self._exchanges[-1], me, len(members))
         # The torch group already has the timeout; users of this end read it here.
         end.set_timeout(self.timeout)
         return end
