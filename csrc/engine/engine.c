@@ -73,10 +73,9 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
     if (option->attribute.type == RM_ATTR_I32) value = *(const int *)member;
     else if (option->attribute.type == RM_ATTR_I64) value = *(const int64_t *)member;
     else continue;
-    if (value < option->least || value > (int64_t)option->most)
-      return rm_fail(err, RM_E_CONFIG, "%s: expected %lld to %lld, got %lld",
-                     option->attribute.name, (long long)option->least, (long long)option->most,
-                     (long long)value);
+    const rm_code code = rm_check_range(err, RM_E_CONFIG, option->attribute.name, value,
+                                        option->least, (int64_t)option->most);
+    if (code) return code;
   }
   for (int64_t i = 0; i < options->n_eos; i++)
     if (options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size)
@@ -85,11 +84,9 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
   return RM_OK;
 }
 
-// Whether the mesh fits the model and the dispatcher, and a rank of several has its comms.
+// Whether the mesh fits the model and the dispatcher.
 static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
-  const rm_endpoints *ends = options->endpoints;
   const rm_mesh *mesh = &options->mesh;
-  const int world = rm_mesh_world(mesh);
   const rm_code code = rm_placement_check(spec, mesh, err);
   if (code) return code;
   if (mesh->tp > RM_MAX_TP)
@@ -100,13 +97,6 @@ static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options,
   if (mesh->ep > 1 && mesh->ep != mesh->tp && options->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE)
     return rm_fail(err, RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d",
                    rm_dispatcher_name(options->dispatcher), mesh->ep, mesh->tp);
-  if (ends && (ends->index < 0 || ends->index >= world))
-    return rm_fail(err, RM_E_CONFIG, "rank: expected 0 to %d, got %d", world - 1, ends->index);
-  if (ends &&
-      ((mesh->tp > 1 && !ends->tp) || (mesh->ep > 1 && !ends->ep) || (world > 1 && !ends->world)))
-    return rm_fail(err, RM_E_CONFIG,
-                   "tp=%d, dp=%d, ep=%d: expected comms for the groups of several ranks, got none",
-                   mesh->tp, mesh->dp, mesh->ep);
   return RM_OK;
 }
 
@@ -114,7 +104,8 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   const rm_endpoints *ends = options->endpoints;
   const int world = rm_mesh_world(&options->mesh);
   rm_code code = check_mesh(spec, options, err);
-  // The caller makes these from names and devices that it has checked.
+  // The caller makes these from names, groups and devices that it has checked.
+  assert(!ends || (ends->index >= 0 && ends->index < world && !ends->world == (world == 1)));
   assert(options->dispatcher >= 0 && options->dispatcher < RM_N_DISPATCHER);
   assert(options->dtype == RM_BF16 || options->dtype == RM_F32);
   assert(options->cuda_library || !(options->nccl_library || options->cublas_library));
@@ -166,8 +157,9 @@ static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
   return code;
 }
 
-static rm_code create_worker(rm_worker *worker, void *options) {
-  return rm_worker_create(worker, options);
+static rm_code create_worker(rm_worker *worker, void *arg) {
+  (void)arg;
+  return rm_worker_create(worker);
 }
 
 // GPUs of different architectures round differently. Processes compare families when they connect.
@@ -183,13 +175,14 @@ static rm_code check_families(const rm_engine *engine, rm_error *err) {
   return RM_OK;
 }
 
-static rm_code allocate(rm_engine *engine, const rm_engine_options *options, rm_error *err) {
+static rm_code allocate(rm_engine *engine, rm_error *err) {
+  const rm_engine_options *options = &engine->options;
   int32_t *eos = rm_alloc((size_t)options->n_eos, sizeof *eos);
   if (eos && options->n_eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
-  engine->options.eos_ids = eos;
+  engine->options.eos_ids = eos; // from here on owned
   engine->schedulers = rm_alloc((size_t)engine->n_replicas, sizeof *engine->schedulers);
   engine->workers = rm_alloc((size_t)engine->n_workers, sizeof *engine->workers);
-  engine->assigned = rm_alloc((size_t)engine->options.mesh.dp, sizeof *engine->assigned);
+  engine->assigned = rm_alloc((size_t)options->mesh.dp, sizeof *engine->assigned);
   engine->prefixes = rm_alloc(PREFIX_SLOTS, sizeof *engine->prefixes);
   if (!eos || !engine->schedulers || !engine->workers || !engine->assigned || !engine->prefixes)
     return rm_fail(err, RM_E_MEMORY, "no memory for an engine of %d ranks", engine->n_workers);
@@ -202,8 +195,8 @@ static rm_code allocate(rm_engine *engine, const rm_engine_options *options, rm_
   return RM_OK;
 }
 
-static rm_code create_parts(rm_engine *engine, const rm_engine_options *options, rm_error *err) {
-  const rm_endpoints *ends = options->endpoints;
+static rm_code create_parts(rm_engine *engine, rm_error *err) {
+  const rm_endpoints *ends = engine->options.endpoints;
   rm_code code = create_schedulers(engine, err);
   if (!code && ends) {
     rm_comm *const groups[N_GROUPS] = {ends->tp, ends->ep, ends->world};
@@ -211,8 +204,9 @@ static rm_code create_parts(rm_engine *engine, const rm_engine_options *options,
   } else if (!code && engine->n_workers > 1) {
     code = connect_threads(engine, err);
   }
-  if (!code) code = rm_ready_streams_init(&engine->ready_streams, options->cuda_library, err);
-  if (!code) code = rm_run_workers(engine, create_worker, (void *)options, err);
+  if (!code)
+    code = rm_ready_streams_init(&engine->ready_streams, engine->options.cuda_library, err);
+  if (!code) code = rm_run_workers(engine, create_worker, NULL, err);
   if (!code) code = check_families(engine, err);
   for (int d = 0; d < engine->n_replicas && !code; d++)
     code = rm_scheduler_open_pages(&engine->schedulers[d], engine->workers[0].runner.n_pages, err);
@@ -239,16 +233,13 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   const rm_endpoints *ends = options->endpoints;
   engine->spec = spec;
   engine->options = mine;
-  engine->options.endpoints = NULL; // like the strings, a view of the caller's
-  engine->options.cuda_library = engine->options.cuda_family = NULL;
-  engine->options.nccl_library = engine->options.cublas_library = NULL;
   engine->n_workers = ends ? 1 : rm_mesh_world(&mine.mesh);
   engine->n_replicas = ends ? 1 : mine.mesh.dp;
   engine->per_replica = ends ? 1 : mine.mesh.tp;
   engine->own = ends ? rm_mesh_coords(&mine.mesh, ends->index).dp : 0;
   engine->next_id = 1;
-  code = allocate(engine, &mine, err);
-  if (!code) code = create_parts(engine, &mine, err);
+  code = allocate(engine, err);
+  if (!code) code = create_parts(engine, err);
   if (!code) {
     *out = engine;
     return RM_OK;

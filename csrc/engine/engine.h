@@ -117,7 +117,6 @@ void rm_engine_abort_groups(rm_engine *engine);
 // Checks the request, selects its replica and assigns its id. Prompt and lists are views during the
 // call, logits_out until the request has finished.
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
-int rm_engine_has(const rm_engine *engine, uint64_t id); // whether it was added and not released
 // Returns the scheduler with the request, or any scheduler if the request does not exist. A view.
 rm_scheduler *rm_engine_scheduler(const rm_engine *engine, uint64_t id);
 // *n_work: rows computed by all replicas here; 0 without requests, or while paused.
@@ -125,10 +124,8 @@ rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err);
 // Whether a rank here, or another of its lockstep group, had work in the last step.
 int rm_engine_had_work(const rm_engine *engine);
 int64_t rm_engine_unfinished(const rm_engine *engine); // number of requests of this process
-// Removes up to `capacity` requests from the list of finished requests and returns their number.
-int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity);
-uint64_t rm_engine_next_finished(
-    const rm_engine *engine); // the first id that it would return; 0: none
+// Lists up to `capacity` finished requests that were not released, and returns their number.
+int64_t rm_engine_finished(const rm_engine *engine, uint64_t *ids, int64_t capacity);
 void rm_engine_pause(rm_engine *engine, int paused); // a paused engine schedules nothing
 void rm_engine_reset_prefix_cache(rm_engine *engine);
 

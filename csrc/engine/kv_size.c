@@ -96,43 +96,35 @@ static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *
 }
 
 // ----------------------------------------------------------------------------- all ranks together
-static rm_code agree(const rm_worker *worker, rm_comm *world, int64_t *n_pages, rm_error *err) {
-  const int size = rm_comm_size(world);
+static rm_code left_pages(const rm_worker *worker, int64_t *n_pages, rm_error *err) {
+  rm_comm *world = worker->runner.rank.world;
+  const int size = world ? rm_comm_size(world) : 1;
+  // A failed device reports no free memory, so its error comes first.
+  rm_code code = rm_device_wait(worker->device, err);
+  if (code) return code;
   claim *all = rm_alloc((size_t)size, sizeof *all);
-  if (!all) return rm_fail(err, RM_E_MEMORY, "no memory for the claims of %d ranks", size);
-  const claim mine = claim_of(worker);
-  rm_code code = rm_comm_all_gather(world, &mine, all, sizeof mine, err);
+  if (!all) return rm_no_memory(err, "the claims of all ranks", 0);
+  const claim mine = *all = claim_of(worker);
+  if (world) code = rm_comm_all_gather(world, &mine, all, sizeof mine, err);
   if (!code) code = judge(all, size, n_pages, err);
   rm_free(all);
   return code;
 }
 
-static rm_code left_pages(const rm_worker *worker, int64_t *n_pages, rm_error *err) {
-  rm_comm *world = worker->runner.rank.world;
-  // A failed device reports no free memory, so its error comes first.
-  const rm_code code = rm_device_wait(worker->device, err);
-  if (code) return code;
-  if (world) return agree(worker, world, n_pages, err);
-  const claim mine = claim_of(worker);
-  return judge(&mine, 1, n_pages, err);
-}
-
 rm_code rm_kv_pages(rm_worker *worker, int64_t *n_pages, rm_error *err) {
   const rm_engine_options *options = &worker->engine->options;
   const uint64_t page_bytes = rm_model_page_bytes(worker->model);
-  if (!options->external_pages && !options->kv_bytes && options->memory_fraction > 0)
-    return left_pages(worker, n_pages, err);
-  if (options->external_pages && (uint64_t)options->external_pages > SIZE_MAX / 2 / page_bytes)
+  *n_pages = options->external_pages;
+  if (*n_pages && (uint64_t)*n_pages > SIZE_MAX / 2 / page_bytes)
     return rm_fail(
         err, RM_E_CAPACITY,
         "external_pages: expected pages that fit into the address space, got %lld of %llu bytes",
-        (long long)options->external_pages, (unsigned long long)page_bytes);
-  if (!options->external_pages && options->kv_bytes < page_bytes)
-    return rm_fail(err, RM_E_CAPACITY,
-                   "kv_cache_gib: expected at least a page of %llu bytes, got %llu bytes",
-                   (unsigned long long)page_bytes, (unsigned long long)options->kv_bytes);
-  *n_pages = options->external_pages
-                 ? options->external_pages
-                 : rm_min64((int64_t)(options->kv_bytes / page_bytes), MOST_PAGES);
-  return RM_OK;
+        (long long)*n_pages, (unsigned long long)page_bytes);
+  if (*n_pages) return RM_OK;
+  if (!options->kv_bytes && options->memory_fraction > 0) return left_pages(worker, n_pages, err);
+  *n_pages = rm_min64((int64_t)(options->kv_bytes / page_bytes), MOST_PAGES);
+  if (*n_pages) return RM_OK;
+  return rm_fail(err, RM_E_CAPACITY,
+                 "kv_cache_gib: expected at least a page of %llu bytes, got %llu bytes",
+                 (unsigned long long)page_bytes, (unsigned long long)options->kv_bytes);
 }

@@ -68,28 +68,19 @@ rm_scheduler *rm_engine_scheduler(const rm_engine *engine, uint64_t id) {
   return &engine->schedulers[d];
 }
 
-int rm_engine_has(const rm_engine *engine, uint64_t id) {
-  return rm_find_sequence_group(rm_engine_scheduler(engine, id), id, NULL) != NULL;
-}
-
 int64_t rm_engine_unfinished(const rm_engine *engine) {
   int64_t n = 0;
   for (int d = 0; d < engine->n_replicas; d++) n += engine->schedulers[d].n_live;
   return n;
 }
 
-uint64_t rm_engine_next_finished(const rm_engine *engine) {
-  for (int d = 0; d < engine->n_replicas; d++) {
-    const rm_link *finished = &engine->schedulers[d].finished;
-    if (!rm_list_empty(finished)) return ((const rm_sequence_group *)finished->next)->id;
-  }
-  return 0;
-}
-
-int64_t rm_engine_finished(rm_engine *engine, uint64_t *ids, int64_t capacity) {
+int64_t rm_engine_finished(const rm_engine *engine, uint64_t *ids, int64_t capacity) {
   int64_t n = 0;
-  for (uint64_t id; n < capacity && (id = rm_engine_next_finished(engine)); ids[n++] = id)
-    rm_list_remove(&rm_find_sequence_group(rm_engine_scheduler(engine, id), id, NULL)->link);
+  for (int d = 0; d < engine->n_replicas; d++) {
+    const rm_link *head = &engine->schedulers[d].finished;
+    for (const rm_link *at = head->next; at != head && n < capacity; at = at->next)
+      ids[n++] = ((const rm_sequence_group *)at)->id;
+  }
   return n;
 }
 

@@ -44,7 +44,7 @@ typedef struct rm_prefix {
 struct rm_engine {
   // set at creation
   const rm_spec *spec; // view
-  rm_engine_options options; // eos_ids: owned; views of create: NULL
+  rm_engine_options options; // eos_ids: owned; its other pointers are valid during create only
   int n_workers; // ranks in this process: all, or one
   int n_replicas, per_replica; // replicas here, and their ranks here: all ranks, or one of them
   int own; // the replica of workers[0]
@@ -91,7 +91,7 @@ rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_err
 
 // worker.c. create: index, groups, engine and scheduler are set. All workers create and destroy
 // together: they connect and measure memory together, and they leave NCCL's groups together.
-rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options);
+rm_code rm_worker_create(rm_worker *worker);
 void rm_worker_destroy(rm_worker *worker); // safe on a zeroed worker; groups and gpu stay
 
 // kv_size.c: the number of KV pages. With memory_fraction all ranks of the mesh call it together,

@@ -4,6 +4,10 @@
 #include "engine/state.h"
 #include "weights/two_phase_commit.h"
 
+static void on_all(rm_engine *engine, void (*call)(rm_store *)) {
+  for (int w = 0; w < engine->n_workers; w++) call(engine->workers[w].store);
+}
+
 // ------------------------------------------------------------------------------------------- sync
 static rm_code refuse_unfinished(const rm_engine *engine, const char *sync, const char *instead,
                                  rm_error *err) {
@@ -61,9 +65,7 @@ static rm_code await_tensors(rm_engine *engine, const rm_entry *const *entries, 
   return code;
 }
 
-void rm_engine_sync_undo(rm_engine *engine) {
-  for (int w = 0; w < engine->n_workers; w++) rm_sync_undo(engine->workers[w].store);
-}
+void rm_engine_sync_undo(rm_engine *engine) { on_all(engine, rm_sync_undo); }
 
 // Runs a part of a push on all workers. If one fails, all undo the push.
 static rm_code push_on_all(rm_engine *engine, rm_code (*part)(rm_worker *, void *), void *arg,
@@ -127,9 +129,7 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
   return RM_OK;
 }
 
-void rm_engine_sync_abort(rm_engine *engine) {
-  for (int w = 0; w < engine->n_workers; w++) rm_sync_abort(engine->workers[w].store);
-}
+void rm_engine_sync_abort(rm_engine *engine) { on_all(engine, rm_sync_abort); }
 
 int rm_engine_reads_gpus(const rm_engine *engine) { return engine->ready_streams.library != NULL; }
 
@@ -179,15 +179,10 @@ rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err) {
   return code;
 }
 
-void rm_engine_free_offloaded(rm_engine *engine) {
-  for (int w = 0; w < engine->n_workers; w++) rm_store_free_offloaded(engine->workers[w].store);
-}
-
-enum { DISCARD = 8 }; // with parts: discard weights that an earlier sleep offloaded
+void rm_engine_free_offloaded(rm_engine *engine) { on_all(engine, rm_store_free_offloaded); }
 
 static rm_code sleep_worker(rm_worker *worker, void *arg) {
   const unsigned parts = *(const unsigned *)arg;
-  if (parts & DISCARD) rm_store_discard(worker->store);
   if (parts & (RM_PART_WEIGHTS | RM_PART_KV)) rm_graphs_clear(worker->runner.graphs);
   if (parts & RM_PART_WEIGHTS) {
     if (parts & RM_SLEEP_OFFLOAD) rm_store_release_blocks(worker->store);
@@ -209,7 +204,7 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   if (job & RM_PART_WEIGHTS)
     code = offload ? rm_engine_offload_weights(engine, err) : check_no_sync(engine, err);
   if (code) return code;
-  if (asked & engine->asleep & RM_PART_WEIGHTS && !offload) job |= DISCARD;
+  if (!offload) job |= asked & RM_PART_WEIGHTS; // also those that an earlier sleep offloaded
   rm_run_workers(engine, sleep_worker, &job, NULL);
   for (int d = 0; d < engine->n_replicas && job & asked; d++) {
     rm_scheduler *scheduler = &engine->schedulers[d];

@@ -3,7 +3,8 @@
 #include "base/control_groups.h"
 #include "engine/state.h"
 
-static rm_code open_gpu(rm_worker *worker, const rm_engine_options *options, char card[32]) {
+static rm_code open_gpu(rm_worker *worker, char card[32]) {
+  const rm_engine_options *options = &worker->engine->options;
   const char *library = options->cuda_library;
   int ordinal = options->cuda_ordinal, count = 0;
   rm_code code = ordinal < 0 ? rm_cuda_count(library, &count, &worker->err) : RM_OK;
@@ -28,7 +29,8 @@ static rm_code open_cpu(rm_worker *worker) {
   return RM_OK;
 }
 
-static void init_runner(rm_worker *worker, const rm_engine_options *options) {
+static void init_runner(rm_worker *worker) {
+  const rm_engine_options *options = &worker->engine->options;
   const rm_runner_options runner = {
       .spec = worker->engine->spec,
       .device = worker->device,
@@ -65,7 +67,8 @@ static rm_code create_cache(rm_worker *worker) {
                          &worker->err);
 }
 
-static rm_code create_parts(rm_worker *worker, const rm_engine_options *options) {
+static rm_code create_parts(rm_worker *worker) {
+  const rm_engine_options *options = &worker->engine->options;
   rm_runner *runner = &worker->runner;
   const rm_spec *spec = worker->engine->spec;
   const rm_placement placement = rm_placement_of(spec, &runner->rank.mesh, worker->index);
@@ -86,10 +89,11 @@ static rm_code create_parts(rm_worker *worker, const rm_engine_options *options)
   return code ? code : create_cache(worker); // last, since it may take all memory that is left
 }
 
-rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options) {
+rm_code rm_worker_create(rm_worker *worker) {
+  const rm_engine_options *options = &worker->engine->options;
   char card[32] = "";
   worker->runner.rank = (rm_rank){
-      .mesh = worker->engine->options.mesh,
+      .mesh = options->mesh,
       .index = worker->index,
       .tp = worker->groups[RM_GROUP_TP],
       .ep = worker->groups[RM_GROUP_EP],
@@ -97,15 +101,14 @@ rm_code rm_worker_create(rm_worker *worker, const rm_engine_options *options) {
       .dispatcher = options->dispatcher,
       .sequence_parallel = options->sequence_parallel,
   };
-  rm_code code = options->cuda_library ? open_gpu(worker, options, card) : open_cpu(worker);
+  rm_code code = options->cuda_library ? open_gpu(worker, card) : open_cpu(worker);
   if (!code) {
     worker->memory = rm_memory_name(card);
     const rm_entered saved = rm_enter(worker);
-    init_runner(worker, options);
-    code = create_parts(worker, options);
+    init_runner(worker);
+    code = create_parts(worker);
     rm_leave(worker, saved);
   }
-  worker->runner.options.model.cublas_library = NULL; // a view of the caller's string
   if (code) rm_rank_abort(&worker->runner.rank, code); // other ranks may wait for this one
   return code;
 }

@@ -86,23 +86,20 @@ static int only_draws(const rm_plan *plan, int64_t i) {
   const rm_out_row *out = &plan->outs[i];
   const rm_sequence *seq = out->seq;
   const rm_sequence_group *group = seq->group;
-  if (!out->draws || out->target >= 0 || plan->draws[i].out != i || group->top_logprobs ||
-      group->logits_out || group->external_draws)
-    return 0;
+  if (!out->draws || !out->samples || plan->out_rows[i] != i || group->top_logprobs) return 0;
   if (rm_has_penalties(group) || group->n_edits || group->n_never || group->n_bad_words)
     return 0; // lists of changing sizes
-  return !group->score_sampling && !(seq->n_tokens < group->min_tokens && group->n_early);
+  return !(seq->n_tokens < group->min_tokens && group->n_early);
 }
 
 int rm_graphs_flags(const rm_graphs *graphs, const rm_plan *plan) {
   if (!graphs) return RM_GRAPHS_REFUSE;
   int flags = graphs->was_reset ? RM_GRAPHS_RESET : 0;
-  if (plan->n_rows > graphs->sizes[graphs->n_sizes - 1] || plan->n_out != plan->n_rows ||
-      plan->n_draws != plan->n_rows)
+  if (plan->n_rows > graphs->sizes[graphs->n_sizes - 1] || plan->n_out != plan->n_rows)
     return flags | RM_GRAPHS_REFUSE;
   for (int64_t i = 0; i < plan->n_rows; i++) {
     if (!only_draws(plan, i)) return flags | RM_GRAPHS_REFUSE;
-    if (plan->draws[i].seq->group->want_token_ranks) flags |= RM_GRAPHS_TOKEN_RANKS;
+    if (plan->outs[i].seq->group->want_token_ranks) flags |= RM_GRAPHS_TOKEN_RANKS;
   }
   return flags;
 }

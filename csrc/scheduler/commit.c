@@ -1,31 +1,19 @@
 // commit.c: writes the results of a step to the records of the requests, in this order: records of
 // logits; failures, so that a request with a row that was not finite ends before its tokens or
-// pages count; records of computed rows, and full pages to the prefix index; the leader's pages to
-// its siblings; tokens. Appending tokens is last, since it may end a sequence and so release pages
-// that its siblings share.
+// pages count; records of computed rows, and full pages to the prefix index; tokens, which may end
+// a sequence.
 #include "clock.h"
 #include "scheduler/scheduler.h"
 
 // ------------------------------------------------------------------------------ records of logits
-static void record_prompts(const rm_plan *plan, const rm_step_output *output) {
-  for (int64_t i = 0; i < plan->n_out; i++) {
-    const rm_out_row *out = &plan->outs[i];
-    if (out->target >= 0)
-      out->seq->group->prompt_logprobs[out->position] = output->target_logprobs[i];
-  }
-}
-
-// Draws from one row have the same top logprobs; the first draw has the record.
-static void record_draws(const rm_plan *plan, const rm_step_output *output) {
-  for (int64_t d = 0; d < plan->n_draws; d++) {
-    rm_sequence *seq = plan->draws[d].seq;
-    const int64_t k = seq->group->top_logprobs, at = seq->n_tokens * k;
-    if (seq->group->want_kept) seq->kept[seq->n_tokens] = output->kept[d];
-    if (!k || !d || plan->draws[d - 1].out != plan->draws[d].out) continue;
-    const rm_sequence *other = plan->draws[d - 1].seq;
-    memcpy(seq->top_ids + at, other->top_ids + at, (size_t)k * sizeof *seq->top_ids);
-    memcpy(seq->top_logprobs + at, other->top_logprobs + at, (size_t)k * sizeof *seq->top_logprobs);
-  }
+static void record_out(const rm_out_row *out, const rm_step_output *output, int64_t i) {
+  rm_sequence *seq = out->seq;
+  rm_sequence_group *group = seq->group;
+  if (out->draws && group->want_kept) seq->kept[seq->n_tokens] = output->kept[i];
+  if (out->target < 0) return;
+  group->prompt_logprobs[out->position] = output->target_logprobs[i];
+  if (out->samples) group->prompt_sampling[out->position] = output->sampling_logprobs[i];
+  if (group->want_token_ranks) group->prompt_ranks[out->position] = output->ranks[i];
 }
 
 // --------------------------------------------------------------------------------------- failures
@@ -39,25 +27,32 @@ static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq, const 
 }
 
 // ---------------------------------------------------------------------------------- computed rows
+// The routing of a position, in its page.
+static int16_t *routed_at(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t p) {
+  const int64_t size = scheduler->options.limits.page_size;
+  return rm_kv_routed(scheduler->cache, rm_block_table(scheduler, seq)[p / size]) +
+         p % size * scheduler->options.limits.routed_per_token;
+}
+
+void rm_take_routed(rm_scheduler *scheduler, rm_sequence *seq, int64_t end) {
+  rm_sequence_group *group = seq->group;
+  const int64_t per_token = scheduler->options.limits.routed_per_token;
+  const size_t bytes = (size_t)per_token * sizeof(int16_t);
+  if (!per_token) return;
+  for (int64_t p; (p = group->n_prompt_routed) < rm_min64(end, group->n_prompt);
+       group->n_prompt_routed++)
+    memcpy(group->prompt_routed + p * per_token, routed_at(scheduler, seq, p), bytes);
+  for (int64_t p; (p = group->n_prompt + seq->n_routed) < end; seq->n_routed++)
+    memcpy(seq->routed + seq->n_routed * per_token, routed_at(scheduler, seq, p), bytes);
+}
+
 static void record_routed(rm_scheduler *scheduler, rm_sequence *seq, const int16_t *all) {
   const int64_t per_token = scheduler->options.limits.routed_per_token,
-                size = scheduler->options.limits.page_size;
-  const size_t bytes = (size_t)per_token * sizeof(int16_t);
-  const int32_t *table = rm_block_table(scheduler, seq);
-  rm_sequence_group *group = seq->group;
-  for (int64_t i = 0; i < seq->n_rows; i++) {
-    const int16_t *routed = all + (seq->first_row + i) * per_token;
-    const int64_t p = seq->next + i, generated = p - group->n_prompt;
-    if (p >= seq->kv_len)
-      memcpy(rm_kv_routed(scheduler->cache, table[p / size]) + p % size * per_token, routed, bytes);
-    if (p == group->n_prompt_routed && generated < 0) {
-      memcpy(group->prompt_routed + p * per_token, routed, bytes);
-      group->n_prompt_routed++;
-    } else if (generated >= 0 && generated == seq->n_routed) {
-      memcpy(seq->routed + generated * per_token, routed, bytes);
-      seq->n_routed++;
-    }
-  }
+                end = seq->next + seq->n_rows;
+  for (int64_t p = rm_max64(seq->kv_len, seq->next); p < end; p++)
+    memcpy(routed_at(scheduler, seq, p), all + (seq->first_row + p - seq->next) * per_token,
+           (size_t)per_token * sizeof *all);
+  rm_take_routed(scheduler, seq, end);
 }
 
 // Copies the logprobs of the page's tokens from the request's records. Returns 0 if the records are
@@ -102,6 +97,11 @@ static void advance(rm_scheduler *scheduler, rm_sequence *seq, const int16_t *ro
 }
 
 // ------------------------------------------------------------------------------------------ draws
+// Whether the engine has drawn a token for a sequence that has not failed.
+static int is_drawn(const rm_out_row *out) {
+  return out->draws && out->samples && out->seq->status != RM_DONE;
+}
+
 void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn) {
   rm_sequence_group *group = seq->group;
   const int64_t at = seq->n_tokens++;
@@ -121,32 +121,24 @@ void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn)
 
 void rm_commit(rm_scheduler *scheduler, const rm_step_output *output) {
   const rm_plan *plan = &scheduler->plan;
-  const rm_policy *policy = scheduler->options.policy;
   memset(plan->table_changed, 0, (size_t)scheduler->options.max_num_seqs);
-  record_prompts(plan, output);
-  record_draws(plan, output);
+  for (int64_t i = 0; i < plan->n_out; i++) record_out(&plan->outs[i], output, i);
   for (int64_t i = 0; i < plan->n_scheduled; i++)
     if (plan->scheduled[i]->status != RM_DONE)
       fail_flagged(scheduler, plan->scheduled[i], output->row_flags);
-  for (int64_t d = 0; d < plan->n_draws; d++)
-    if (plan->draws[d].seq->status != RM_DONE && output->tokens[d] < 0)
-      rm_fail_sequence_group(scheduler, plan->draws[d].seq,
-                             rm_sequence_length(plan->draws[d].seq) - 1,
+  for (int64_t i = 0; i < plan->n_out; i++)
+    if (is_drawn(&plan->outs[i]) && output->tokens[i] < 0)
+      rm_fail_sequence_group(scheduler, plan->outs[i].seq, plan->outs[i].position,
                              "all tokens are banned, or logits with a bias or penalty are");
   for (int64_t i = 0; i < plan->n_scheduled; i++)
     if (plan->scheduled[i]->status != RM_DONE)
       advance(scheduler, plan->scheduled[i], output->routed);
-  for (int64_t d = 0; d < plan->n_draws; d++) {
-    rm_sequence *seq = plan->draws[d].seq;
-    if (seq->status == RM_JOINING)
-      rm_share_pages(scheduler, seq, plan->outs[plan->draws[d].out].seq);
-    else if (seq->group->leader == seq) seq->group->leader = NULL;
+  for (int64_t i = 0; i < plan->n_out; i++) {
+    rm_sequence *seq = plan->outs[i].seq;
+    if (!is_drawn(&plan->outs[i])) continue;
+    if (seq->group->leader == seq) seq->group->leader = NULL;
+    const rm_drawn drawn = {output->tokens[i], output->ranks[i], output->logprobs[i],
+                            output->sampling_logprobs[i]};
+    rm_append(scheduler, seq, &drawn);
   }
-  for (int64_t d = 0; d < plan->n_draws; d++)
-    if (plan->draws[d].seq->status != RM_DONE) {
-      const rm_drawn drawn = {output->tokens[d], output->ranks[d], output->logprobs[d],
-                              output->sampling_logprobs[d]};
-      rm_append(scheduler, plan->draws[d].seq, &drawn);
-    }
-  if (policy->committed) policy->committed(scheduler);
 }

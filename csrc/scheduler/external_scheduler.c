@@ -44,74 +44,63 @@ static rm_sequence *sequence_of(const rm_scheduler *scheduler, uint64_t id, rm_e
 static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
                           const rm_external_step *step, int64_t i, const int32_t *pages,
                           rm_error *err) {
-  const long long id = (long long)step->ids[i], size = scheduler->options.limits.page_size;
+  const long long id = (long long)step->ids[i], size = scheduler->options.limits.page_size,
+                  most = scheduler->options.limits.n_pages;
   const long long end = step->computed[i] + step->rows[i], known = rm_sequence_length(seq);
   const long long n_pages =
       step->page_counts[i] + (step->replace[i] || seq->status != RM_ACTIVE ? 0 : seq->n_pages);
-  if (seq->external_end)
-    return rm_fail(err, RM_E_REQUEST, "request %lld: expected one part in a step, got two", id);
-  if (step->computed[i] < 0 || step->rows[i] < 1 || end > known)
-    return rm_fail(
-        err, RM_E_REQUEST,
-        "request %lld: expected at most its %lld tokens, got %lld computed positions and %lld rows",
-        id, known, (long long)step->computed[i], (long long)step->rows[i]);
-  if (end == known && seq->n_tokens == seq->group->capacity)
-    return rm_fail(
-        err, RM_E_REQUEST,
-        "request %lld: expected at most %lld generated tokens, got a step that draws one more", id,
-        (long long)seq->group->capacity);
-  if (n_pages > scheduler->max_pages || n_pages * size < end)
-    return rm_fail(
-        err, RM_E_REQUEST,
-        "request %lld: expected pages for %lld positions, at most %lld pages, got %lld of %lld "
-        "positions",
-        id, end, (long long)scheduler->max_pages, n_pages, size);
+  REFUSE_UNLESS(seq->external_step != scheduler->external_steps,
+                "request %lld: expected one part in a step, got two", id);
+  REFUSE_UNLESS(
+      step->computed[i] >= 0 && step->rows[i] >= 1 && end <= known,
+      "request %lld: expected at most its %lld tokens, got %lld computed positions and %lld rows",
+      id, known, (long long)step->computed[i], (long long)step->rows[i]);
+  REFUSE_UNLESS(
+      end < known || seq->n_tokens < seq->group->capacity,
+      "request %lld: expected at most %lld generated tokens, got a step that draws one more", id,
+      (long long)seq->group->capacity);
+  REFUSE_UNLESS(n_pages <= scheduler->max_pages && n_pages * size >= end,
+                "request %lld: expected pages for %lld positions, at most %lld pages, got %lld of "
+                "%lld positions",
+                id, end, (long long)scheduler->max_pages, n_pages, size);
   for (int64_t p = 0; p < step->page_counts[i]; p++)
-    if (pages[p] < 0 || pages[p] >= scheduler->options.limits.n_pages)
-      return rm_fail(err, RM_E_REQUEST, "request %lld: expected pages 0 to %lld, got %d", id,
-                     (long long)scheduler->options.limits.n_pages - 1, pages[p]);
+    REFUSE_UNLESS(pages[p] >= 0 && pages[p] < most,
+                  "request %lld: expected pages 0 to %lld, got %d", id, most - 1, pages[p]);
   return RM_OK;
-}
-
-static void leave_step(const rm_scheduler *scheduler, const rm_external_step *step) {
-  for (int64_t i = 0; i < step->n; i++) {
-    rm_sequence *seq = sequence_of(scheduler, step->ids[i], NULL);
-    if (seq) seq->external_end = seq->external_begun = 0;
-  }
 }
 
 // Checks all requests before anything changes. Requests that have ended are accepted and ignored.
 static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err) {
   const int32_t *pages = step->pages;
   int64_t n_started = 0, n_drawn = 0;
-  rm_code code = RM_OK;
-  for (int64_t i = 0; i < step->n && !code; pages += step->page_counts[i++]) {
+  scheduler->external_steps++;
+  for (int64_t i = 0; i < step->n; pages += step->page_counts[i++]) {
     rm_sequence *seq = sequence_of(scheduler, step->ids[i], err);
-    if (!seq) code = RM_E_REQUEST;
-    else if (seq->status != RM_DONE && !(code = check_part(scheduler, seq, step, i, pages, err))) {
-      n_started += seq->status != RM_ACTIVE;
-      seq->external_computed = step->computed[i];
-      seq->external_end = step->computed[i] + step->rows[i];
-      seq->external_last = seq->external_end == rm_sequence_length(seq);
-      seq->external_row = -1;
-      n_drawn += seq->external_last && seq->group->external_draws;
-    }
+    if (!seq) return RM_E_REQUEST;
+    if (seq->status == RM_DONE) continue;
+    const rm_code code = check_part(scheduler, seq, step, i, pages, err);
+    if (code) return code;
+    n_started += seq->status != RM_ACTIVE;
+    seq->external_step = scheduler->external_steps;
+    seq->external_end = step->computed[i] + step->rows[i];
+    seq->external_last = seq->external_end == rm_sequence_length(seq);
+    seq->external_row = -1;
+    seq->external_begun = 0;
+    n_drawn += seq->external_last && seq->group->external_draws;
   }
-  if (!code && n_started > scheduler->n_free_table_rows)
-    code = rm_fail(
-        err, RM_E_REQUEST, "max_num_seqs: expected at most %lld requests at once, got %lld",
-        (long long)scheduler->options.max_num_seqs, (long long)(scheduler->n_active + n_started));
-  if (!code && n_drawn > step->n_logits)
-    code = rm_fail(err, RM_E_REQUEST,
-                   "logits: expected room for %lld requests with external_draws, got room for %lld",
-                   (long long)n_drawn, (long long)step->n_logits);
-  if (code) leave_step(scheduler, step);
-  return code;
+  REFUSE_UNLESS(n_started <= scheduler->n_free_table_rows,
+                "max_num_seqs: expected at most %lld requests at once, got %lld",
+                (long long)scheduler->options.max_num_seqs,
+                (long long)(scheduler->n_active + n_started));
+  REFUSE_UNLESS(n_drawn <= step->n_logits,
+                "logits: expected room for %lld requests with external_draws, got room for %lld",
+                (long long)n_drawn, (long long)step->n_logits);
+  return RM_OK;
 }
 
 // A page that begins after the computed positions is new: its old KV is invalid.
-static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, int replace, const int32_t *pages,
-                       int64_t n) {
+static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, int64_t computed, int replace,
+                       const int32_t *pages, int64_t n) {
   const int fresh = seq->status != RM_ACTIVE;
   if (fresh) {
     rm_list_remove(&seq->link);
@@ -122,35 +111,21 @@ static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, int replace, c
   int32_t *table = rm_change_table(scheduler, seq);
   for (int64_t p = 0; p < n; p++, seq->n_pages++) {
     table[seq->n_pages] = pages[p];
-    if (seq->n_pages * scheduler->options.limits.page_size >= seq->external_computed)
+    if (seq->n_pages * scheduler->options.limits.page_size >= computed)
       scheduler->page_versions[pages[p]] = -1;
   }
 }
 
 // ---------------------------------------------------------------------------------------- batches
 // Returns the first position to compute.
-static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq) {
+static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t computed) {
   const int64_t size = scheduler->options.limits.page_size, version = scheduler->version;
   const int32_t *table = rm_block_table(scheduler, seq);
   const rm_sequence_group *group = seq->group;
   int64_t i = 0;
-  while (i * size < seq->external_computed && scheduler->page_versions[table[i]] == version) i++;
-  const int64_t from = rm_min64(i * size, seq->external_computed);
+  while (i * size < computed && scheduler->page_versions[table[i]] == version) i++;
+  const int64_t from = rm_min64(i * size, computed);
   return group->n_scored < group->n_targets ? rm_min64(from, group->n_scored) : from;
-}
-
-// Runs after a batch. Copies the routing of prompt positions that other requests have computed from
-// the pages.
-static void take_routed(rm_scheduler *scheduler, rm_sequence *seq) {
-  const int64_t size = scheduler->options.limits.page_size,
-                per_token = scheduler->options.limits.routed_per_token;
-  rm_sequence_group *group = seq->group;
-  for (int64_t p = group->n_prompt_routed; per_token && p < rm_min64(seq->next, group->n_prompt);
-       p++, group->n_prompt_routed++)
-    memcpy(group->prompt_routed + p * per_token,
-           rm_kv_routed(scheduler->cache, rm_block_table(scheduler, seq)[p / size]) +
-               p % size * per_token,
-           (size_t)per_token * sizeof(int16_t));
 }
 
 static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
@@ -175,7 +150,7 @@ static rm_progress plan_batch(rm_scheduler *scheduler) {
     if (seq->status == RM_DONE) continue;
     if (!seq->external_begun && plan->n_rows < max_rows) {
       seq->external_begun = 1;
-      seq->next = seq->kv_len = first_row(scheduler, seq);
+      seq->next = seq->kv_len = first_row(scheduler, seq, step->computed[i]);
       rm_count_start(scheduler, seq);
     }
     const int64_t left = seq->external_begun ? seq->external_end - seq->next : 1,
@@ -212,7 +187,7 @@ rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step,
   for (int64_t i = 0; i < step->n; pages += step->page_counts[i++]) {
     rm_sequence *seq = sequence_of(scheduler, step->ids[i], NULL);
     if (seq->status != RM_DONE)
-      take_pages(scheduler, seq, step->replace[i], pages, step->page_counts[i]);
+      take_pages(scheduler, seq, step->computed[i], step->replace[i], pages, step->page_counts[i]);
     else rm_external_invalidate_pages(scheduler, pages, step->page_counts[i]);
   }
   scheduler->step = step;
@@ -228,21 +203,13 @@ void rm_external_end(rm_scheduler *scheduler, rm_code code) {
     const rm_drawn result = result_of(sequence_of(scheduler, step->ids[i], NULL));
     set_result(&step->results, i, &result);
   }
-  leave_step(scheduler, step);
   scheduler->step = NULL;
 }
 
 // ------------------------------------------------------------------------------------- the policy
-static void committed(rm_scheduler *scheduler) {
-  const rm_plan *plan = &scheduler->plan;
-  for (int64_t i = 0; i < plan->n_scheduled; i++)
-    if (plan->scheduled[i]->status != RM_DONE) take_routed(scheduler, plan->scheduled[i]);
-}
-
 // token_added and release_pages are NULL: the external scheduler ends requests and owns the pages.
 const rm_policy rm_external_policy = {
     .schedule = plan_batch,
-    .committed = committed,
     .invalidate_pages = invalidate_pages,
     .weights_changed = weights_changed,
     .pages_lost = pages_lost,
@@ -298,16 +265,14 @@ rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *
   rm_sequence *seq = sequence_of(scheduler, id, err);
   if (!seq) return RM_E_REQUEST;
   if (seq->status == RM_DONE) return RM_OK;
-  if (n < 0 || n > seq->n_tokens)
-    return rm_fail(err, RM_E_REQUEST,
-                   "request %llu: expected at most its %lld generated tokens, got %lld",
-                   (unsigned long long)id, (long long)seq->n_tokens, (long long)n);
+  REFUSE_UNLESS(n <= seq->n_tokens,
+                "request %llu: expected at most its %lld generated tokens, got %lld",
+                (unsigned long long)id, (long long)seq->n_tokens, (long long)n);
   const int32_t *mine = seq->ids + seq->group->n_prompt;
   for (int64_t i = 0; i < n; i++)
-    if (tokens[i] != mine[i])
-      return rm_fail(err, RM_E_REQUEST,
-                     "request %llu: expected generated token %lld to be %d, got %d",
-                     (unsigned long long)id, (long long)i, mine[i], tokens[i]);
+    REFUSE_UNLESS(tokens[i] == mine[i],
+                  "request %llu: expected generated token %lld to be %d, got %d",
+                  (unsigned long long)id, (long long)i, mine[i], tokens[i]);
   if (!n && seq->n_tokens)
     // The records are returned again, of the version that serves then.
     seq->group->n_scored = seq->group->n_prompt_routed = 0;
@@ -319,16 +284,15 @@ rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *
 // ---------------------------------------------------------------------------------------- records
 rm_code rm_external_top(const rm_scheduler *scheduler, const uint64_t *ids, int64_t n, int64_t k,
                         int32_t *top_ids, float *top_logprobs, rm_error *err) {
-  if (k < 1) return rm_fail(err, RM_E_REQUEST, "k: expected at least 1, got %lld", (long long)k);
+  REFUSE_UNLESS(k >= 1, "k: expected at least 1, got %lld", (long long)k);
   for (int64_t i = 0; i < n; i++, top_ids += k, top_logprobs += k) {
     const rm_sequence *seq = sequence_of(scheduler, ids[i], err);
     if (!seq) return RM_E_REQUEST;
     const int64_t n_top = seq->group->top_logprobs, from = (seq->n_tokens - 1) * n_top;
-    if (n_top < k || !seq->n_tokens)
-      return rm_fail(
-          err, RM_E_REQUEST,
-          "request %llu: expected a token with %lld logprobs, got %lld tokens with %lld each",
-          (unsigned long long)ids[i], (long long)k, (long long)seq->n_tokens, (long long)n_top);
+    REFUSE_UNLESS(
+        n_top >= k && seq->n_tokens,
+        "request %llu: expected a token with %lld logprobs, got %lld tokens with %lld each",
+        (unsigned long long)ids[i], (long long)k, (long long)seq->n_tokens, (long long)n_top);
     memcpy(top_ids, seq->top_ids + from, (size_t)k * sizeof *top_ids);
     memcpy(top_logprobs, seq->top_logprobs + from, (size_t)k * sizeof *top_logprobs);
   }

@@ -66,12 +66,12 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
                routed = (size_t)options->routed_per_token;
   for (cache->n_buckets = 1; cache->n_buckets < 2 * n; cache->n_buckets *= 2) continue;
   const rm_field fields[] = {
-      {&cache->pages, n, sizeof *cache->pages},
-      {&cache->tokens, n, size * sizeof *cache->tokens},
-      {&cache->logprobs, n, size * sizeof *cache->logprobs},
-      {&cache->routed, routed ? n * size : 0, routed * sizeof *cache->routed},
-      {&cache->buckets, cache->n_buckets, sizeof *cache->buckets},
-      {&cache->writes, 2 * n, sizeof *cache->writes},
+      RM_FIELD(cache->pages, n),
+      RM_FIELD_ROWS(cache->tokens, n, size),
+      RM_FIELD_ROWS(cache->logprobs, n, size),
+      RM_FIELD_ROWS(cache->routed, routed ? n * size : 0, routed),
+      RM_FIELD(cache->buckets, cache->n_buckets),
+      RM_FIELD(cache->writes, 2 * n),
   };
   const size_t n_fields = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n_fields);
   cache->block = bytes ? rm_alloc(1, bytes) : NULL;

@@ -8,21 +8,6 @@
 enum { MAX_BAD_WORDS = 16384 };
 
 // ----------------------------------------------------------------------------------------- checks
-static rm_code check_penalties(const rm_request *request, rm_error *err) {
-  const struct {
-    const char *name;
-    float value;
-  } each[] = {{"frequency_penalty", request->frequency_penalty},
-              {"presence_penalty", request->presence_penalty}};
-  REFUSE_UNLESS(request->repetition_penalty >= 0 && isfinite(request->repetition_penalty),
-                "repetition_penalty: expected a finite number of at least 0, got %g",
-                (double)request->repetition_penalty);
-  for (int i = 0; i < 2; i++)
-    REFUSE_UNLESS(each[i].value >= -2 && each[i].value <= 2,
-                  "%s: expected a number in [-2, 2], got %g", each[i].name, (double)each[i].value);
-  return RM_OK;
-}
-
 static rm_code check_biases(const rm_request *request, int64_t vocab, rm_error *err) {
   REFUSE_UNLESS(request->n_biases <= vocab && (request->n_biases == 0 || request->biases),
                 "logit_bias: expected at most %lld tokens with a number each, got %lld",
@@ -60,8 +45,7 @@ static int penalizes(const rm_request *request) {
 rm_code rm_logit_edits_check(const rm_request *request, const rm_request_limits *limits,
                              rm_error *err) {
   const int64_t vocab = limits->vocab;
-  rm_code code = check_penalties(request, err);
-  if (!code) code = check_biases(request, vocab, err);
+  rm_code code = check_biases(request, vocab, err);
   if (!code) code = rm_check_token_ids("banned", request->banned, request->n_banned, vocab, err);
   if (!code) code = check_bad_words(request, vocab, err);
   if (code) return code;
@@ -181,20 +165,12 @@ rm_sample_params rm_params_of(rm_sequence *seq) {
     banned = seq->banned;
   }
   count_generated(seq);
-  return (rm_sample_params){
-      .temperature = group->temperature,
-      .top_p = group->top_p,
-      .min_p = group->min_p,
-      .top_k = group->top_k,
-      .seed = seq->seed,
-      .counter = (uint64_t)rm_sequence_length(seq),
-      .banned = banned,
-      .n_banned = (int32_t)n,
-      .forced = -1,
-      .n_edits = (int32_t)seq->n_edits,
-      .repetition_penalty = group->repetition_penalty,
-      .frequency_penalty = group->frequency_penalty,
-      .presence_penalty = group->presence_penalty,
-      .edits = seq->edits,
-  };
+  rm_sample_params params = group->params;
+  params.seed = seq->seed;
+  params.counter = (uint64_t)rm_sequence_length(seq);
+  params.banned = banned;
+  params.n_banned = (int32_t)n;
+  params.edits = seq->edits;
+  params.n_edits = (int32_t)seq->n_edits;
+  return params;
 }

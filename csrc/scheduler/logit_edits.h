@@ -8,13 +8,10 @@
 
 #include "scheduler/sequence.h"
 
-// For the checks of a request.
-#define REFUSE_UNLESS(condition, ...) \
-  if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
-
 static inline int rm_has_penalties(const rm_sequence_group *group) {
-  return group->repetition_penalty != 1 || group->frequency_penalty != 0 ||
-         group->presence_penalty != 0;
+  const rm_sample_params *params = &group->params;
+  return params->repetition_penalty != 1 || params->frequency_penalty != 0 ||
+         params->presence_penalty != 0;
 }
 
 rm_code rm_logit_edits_check(const rm_request *request, const rm_request_limits *limits,

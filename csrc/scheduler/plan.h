@@ -7,33 +7,27 @@
 #include "scheduler/kv_cache.h"
 #include "scheduler/sequence.h"
 
-// A row whose logits are computed: the last row of a sequence, from which tokens are drawn, or a
-// row of a prompt.
+// A row whose logits are computed: a row of a prompt, or the last row of a sequence, from which a
+// token is drawn here or by an external scheduler. The first tokens of a prompt's samples are drawn
+// from several outs of one row.
 typedef struct rm_out_row {
   rm_sequence *seq;
   int64_t position;
   int32_t target; // the token whose logprob is recorded; −1: no token
-  int draws; // whether tokens are drawn from this row
+  uint8_t draws; // whether a token is drawn from this row
+  uint8_t samples; // whether the op `sample` runs: to draw, or for the target's sampling logprob
 } rm_out_row;
 
-// One token to draw. Draws are in the order of their rows; the first tokens of a prompt's samples
-// share one row.
-typedef struct rm_draw {
-  rm_sequence *seq;
-  int32_t out; // index in outs
-} rm_draw;
-
 typedef struct rm_plan {
-  int64_t n_rows, n_out, n_scheduled, n_draws;
+  int64_t n_rows, n_out, n_scheduled;
   const rm_page_write *writes; // [n_writes] view of the cache's; done in order before the rows
   int64_t n_writes;
   rm_sequence **scheduled; // [max_num_seqs]
   int32_t *ids, *positions, *seq_of_row; // [max_num_batched_tokens], as rm_batch's
   int64_t *slots;
-  rm_out_row *outs; // [max_num_batched_tokens], like the next two
+  rm_out_row *outs; // [max_num_batched_tokens], like the next three
   int32_t *out_rows, *targets; // rows and targets of the outs
-  rm_draw *draws; // [max_num_seqs]
-  rm_sample_params *params; // [max_num_seqs] for each draw, with views of its sequence's lists
+  rm_sample_params *params; // of the outs that sample, with views of their sequences' lists
   int32_t *block_tables; // [max_num_seqs][max_pages]
   uint8_t *table_changed; // [max_num_seqs] since the last commit
   // Rows that an external scheduler draws from are copied to the caller's memory.
@@ -45,11 +39,11 @@ typedef struct rm_plan {
 typedef struct rm_step_output {
   int16_t *routed; // [n_rows][routed_per_token]
   uint8_t *row_flags; // [n_rows]
-  float *target_logprobs; // [n_out]
-  int32_t *tokens; // [n_draws], like the rest
-  int32_t *ranks; // ranks of the tokens, if requested
+  float *target_logprobs; // [n_out], like the rest
+  int32_t *tokens; // of the outs that sample
+  int32_t *ranks; // ranks of the tokens or targets, if requested
   int32_t *kept; // number of tokens kept by the filters, if a draw of the same op call needs it
-  float *logprobs, *sampling_logprobs;
+  float *logprobs, *sampling_logprobs; // of the outs that sample
 } rm_step_output;
 
 typedef struct rm_drawn { // the result of one draw

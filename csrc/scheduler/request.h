@@ -5,6 +5,9 @@
 
 #include "base/status.h"
 
+#define REFUSE_UNLESS(condition, ...) \
+  if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
+
 typedef enum rm_request_kind { RM_GENERATE, RM_SCORE } rm_request_kind;
 
 // Pointers are views while the request is added, except logits_out: until it has finished.

@@ -85,30 +85,21 @@ rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err
 }
 
 // ------------------------------------------------------------------------------------------- ends
-static void finish_if_all_done(rm_scheduler *scheduler, rm_sequence_group *group) {
-  if (group->n_done < group->n) return;
+void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish) {
+  rm_sequence_group *group = seq->group;
+  rm_leave_lists(scheduler, seq);
+  seq->status = RM_DONE;
+  seq->finish = finish;
+  if (++group->n_done < group->n) return;
   rm_list_remove(&group->link);
   rm_list_insert_before(&scheduler->finished, &group->link);
   scheduler->n_live--;
 }
 
-static void put_away(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish) {
-  rm_leave_lists(scheduler, seq);
-  seq->status = RM_DONE;
-  seq->finish = finish;
-  seq->group->n_done++;
-}
-
-void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish) {
-  put_away(scheduler, seq, finish);
-  finish_if_all_done(scheduler, seq->group);
-}
-
 void rm_finish_sequence_group(rm_scheduler *scheduler, rm_sequence_group *group, rm_finish finish) {
-  if (group->n_done == group->n) return;
   for (int32_t i = 0; i < group->n; i++)
-    if (group->sequences[i].status != RM_DONE) put_away(scheduler, &group->sequences[i], finish);
-  finish_if_all_done(scheduler, group);
+    if (group->sequences[i].status != RM_DONE)
+      rm_finish_sequence(scheduler, &group->sequences[i], finish);
 }
 
 void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position,
@@ -135,10 +126,9 @@ rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t s
                                  int64_t n_tokens, rm_error *err) {
   rm_sequence *seq = rm_find_sample(scheduler, id, sample, err);
   if (!seq) return RM_E_REQUEST;
-  if (n_tokens < 0 || n_tokens > seq->n_tokens)
-    return rm_fail(err, RM_E_REQUEST,
-                   "request %llu, sample %d: expected a stop after 0 to %lld tokens, got %lld",
-                   (unsigned long long)id, sample, (long long)seq->n_tokens, (long long)n_tokens);
+  REFUSE_UNLESS(n_tokens >= 0 && n_tokens <= seq->n_tokens,
+                "request %llu, sample %d: expected a stop after 0 to %lld tokens, got %lld",
+                (unsigned long long)id, sample, (long long)seq->n_tokens, (long long)n_tokens);
   if (seq->finish == RM_FINISH_ABORT || seq->finish == RM_FINISH_ERROR)
     return rm_fail(err, RM_E_STATE,
                    "request %llu, sample %d: expected one to stop, got one that was %s",

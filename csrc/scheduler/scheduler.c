@@ -7,9 +7,9 @@
 // A preempted sequence is recomputed with identical results.
 //
 // The prompt of n samples is computed by the first sample that becomes active, the leader. In the
-// step that computes the prompt's last row, siblings also draw from that row, as far as there are
-// table rows, and share the leader's pages. The last, partly filled page is copied on the first
-// write, except by the last sequence that holds it.
+// step that computes the prompt's last row, siblings become active, as far as there are table rows:
+// they share the leader's pages and draw from the same row. The last, partly filled page is copied
+// on the first write, except by the last sequence that holds it.
 #include <assert.h>
 
 #include "base/fields.h"
@@ -28,21 +28,19 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
       (size_t)((limits->max_model_len + limits->page_size - 1) / limits->page_size);
   rm_plan *plan = &scheduler->plan;
   const rm_field fields[] = {
-      {&scheduler->free_table_rows, seqs, sizeof *scheduler->free_table_rows},
-      {&scheduler->page_versions, (size_t)options->external_pages,
-       sizeof *scheduler->page_versions},
-      {&plan->scheduled, seqs, sizeof *plan->scheduled},
-      {&plan->ids, rows, sizeof *plan->ids},
-      {&plan->positions, rows, sizeof *plan->positions},
-      {&plan->seq_of_row, rows, sizeof *plan->seq_of_row},
-      {&plan->slots, rows, sizeof *plan->slots},
-      {&plan->outs, rows, sizeof *plan->outs},
-      {&plan->out_rows, rows, sizeof *plan->out_rows},
-      {&plan->targets, rows, sizeof *plan->targets},
-      {&plan->draws, seqs, sizeof *plan->draws},
-      {&plan->params, seqs, sizeof *plan->params},
-      {&plan->block_tables, seqs, max_pages * sizeof *plan->block_tables},
-      {&plan->table_changed, seqs, sizeof *plan->table_changed},
+      RM_FIELD(scheduler->free_table_rows, seqs),
+      RM_FIELD(scheduler->page_versions, (size_t)options->external_pages),
+      RM_FIELD(plan->scheduled, seqs),
+      RM_FIELD(plan->ids, rows),
+      RM_FIELD(plan->positions, rows),
+      RM_FIELD(plan->seq_of_row, rows),
+      RM_FIELD(plan->slots, rows),
+      RM_FIELD(plan->outs, rows),
+      RM_FIELD(plan->out_rows, rows),
+      RM_FIELD(plan->targets, rows),
+      RM_FIELD(plan->params, rows),
+      RM_FIELD_ROWS(plan->block_tables, seqs, max_pages),
+      RM_FIELD(plan->table_changed, seqs),
   };
   scheduler->options = *options;
   scheduler->max_pages = (int64_t)max_pages;
@@ -83,21 +81,18 @@ void rm_scheduler_destroy(rm_scheduler *scheduler) {
 }
 
 // -------------------------------------------------------------------------------- lists and pages
-static void insert_by_order(rm_link *head, rm_sequence *seq, int from_the_end) {
+static uint64_t order_of(const rm_link *link) { return ((const rm_sequence *)link)->order; }
+
+// A new sequence is the last, and a preempted one is nearly always among the first.
+static void insert_by_order(rm_link *head, rm_sequence *seq) {
   rm_link *at = head;
-  if (from_the_end)
-    while (at->prev != head && ((rm_sequence *)at->prev)->order > seq->order) at = at->prev;
-  else
-    for (at = head->next; at != head && ((rm_sequence *)at)->order < seq->order;) at = at->next;
+  if (!rm_list_empty(head) && order_of(head->prev) > seq->order)
+    for (at = head->next; order_of(at) < seq->order;) at = at->next;
   rm_list_insert_before(at, &seq->link);
 }
 
-// Searches from the end for a new sequence and from the front for a preempted one, so that its
-// position is nearly always found at once.
 void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
-  const rm_link *last = scheduler->waiting.prev;
-  insert_by_order(&scheduler->waiting, seq,
-                  last == &scheduler->waiting || ((const rm_sequence *)last)->order < seq->order);
+  insert_by_order(&scheduler->waiting, seq);
   seq->status = RM_WAITING;
   scheduler->n_waiting++;
 }
@@ -106,14 +101,13 @@ void rm_activate(rm_scheduler *scheduler, rm_sequence *seq) {
   assert(scheduler->n_free_table_rows > 0);
   seq->table_row = scheduler->free_table_rows[--scheduler->n_free_table_rows];
   seq->status = RM_ACTIVE;
-  insert_by_order(&scheduler->active, seq, 1);
+  insert_by_order(&scheduler->active, seq);
   scheduler->n_active++;
 }
 
 void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_list_remove(&seq->link);
   if (seq->status == RM_WAITING) scheduler->n_waiting--;
-  if (seq->status == RM_JOINING) scheduler->n_joining--;
   if (seq->status == RM_ACTIVE) {
     const rm_policy *policy = scheduler->options.policy;
     if (policy->release_pages) policy->release_pages(scheduler, seq);
@@ -131,20 +125,6 @@ void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq) {
 void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_leave_lists(scheduler, seq);
   rm_enqueue(scheduler, seq);
-}
-
-void rm_share_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_sequence *leader) {
-  scheduler->n_joining--;
-  rm_activate(scheduler, seq);
-  int32_t *table = rm_change_table(scheduler, seq);
-  const int32_t *from = rm_block_table(scheduler, leader);
-  for (seq->n_pages = 0; seq->n_pages < leader->n_pages; seq->n_pages++) {
-    rm_kv_retain(scheduler->cache, from[seq->n_pages]);
-    table[seq->n_pages] = from[seq->n_pages];
-  }
-  seq->kv_len = seq->next = leader->kv_len;
-  seq->n_indexed = leader->n_indexed;
-  seq->n_rows = 0;
 }
 
 static int64_t pages_for(const rm_scheduler *scheduler, int64_t n_positions) {
@@ -218,21 +198,13 @@ static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *g
   return !group->prompt_top && !group->score_sampling && !group->logits_out;
 }
 
-static void take_records(rm_scheduler *scheduler, rm_sequence *seq, int64_t index, int32_t page) {
-  rm_sequence_group *group = seq->group;
-  const int64_t size = scheduler->options.limits.page_size, start = index * size,
-                per_token = scheduler->options.limits.routed_per_token;
+static void take_logprobs(rm_scheduler *scheduler, rm_sequence_group *group, int64_t index,
+                          int32_t page) {
+  const int64_t size = scheduler->options.limits.page_size, start = index * size;
   for (int64_t position = rm_max64(start, group->n_scored + 1);
        position < start + size && position <= group->n_targets; position++) {
     group->prompt_logprobs[position - 1] = rm_kv_logprobs(scheduler->cache, page)[position - start];
     group->n_scored = position;
-  }
-  for (int64_t p = rm_max64(start, group->n_prompt_routed);
-       per_token && p < rm_min64(start + size, group->n_prompt); p++) {
-    memcpy(group->prompt_routed + p * per_token,
-           rm_kv_routed(scheduler->cache, page) + (p - start) * per_token,
-           (size_t)per_token * sizeof(int16_t));
-    group->n_prompt_routed = p + 1;
   }
 }
 
@@ -275,8 +247,9 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   }
   scheduler->n_waiting--;
   for (int64_t i = 0; i < seq->n_pages; i++)
-    take_records(scheduler, seq, i, rm_block_table(scheduler, seq)[i]);
+    take_logprobs(scheduler, group, i, rm_block_table(scheduler, seq)[i]);
   seq->kv_len = seq->n_pages * size;
+  rm_take_routed(scheduler, seq, seq->kv_len);
   seq->n_indexed = seq->n_pages;
   seq->next = rm_min64(seq->kv_len, length - 1);
   if (group->n_scored < group->n_targets) seq->next = rm_min64(seq->next, group->n_scored);
@@ -287,37 +260,48 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 // -------------------------------------------------------------------------------------- the batch
-static void add_out(rm_plan *plan, rm_sequence *seq, int64_t position, int32_t target, int draws) {
-  const int64_t row = seq->first_row + position - seq->next;
+// Returns how many rows the batch can still take. Each may have an out, and siblings have outs
+// without rows.
+static int64_t rows_left(const rm_scheduler *scheduler) {
+  const rm_plan *plan = &scheduler->plan;
+  return scheduler->options.max_num_batched_tokens - rm_max64(plan->n_rows, plan->n_out);
+}
+
+static void add_out(rm_plan *plan, int64_t row, rm_out_row out) {
   plan->out_rows[plan->n_out] = (int32_t)row;
-  plan->targets[plan->n_out] = target;
-  plan->outs[plan->n_out++] = (rm_out_row){seq, position, target, draws};
+  plan->targets[plan->n_out] = out.target;
+  plan->outs[plan->n_out++] = out;
 }
 
-static void add_draw(rm_plan *plan, rm_sequence *seq) {
-  plan->draws[plan->n_draws++] = (rm_draw){seq, (int32_t)plan->n_out - 1};
-}
-
-// Lets siblings that have not started join, as far as there are table rows.
-static void join_siblings(rm_scheduler *scheduler, rm_sequence_group *group) {
-  for (int32_t i = 0;
-       i < group->n && scheduler->n_active + scheduler->n_joining < scheduler->options.max_num_seqs;
-       i++) {
+// Lets siblings that have not started draw from the leader's last row, with the leader's pages, as
+// far as there is room. The others start after this step.
+static void join_siblings(rm_scheduler *scheduler, const rm_sequence *leader, int64_t row) {
+  rm_plan *plan = &scheduler->plan;
+  const rm_sequence_group *group = leader->group;
+  const int32_t *from = rm_block_table(scheduler, leader);
+  for (int32_t i = 0; i < group->n && scheduler->n_free_table_rows && rows_left(scheduler); i++) {
     rm_sequence *seq = &group->sequences[i];
     if (seq->status != RM_WAITING || seq->n_tokens) continue;
     rm_leave_lists(scheduler, seq);
-    seq->status = RM_JOINING;
-    scheduler->n_joining++;
-    add_draw(&scheduler->plan, seq);
+    rm_activate(scheduler, seq);
+    int32_t *table = rm_change_table(scheduler, seq);
+    for (; seq->n_pages < leader->n_pages; seq->n_pages++) {
+      rm_kv_retain(scheduler->cache, from[seq->n_pages]);
+      table[seq->n_pages] = from[seq->n_pages];
+    }
+    seq->kv_len = seq->next = group->n_prompt;
+    seq->n_indexed = group->n_prompt / scheduler->options.limits.page_size; // by the leader
+    add_out(plan, row, (rm_out_row){seq, seq->next - 1, -1, 1, 1});
   }
 }
 
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
   rm_plan *plan = &scheduler->plan;
   const rm_sequence_group *group = seq->group;
-  const int64_t end = seq->next + n_rows, size = scheduler->options.limits.page_size;
+  const int64_t end = seq->next + n_rows, size = scheduler->options.limits.page_size,
+                first = plan->n_rows;
   const int32_t *table = rm_block_table(scheduler, seq);
-  seq->first_row = plan->n_rows;
+  seq->first_row = first;
   seq->n_rows = n_rows;
   plan->scheduled[plan->n_scheduled++] = seq;
   for (int64_t p = seq->next; p < end; p++, plan->n_rows++) {
@@ -326,25 +310,24 @@ void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
     plan->seq_of_row[plan->n_rows] = seq->table_row;
     plan->slots[plan->n_rows] = p < seq->kv_len ? -1 : table[p / size] * size + p % size;
   }
-  for (int64_t p = rm_max64(seq->next, group->n_scored); p < rm_min64(end, group->n_targets); p++)
-    add_out(plan, seq, p, p + 1 < group->n_prompt ? seq->ids[p + 1] : -1, 0);
+  for (int64_t p = rm_max64(seq->next, group->n_scored); p < rm_min64(end, group->n_targets); p++) {
+    const int32_t target = p + 1 < group->n_prompt ? seq->ids[p + 1] : -1;
+    const uint8_t samples = group->score_sampling && target >= 0;
+    add_out(plan, first + p - seq->next, (rm_out_row){seq, p, target, 0, samples});
+  }
   if (group->kind != RM_GENERATE || end < rm_sequence_length(seq)) return;
-  add_out(plan, seq, end - 1, -1, 1);
+  add_out(plan, plan->n_rows - 1, (rm_out_row){seq, end - 1, -1, 1, !group->external_draws});
   if (group->external_draws) seq->external_row = (int32_t)plan->n_external++;
-  else add_draw(plan, seq);
-  if (group->leader == seq) join_siblings(scheduler, seq->group);
+  if (group->leader == seq) join_siblings(scheduler, seq, plan->n_rows - 1);
 }
 
 // A sequence that computes its first token waits for the leader of its group, if there is one.
 static int must_wait(const rm_sequence *seq) { return !seq->n_tokens && seq->group->leader; }
 
 static void admit(rm_scheduler *scheduler) {
-  const int64_t max_rows = scheduler->options.max_num_batched_tokens;
   for (rm_link *at = scheduler->waiting.next; at != &scheduler->waiting;) {
     rm_sequence *seq = (rm_sequence *)at;
-    if (scheduler->plan.n_rows == max_rows ||
-        scheduler->n_active + scheduler->n_joining == scheduler->options.max_num_seqs)
-      return;
+    if (!rows_left(scheduler) || !scheduler->n_free_table_rows) return;
     if (must_wait(seq)) {
       at = at->next;
       continue;
@@ -352,35 +335,37 @@ static void admit(rm_scheduler *scheduler) {
     rm_link *before = at->prev;
     if (!start(scheduler, seq)) return;
     rm_plan_rows(scheduler, seq,
-                 rm_min64(rm_sequence_length(seq) - seq->next, max_rows - scheduler->plan.n_rows));
+                 rm_min64(rm_sequence_length(seq) - seq->next, rows_left(scheduler)));
     // Siblings that joined have left the list; the element before was skipped and is still in it.
     at = before->next;
   }
 }
 
 static rm_progress schedule(rm_scheduler *scheduler) {
-  rm_plan *plan = &scheduler->plan;
-  const int64_t max_rows = scheduler->options.max_num_batched_tokens,
-                preemptions = scheduler->preemptions;
+  const int64_t preemptions = scheduler->preemptions;
   if (scheduler->paused || !scheduler->n_live) return RM_NO_WORK;
-  for (rm_link *at = scheduler->active.next; at != &scheduler->active && plan->n_rows < max_rows;) {
+  for (rm_link *at = scheduler->active.next; at != &scheduler->active && rows_left(scheduler);) {
     rm_sequence *seq = (rm_sequence *)at;
-    const int64_t n_rows = rm_min64(rm_sequence_length(seq) - seq->next, max_rows - plan->n_rows);
+    const int64_t n_rows = rm_min64(rm_sequence_length(seq) - seq->next, rows_left(scheduler));
     if (!reserve(scheduler, seq, seq->next + n_rows)) break;
     at = seq->link.next;
-    rm_plan_rows(scheduler, seq, n_rows);
+    if (n_rows) rm_plan_rows(scheduler, seq, n_rows); // 0: it has joined its leader in this step
   }
   if (scheduler->preemptions == preemptions) admit(scheduler);
-  assert(plan->n_rows > 0); // the oldest can always continue
+  assert(scheduler->plan.n_rows > 0); // the oldest can always continue
   return RM_LAST_BATCH;
 }
 
 rm_progress rm_schedule(rm_scheduler *scheduler) {
   rm_plan *plan = &scheduler->plan;
-  plan->n_rows = plan->n_out = plan->n_scheduled = plan->n_draws = 0;
+  plan->n_rows = plan->n_out = plan->n_scheduled = 0;
   const rm_progress progress = scheduler->options.policy->schedule(scheduler);
   plan->writes = rm_kv_take_writes(scheduler->cache, &plan->n_writes);
-  for (int64_t d = 0; d < plan->n_draws; d++) plan->params[d] = rm_params_of(plan->draws[d].seq);
+  for (int64_t i = 0; i < plan->n_out; i++) {
+    if (!plan->outs[i].samples) continue;
+    plan->params[i] = rm_params_of(plan->outs[i].seq);
+    plan->params[i].forced = plan->outs[i].target;
+  }
   return progress;
 }
 

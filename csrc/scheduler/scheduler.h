@@ -26,7 +26,6 @@ typedef enum rm_progress { RM_NO_WORK, RM_LAST_BATCH, RM_MORE_BATCHES } rm_progr
 // Functions marked optional may be NULL.
 typedef struct rm_policy {
   rm_progress (*schedule)(rm_scheduler *scheduler); // fills the plan
-  void (*committed)(rm_scheduler *scheduler); // optional: after the records have the plan's results
   // Optional: ends a sequence that has all its tokens.
   void (*token_added)(rm_scheduler *scheduler, rm_sequence *seq);
   // Optional: called when an active sequence becomes inactive.
@@ -61,14 +60,15 @@ struct rm_scheduler {
   int64_t n_free_table_rows;
   // scheduler.c
   rm_link waiting, active; // sequences
-  int64_t n_waiting, n_active, n_joining;
+  int64_t n_waiting, n_active;
   const rm_sequence *blocked; // head of the queue when it last found too few free pages …
   int64_t blocked_free; // … and the number of free pages then
   // external_scheduler.c
   int64_t *page_versions; // [external_pages] version of the weights of a page's KV; −1: none
   const rm_external_step *step; // the current step, a view
+  int64_t external_steps; // number of steps that were checked
   // requests.c
-  rm_link live, finished; // unfinished requests by arrival; finished and not yet reported
+  rm_link live, finished; // unfinished requests by arrival; finished ones until release
   int64_t n_live;
   rm_sequence_group **buckets; // [n_buckets] all requests by id
   uint64_t n_buckets;
@@ -89,6 +89,9 @@ void rm_scheduler_destroy(rm_scheduler *scheduler); // frees all requests; safe 
 rm_progress rm_schedule(rm_scheduler *scheduler);
 // commit.c: writes the output of the plan to the records of its requests, and ends finished ones.
 void rm_commit(rm_scheduler *scheduler, const rm_step_output *output);
+// Copies the routing of positions before `end` from the pages to the records that do not have it
+// yet: other requests may have computed it.
+void rm_take_routed(rm_scheduler *scheduler, rm_sequence *seq, int64_t end);
 // Appends a token of an active sequence that was drawn outside of a plan.
 void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn);
 
@@ -129,8 +132,6 @@ void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq);
 // Plans n_rows rows from seq->next on, and the draw from the last one.
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows);
-// For commit: makes a JOINING sequence ACTIVE, with the pages of the leader's prompt.
-void rm_share_pages(rm_scheduler *scheduler, rm_sequence *seq, const rm_sequence *leader);
 // inflight.c: the own policy's weights_changed and pages_lost
 void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight);
 void rm_preempt_all(rm_scheduler *scheduler);

@@ -4,9 +4,8 @@
 // records, so that steps do not allocate.
 //
 //   WAITING ──► ACTIVE ──► DONE     WAITING: holds no page and no row of the block tables
-//      │  ▲        ▲                ACTIVE: has a row of the block tables, and pages
-//      │  └────────┤ preempt        JOINING: within a step; draws from the row of logits of the
-//      └► JOINING ─┘                sequence that computes the prompt, then shares its pages
+//      ▲          │                 ACTIVE: has a row of the block tables, and pages
+//      └──────────┘ preempt
 //
 // Fields are listed under the file that writes them. sequence_group.c writes all of them once.
 #pragma once
@@ -15,7 +14,7 @@
 #include "scheduler/list.h"
 #include "scheduler/request.h"
 
-typedef enum rm_sequence_state { RM_WAITING, RM_ACTIVE, RM_JOINING, RM_DONE } rm_sequence_state;
+typedef enum rm_sequence_state { RM_WAITING, RM_ACTIVE, RM_DONE } rm_sequence_state;
 
 typedef struct rm_sequence_group rm_sequence_group;
 
@@ -42,8 +41,8 @@ typedef struct rm_sequence {
   int16_t *routed; // [capacity][routed_per_token] of generated tokens that were fed back
   int32_t *ranks; // [capacity] with ranks: number of tokens at least as likely, with itself
   // external_scheduler.c
-  int64_t external_computed; // number of positions computed before this step
-  int64_t external_end; // end of its rows in this step; 0: it is not in the step
+  int64_t external_step; // number of the last step that it was in
+  int64_t external_end; // end of its rows in this step
   int external_last; // whether its rows end with the last known token, so that a token is drawn
   int32_t external_row; // row of its logits that are copied to the host; −1: none
   int external_begun; // whether its first row is known
@@ -51,9 +50,10 @@ typedef struct rm_sequence {
   rm_logit_edit *edits; // [n_edits] for the next draw; without penalties those of the group
   int64_t n_edits, n_counted; // n_counted: number of generated tokens that are in edits
   int32_t *banned; // with bad words: room for the tokens that may not be drawn next
-  // sampler.c, for the first draw from a row, and commit.c
+  // sampler.c
   int32_t *top_ids; // [capacity][top_logprobs]
   float *top_logprobs;
+  // commit.c
   int32_t *kept; // [capacity] with kept_tokens: how many of top_ids the filters kept
   // sequence_group.c only
   rm_sequence_group *group;
@@ -63,7 +63,7 @@ typedef struct rm_sequence {
 } rm_sequence;
 
 struct rm_sequence_group {
-  rm_link link; // first member; in `live` while unfinished, then in `finished` until reported
+  rm_link link; // first member; in `live` while unfinished, then in `finished`
   // sequence_group.c only
   uint64_t id;
   rm_sequence_group *next_in_bucket;
@@ -72,14 +72,13 @@ struct rm_sequence_group {
   int64_t n_targets; // rows [0, n_targets) of the prompt have requested logprobs or logits
   int32_t n;
   int64_t min_tokens;
-  float temperature, top_p, min_p;
-  int32_t top_k, top_logprobs, prompt_top;
+  rm_sample_params params; // of all draws
+  int32_t top_logprobs, prompt_top;
   int want_prompt_logprobs, score_sampling, want_token_ranks, want_kept, external_draws;
   float *logits_out;
   int32_t *stops; // [n_stops] ascending: tokens that end a sequence
   int32_t *banned; // [n_early] tokens banned before min_tokens, then [n_never] tokens always banned
   int64_t n_stops, n_early, n_never;
-  float repetition_penalty, frequency_penalty, presence_penalty;
   rm_logit_edit *edits; // [n_edits] for the first draw, by ascending tokens
   int32_t *bad_words, *bad_word_ends; // as rm_request's
   int64_t n_edits, n_bad_words;

@@ -1,6 +1,6 @@
 // sequence_group.c: checks a request, and makes one allocation for the request and its records. It
 // is sized for the longest completion; pages that are never written take only address space.
-#include <math.h>
+#include <float.h>
 #include <stdlib.h>
 
 #include "base/fields.h"
@@ -21,16 +21,25 @@ rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int6
   return RM_OK;
 }
 
-static rm_code check_sampling(const rm_request *request, rm_error *err) {
-  REFUSE_UNLESS(request->temperature >= 0 && isfinite(request->temperature),
-                "temperature: expected a finite number of at least 0, got %g",
-                (double)request->temperature);
-  REFUSE_UNLESS(request->top_p > 0 && request->top_p <= 1,
-                "top_p: expected a number in (0, 1], got %g", (double)request->top_p);
-  REFUSE_UNLESS(request->min_p >= 0 && request->min_p <= 1,
-                "min_p: expected a number in [0, 1], got %g", (double)request->min_p);
-  REFUSE_UNLESS(request->top_k >= -1, "top_k: expected -1 or 0 (all), or 1 or more, got %d",
-                request->top_k);
+// draws: whether the request draws tokens or scores them under the distribution of draws.
+static rm_code check_numbers(const rm_request *request, int draws, rm_error *err) {
+  const struct {
+    const char *name, *expected;
+    float value, least, most;
+  } rows[] = {
+      {"frequency_penalty", "a number in [-2, 2]", request->frequency_penalty, -2, 2},
+      {"presence_penalty", "a number in [-2, 2]", request->presence_penalty, -2, 2},
+      {"repetition_penalty", "a finite number of at least 0", request->repetition_penalty, 0,
+       FLT_MAX},
+      {"temperature", "a finite number of at least 0", request->temperature, 0, FLT_MAX},
+      {"top_p", "a number in (0, 1]", request->top_p, FLT_TRUE_MIN, 1},
+      {"min_p", "a number in [0, 1]", request->min_p, 0, 1},
+  };
+  for (int i = 0; i < (draws ? 6 : 3); i++)
+    REFUSE_UNLESS(rows[i].value >= rows[i].least && rows[i].value <= rows[i].most,
+                  "%s: expected %s, got %g", rows[i].name, rows[i].expected, (double)rows[i].value);
+  REFUSE_UNLESS(!draws || request->top_k >= -1,
+                "top_k: expected -1 or 0 (all), or 1 or more, got %d", request->top_k);
   return RM_OK;
 }
 
@@ -108,7 +117,7 @@ rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limi
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
   if ((code = check_lengths(request, limits, err)) ||
       (code = rm_check_token_ids("prompt", request->prompt, request->n_prompt, vocab, err)) ||
-      (draws && (code = check_sampling(request, err))) ||
+      (code = check_numbers(request, draws, err)) ||
       (code = rm_check_range(err, RM_E_REQUEST, "logprobs", request->logprobs, 0, vocab)) ||
       (code = rm_check_range(err, RM_E_REQUEST, "prompt_logprobs", request->prompt_logprobs, -1,
                              vocab)) ||
@@ -165,22 +174,19 @@ static void group_fields(rm_sequence_group *group, const rm_request *request,
   const size_t top = group->prompt_top ? targets : 0,
                set = (size_t)request->n_stop_ids + (size_t)limits->n_eos;
   const rm_field all[GROUP_FIELDS] = {
-      {&group->sequences, (size_t)group->n, sizeof *group->sequences},
-      {&group->stops, set, sizeof *group->stops},
-      {&group->banned, set + (size_t)request->n_banned, sizeof *group->banned},
-      {&group->edits, (size_t)rm_logit_edits_most(request), sizeof *group->edits},
-      {&group->bad_words, n_bad ? (size_t)request->bad_word_ends[n_bad - 1] : 0,
-       sizeof *group->bad_words},
-      {&group->bad_word_ends, (size_t)n_bad, sizeof *group->bad_word_ends},
-      {&group->prompt_logprobs, targets, sizeof *group->prompt_logprobs},
-      {&group->prompt_sampling, group->score_sampling ? targets : 0,
-       sizeof *group->prompt_sampling},
-      {&group->prompt_ranks, group->want_token_ranks ? targets : 0, sizeof *group->prompt_ranks},
-      {&group->prompt_top_ids, top, (size_t)group->prompt_top * sizeof *group->prompt_top_ids},
-      {&group->prompt_top_logprobs, top,
-       (size_t)group->prompt_top * sizeof *group->prompt_top_logprobs},
-      {&group->prompt_routed, limits->routed_per_token ? (size_t)group->n_prompt : 0,
-       (size_t)limits->routed_per_token * sizeof(int16_t)},
+      RM_FIELD(group->sequences, (size_t)group->n),
+      RM_FIELD(group->stops, set),
+      RM_FIELD(group->banned, set + (size_t)request->n_banned),
+      RM_FIELD(group->edits, (size_t)rm_logit_edits_most(request)),
+      RM_FIELD(group->bad_words, n_bad ? (size_t)request->bad_word_ends[n_bad - 1] : 0),
+      RM_FIELD(group->bad_word_ends, (size_t)n_bad),
+      RM_FIELD(group->prompt_logprobs, targets),
+      RM_FIELD(group->prompt_sampling, group->score_sampling ? targets : 0),
+      RM_FIELD(group->prompt_ranks, group->want_token_ranks ? targets : 0),
+      RM_FIELD_ROWS(group->prompt_top_ids, top, (size_t)group->prompt_top),
+      RM_FIELD_ROWS(group->prompt_top_logprobs, top, (size_t)group->prompt_top),
+      RM_FIELD_ROWS(group->prompt_routed, limits->routed_per_token ? (size_t)group->n_prompt : 0,
+                    (size_t)limits->routed_per_token),
   };
   memcpy(fields, all, sizeof all);
 }
@@ -191,21 +197,20 @@ static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group,
   const size_t capacity = (size_t)group->capacity, top = group->top_logprobs ? capacity : 0;
   const size_t banned = (size_t)(request->n_stop_ids + limits->n_eos + request->n_banned);
   const rm_field all[SEQUENCE_FIELDS] = {
-      {&seq->ids, (size_t)group->n_prompt + capacity, sizeof *seq->ids},
-      {&seq->logprobs, capacity, sizeof *seq->logprobs},
-      {&seq->sampling_logprobs, capacity, sizeof *seq->sampling_logprobs},
-      {&seq->versions, capacity, sizeof *seq->versions},
-      {&seq->no_contract, capacity, sizeof *seq->no_contract},
-      {&seq->routed, limits->routed_per_token ? capacity : 0,
-       (size_t)limits->routed_per_token * sizeof *seq->routed},
-      {&seq->ranks, group->want_token_ranks ? capacity : 0, sizeof *seq->ranks},
-      {&seq->top_ids, top, (size_t)group->top_logprobs * sizeof *seq->top_ids},
-      {&seq->top_logprobs, top, (size_t)group->top_logprobs * sizeof *seq->top_logprobs},
-      {&seq->kept, group->want_kept ? capacity : 0, sizeof *seq->kept},
-      {&seq->edits, rm_has_penalties(group) ? (size_t)rm_logit_edits_most(request) + capacity : 0,
-       sizeof *seq->edits},
-      {&seq->banned, request->n_bad_words ? banned + (size_t)request->n_bad_words : 0,
-       sizeof *seq->banned},
+      RM_FIELD(seq->ids, (size_t)group->n_prompt + capacity),
+      RM_FIELD(seq->logprobs, capacity),
+      RM_FIELD(seq->sampling_logprobs, capacity),
+      RM_FIELD(seq->versions, capacity),
+      RM_FIELD(seq->no_contract, capacity),
+      RM_FIELD_ROWS(seq->routed, limits->routed_per_token ? capacity : 0,
+                    (size_t)limits->routed_per_token),
+      RM_FIELD(seq->ranks, group->want_token_ranks ? capacity : 0),
+      RM_FIELD_ROWS(seq->top_ids, top, (size_t)group->top_logprobs),
+      RM_FIELD_ROWS(seq->top_logprobs, top, (size_t)group->top_logprobs),
+      RM_FIELD(seq->kept, group->want_kept ? capacity : 0),
+      RM_FIELD(seq->edits,
+               rm_has_penalties(group) ? (size_t)rm_logit_edits_most(request) + capacity : 0),
+      RM_FIELD(seq->banned, request->n_bad_words ? banned + (size_t)request->n_bad_words : 0),
   };
   memcpy(fields, all, sizeof all);
 }
@@ -248,13 +253,15 @@ static rm_sequence_group values_of(const rm_request *request, int64_t capacity) 
       .capacity = capacity,
       .n = score ? 1 : request->n,
       .min_tokens = score ? 0 : request->min_tokens,
-      .temperature = request->temperature,
-      .top_p = request->top_p,
-      .min_p = request->min_p,
-      .top_k = request->top_k == 0 ? -1 : request->top_k,
-      .repetition_penalty = request->repetition_penalty == 0 ? 1 : request->repetition_penalty,
-      .frequency_penalty = request->frequency_penalty,
-      .presence_penalty = request->presence_penalty,
+      .params = {.temperature = request->temperature,
+                 .top_p = request->top_p,
+                 .min_p = request->min_p,
+                 .top_k = request->top_k == 0 ? -1 : request->top_k,
+                 .forced = -1,
+                 .repetition_penalty =
+                     request->repetition_penalty == 0 ? 1 : request->repetition_penalty,
+                 .frequency_penalty = request->frequency_penalty,
+                 .presence_penalty = request->presence_penalty},
       .top_logprobs = request->kept_tokens ? (int32_t)rm_max64(request->logprobs, request->top_k)
                                            : request->logprobs,
       .prompt_top = rm_max64(request->prompt_logprobs, 0),

@@ -42,38 +42,37 @@ static rm_code share_flags(rm_runner *runner, rm_error *err) {
 enum { STEP_FIELDS = 17 };
 
 static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows, size_t outs,
-                        size_t draws, rm_field fields[STEP_FIELDS]) {
+                        rm_field fields[STEP_FIELDS]) {
   const size_t routed = (size_t)runner->routed_per_token;
   rm_step_output *out = &b->output;
   rows = rows ? rows : 1; // so that every array has an address
   outs = outs ? outs : 1;
-  draws = draws ? draws : 1;
   const rm_field all[STEP_FIELDS] = {
-      {&b->slots, rows, sizeof *b->slots},
-      {&b->params, draws, sizeof *b->params},
-      {&b->ids, rows, sizeof *b->ids},
-      {&b->positions, rows, sizeof *b->positions},
-      {&b->seq_of_row, rows, sizeof *b->seq_of_row},
-      {&b->out_rows, outs, sizeof *b->out_rows},
-      {&b->targets, outs, sizeof *b->targets},
-      {&out->row_flags, rows, sizeof *out->row_flags},
-      {&b->out_flags, outs, sizeof *b->out_flags},
-      {&out->tokens, draws, sizeof *out->tokens},
-      {&out->ranks, draws, sizeof *out->ranks},
-      {&out->kept, draws, sizeof *out->kept},
-      {&out->logprobs, draws, sizeof *out->logprobs},
-      {&out->sampling_logprobs, draws, sizeof *out->sampling_logprobs},
-      {&out->target_logprobs, outs, sizeof *out->target_logprobs},
-      {&out->routed, routed ? rows : 0, routed * sizeof *out->routed},
+      RM_FIELD(b->slots, rows),
+      RM_FIELD(b->params, outs),
+      RM_FIELD(b->ids, rows),
+      RM_FIELD(b->positions, rows),
+      RM_FIELD(b->seq_of_row, rows),
+      RM_FIELD(b->out_rows, outs),
+      RM_FIELD(b->targets, outs),
+      RM_FIELD(out->row_flags, rows),
+      RM_FIELD(b->out_flags, outs),
+      RM_FIELD(out->tokens, outs),
+      RM_FIELD(out->ranks, outs),
+      RM_FIELD(out->kept, outs),
+      RM_FIELD(out->logprobs, outs),
+      RM_FIELD(out->sampling_logprobs, outs),
+      RM_FIELD(out->target_logprobs, outs),
+      RM_FIELD_ROWS(out->routed, routed ? rows : 0, routed),
       {&b->end, 1, 1},
   };
   memcpy(fields, all, sizeof all);
 }
 
-size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs, size_t draws) {
+size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs) {
   rm_step_buffer unused;
   rm_field fields[STEP_FIELDS];
-  list_fields(runner, &unused, rows, outs, draws, fields);
+  list_fields(runner, &unused, rows, outs, fields);
   return rm_fields_bytes(fields, STEP_FIELDS);
 }
 
@@ -86,8 +85,7 @@ static void fill(rm_runner *runner) {
   rm_step_buffer *b = &runner->step;
   rm_field fields[STEP_FIELDS];
   const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out;
-  list_fields(runner, b, (size_t)shape->n_rows, (size_t)shape->n_out, (size_t)shape->n_draws,
-              fields);
+  list_fields(runner, b, (size_t)shape->n_rows, (size_t)shape->n_out, fields);
   // The buffer is sized for the largest step.
   rm_fields_place(fields, STEP_FIELDS, runner->buffer);
   memcpy(b->slots, plan->slots, rows * sizeof *b->slots);
@@ -96,7 +94,7 @@ static void fill(rm_runner *runner) {
   memcpy(b->seq_of_row, plan->seq_of_row, rows * sizeof *b->seq_of_row);
   memcpy(b->out_rows, plan->out_rows, outs * sizeof *b->out_rows);
   memcpy(b->targets, plan->targets, outs * sizeof *b->targets);
-  memcpy(b->params, plan->params, (size_t)plan->n_draws * sizeof *b->params);
+  memcpy(b->params, plan->params, outs * sizeof *b->params);
   for (int64_t i = plan->n_rows; i < shape->n_rows; i++) {
     b->slots[i] = b->targets[i] = -1;
     b->ids[i] = b->positions[i] = 0;
@@ -177,9 +175,8 @@ rm_code rm_forward(rm_runner *runner, rm_error *err) {
   const rm_plan *plan = runner->plan;
   rm_step_shape *shape = &runner->shape;
   rm_code code = compare_batches(runner, err);
-  shape->n_rows = plan->n_rows, shape->n_out = plan->n_out, shape->n_draws = plan->n_draws;
-  if (shape->padded)
-    shape->n_rows = shape->n_out = shape->n_draws = shape->most_rows = shape->padded;
+  shape->n_rows = plan->n_rows, shape->n_out = plan->n_out;
+  if (shape->padded) shape->n_rows = shape->n_out = shape->most_rows = shape->padded;
   write_pages(runner);
   fill(runner);
   put_tables(runner);

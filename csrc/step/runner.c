@@ -28,7 +28,6 @@ void rm_runner_init(rm_runner *runner, const rm_runner_options *options) {
   runner->max_out_rows =
       rm_min64(rm_max64(LOGITS_BYTES / (runner->ld_logits * (int64_t)sizeof(float)), MIN_OUT_ROWS),
                max_rows);
-  runner->max_draws = rm_min64(rm_max64(options->max_num_seqs, runner->max_out_rows), max_rows);
   model->max_out_rows = runner->max_out_rows;
   model->static_rows = runner->device->on_host
                            ? 0
@@ -41,8 +40,7 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
                          rm_error *err) {
   const rm_runner_options *options = &runner->options;
   const size_t rows = (size_t)options->model.max_rows, seqs = (size_t)options->max_num_seqs;
-  const size_t outs = (size_t)runner->max_out_rows, draws = (size_t)runner->max_draws,
-               tp = (size_t)runner->rank.mesh.tp;
+  const size_t outs = (size_t)runner->max_out_rows, tp = (size_t)runner->rank.mesh.tp;
   // For each token: an early ban, a permanent ban and an edit.
   const size_t lists = 2 * sizeof(int32_t) + sizeof(rm_logit_edit);
   const size_t results = RESULTS_BYTES + lists * (size_t)options->spec->vocab_size;
@@ -50,21 +48,19 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
   runner->model = model;
   runner->store = store;
   runner->plan = plan;
-  runner->buffer_bytes = rm_step_buffer_bytes(runner, rows, rows, seqs);
+  runner->buffer_bytes = rm_step_buffer_bytes(runner, rows, rows);
   const rm_field host[] = {
       {&runner->all_flags, runner->rank.tp ? rows : 0, tp},
-      {&runner->drawn, runner->rank.tp ? seqs : 0, sizeof *runner->drawn},
-      {&runner->params, draws, sizeof *runner->params},
+      RM_FIELD(runner->drawn, runner->rank.tp ? outs : 0),
+      RM_FIELD(runner->params, outs),
   };
   const rm_field device[] = {
-      {&runner->logits, outs, (size_t)runner->ld_logits * sizeof(float)},
-      {&runner->stats, outs, 2 * sizeof(float)},
-      {&runner->unused_logprobs, draws, sizeof(float)},
-      {&runner->unused_tokens, draws, sizeof(int32_t)},
+      RM_FIELD_ROWS(runner->logits, outs, (size_t)runner->ld_logits),
+      RM_FIELD_ROWS(runner->stats, outs, 2),
   };
   const rm_field both[] = {
-      {&runner->block_tables, runner->device->on_host ? 0 : seqs,
-       (size_t)options->max_pages * sizeof *runner->block_tables},
+      RM_FIELD_ROWS(runner->block_tables, runner->device->on_host ? 0 : seqs,
+                    (size_t)options->max_pages),
       {&runner->buffer, runner->buffer_bytes, 1},
   };
   snprintf(what, sizeof what, "batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", rows, seqs);

@@ -18,7 +18,7 @@
 // written, written. A step then needs only one copy to the device and one back.
 typedef struct rm_step_buffer {
   int64_t *slots; // [n_rows]
-  rm_sample_params *params; // [n_draws]
+  rm_sample_params *params; // [n_out]
   int32_t *ids, *positions, *seq_of_row; // [n_rows]
   int32_t *out_rows, *targets; // [n_out]
   uint8_t *out_flags; // [n_out] initially zeros, like the output's row flags
@@ -28,7 +28,7 @@ typedef struct rm_step_buffer {
 
 // How a step runs: with as many rows as the plan, or padded to the size of a graph (gpu/gpu.h).
 typedef struct rm_step_shape {
-  int64_t n_rows, n_out, n_draws;
+  int64_t n_rows, n_out;
   int64_t most_rows; // the largest n_rows of the lockstep group's ranks
   int64_t padded; // the size; 0: the step runs without a graph
   int with_token_ranks; // of a padded step: whether it computes ranks of tokens
@@ -57,7 +57,6 @@ typedef struct rm_runner {
   rm_rank rank; // device_tp and device_ep are owned (gpu/device_comms.c), the rest views
   // ld_logits: number of elements from one row of logits to the next
   int64_t routed_per_token, max_out_rows, ld_logits;
-  int64_t max_draws; // largest number of tokens of one call of the sample op
   // owned
   rm_mirrored_buffer mirrored; // the block tables and the step buffer
   rm_results results; // results that are copied to records directly
@@ -71,13 +70,11 @@ typedef struct rm_runner {
   rm_graphs *graphs; // NULL: this device captures no steps
   // on the host
   uint8_t *all_flags; // [tp][max_rows] scratch; only if tp > 1, like the next
-  rm_drawn *drawn; // [max_num_seqs] scratch
-  rm_sample_params *params; // [max_draws] scratch
+  rm_drawn *drawn; // [max_out_rows] scratch
+  rm_sample_params *params; // [max_out_rows] scratch
   // on the device
   float *logits; // [max_out_rows][ld_logits]
   float *stats; // [max_out_rows][2]
-  float *unused_logprobs; // [max_draws], like the next
-  int32_t *unused_tokens;
 } rm_runner;
 
 // --------------------------------------------------------------------------------------- runner.c
@@ -99,7 +96,7 @@ static inline void *rm_on_device(const rm_runner *runner, const void *here) {
 rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err);
 // Computes the plan; step.output has the results.
 rm_code rm_forward(rm_runner *runner, rm_error *err);
-size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs, size_t draws);
+size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs);
 
 // -------------------------------------------------------------------------------------- sampler.c
 // Enqueues logits, draws and logprobs of the plan's outs.

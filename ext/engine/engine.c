@@ -78,9 +78,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   if (!self) return NULL;
   self->pid = (long)getpid();
   self->requests = PyDict_New();
-  self->done = PySet_New(NULL);
   self->ends = Py_NewRef(ends);
-  if (self->requests && self->done && (self->spec = rm_spec_from_python(module, spec)) &&
+  if (self->requests && (self->spec = rm_spec_from_python(module, spec)) &&
       !make_engine(module, self, options)) {
     self->reads_gpus = rm_engine_reads_gpus(self->engine);
     return (PyObject *)self;
@@ -103,12 +102,11 @@ static void destroy(rm_engine_object *self) {
   Py_CLEAR(self->ends);
 }
 
-RM_TRAVERSE(engine_traverse, rm_engine_object, self->requests, self->done, self->ends)
+RM_TRAVERSE(engine_traverse, rm_engine_object, self->requests, self->ends)
 
 // Does not clear the Comms, which the engine needs; a cycle through a Comm is broken in comm.c.
 static int engine_clear(PyObject *object) {
   Py_CLEAR(((rm_engine_object *)object)->requests);
-  Py_CLEAR(((rm_engine_object *)object)->done);
   return 0;
 }
 
@@ -126,7 +124,6 @@ static PyObject *rm_engine_py_close(rm_engine_object *self, PyObject *ignored) {
   if (self->pid == (long)getpid() && rm_engine_enter(self)) return NULL;
   destroy(self);
   PyDict_Clear(self->requests);
-  PySet_Clear(self->done);
   rm_engine_leave(self);
   Py_RETURN_NONE;
 }
@@ -204,12 +201,13 @@ PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
   if (rm_array_data(module, logits, &want, &data)) return NULL;
   request.logits_out = data;
   if (rm_engine_add(self->engine, &request, &id, &err)) return rm_raise(module, &err);
+  rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
   PyObject *key = PyLong_FromUnsignedLongLong(id);
-  if (key && (!rm_engine_has(self->engine, id) || !PyDict_SetItem(self->requests, key, logits)))
+  if (key && (!rm_find_sequence_group(scheduler, id, NULL) ||
+              !PyDict_SetItem(self->requests, key, logits)))
     return key;
   // Without an owner of the logits array the request must not write to it.
   Py_XDECREF(key);
-  rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
   if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
     rm_error_clear(&err);
   return NULL;
@@ -229,8 +227,7 @@ PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) {
 
 PyObject *rm_engine_py_release(rm_engine_object *self, PyObject *id) {
   PyObject *none = rm_engine_call_with_id(self, id, rm_scheduler_release);
-  if (none && (PyDict_DelItem(self->requests, id) || PySet_Discard(self->done, id) < 0))
-    Py_CLEAR(none);
+  if (none && PyDict_DelItem(self->requests, id)) Py_CLEAR(none);
   return none;
 }
 
@@ -260,26 +257,26 @@ PyObject *rm_engine_py_give_up(rm_engine_object *self) {
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *argument) {
-  uint64_t id;
-  return rm_engine_id(argument, &id) ? NULL : PyBool_FromLong(rm_engine_has(self->engine, id));
+PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *id) {
+  const int found = PyDict_Contains(self->requests, id);
+  return found < 0 ? NULL : PyBool_FromLong(found);
 }
 
 PyObject *rm_engine_py_unfinished(rm_engine_object *self) {
   return PyLong_FromLongLong(rm_engine_unfinished(self->engine));
 }
 
-// Moves finished ids from the engine into the set without running Python code, so that a Ctrl-C
-// cannot lose an id. An id leaves the engine after it was added to the set, so that a failed
-// allocation cannot lose it either.
 PyObject *rm_engine_py_finished(rm_engine_object *self) {
-  uint64_t next;
-  while ((next = rm_engine_next_finished(self->engine))) {
-    RM_OWNED *id = PyLong_FromUnsignedLongLong(next);
-    if (!id || PySet_Add(self->done, id)) return NULL;
-    rm_engine_finished(self->engine, &next, 1);
+  const Py_ssize_t most = PyDict_Size(self->requests);
+  uint64_t *ids = PyMem_New(uint64_t, (size_t)most);
+  PyObject *set = ids ? PySet_New(NULL) : PyErr_NoMemory();
+  const int64_t n = set ? rm_engine_finished(self->engine, ids, most) : 0;
+  for (int64_t i = 0; i < n && set; i++) {
+    RM_OWNED *id = PyLong_FromUnsignedLongLong(ids[i]);
+    if (!id || PySet_Add(set, id)) Py_CLEAR(set);
   }
-  return PySet_New(self->done);
+  PyMem_Free(ids);
+  return set;
 }
 
 PyObject *rm_engine_py_ids(rm_engine_object *self) { return PyDict_Keys(self->requests); }

@@ -19,7 +19,6 @@ typedef struct rm_engine_object {
   rm_engine *engine; // owned; NULL once closed
   rm_spec *spec; // owned; the engine's view
   PyObject *requests; // owned dict: id → its logits array, or None, until release
-  PyObject *done; // owned set: ids of finished requests until release
   // Owned: (rank, tp, ep, world), the Comms that the engine has taken; None or NULL without Comms.
   PyObject *ends;
   int reads_gpus; // whether its ranks are on GPUs

@@ -11,15 +11,16 @@
 #include "weights/check.h"
 #include "weights/resharding.h"
 
-// Converts a key to UTF-8; *held owns the bytes. Accepts lone surrogates, so that the engine can
-// refuse the name.
+// Converts a key to UTF-8; *held owns the bytes.
 static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text,
                      Py_ssize_t *length) {
   if (!PyUnicode_Check(name))
     return rm_refuse(module, RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
                      (PyObject *)Py_TYPE(name));
   char *bytes;
-  *held = PyUnicode_AsEncodedString(name, "utf-8", "surrogatepass");
+  *held = PyUnicode_AsUTF8String(name);
+  if (!*held && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
+    rm_raise_code(module, RM_E_LIMIT, "expected a tensor name in UTF-8, got %.200A", name);
   if (!*held || PyBytes_AsStringAndSize(*held, &bytes, length)) return -1;
   *text = bytes;
   return 0;
@@ -78,7 +79,8 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
   made->entry.length = (size_t)length;
-  if (rm_entry_resolve(rm_engine_params(self->engine), skip_unknown, &made->entry, &err))
+  if (rm_names_resolve(rm_engine_params(self->engine), made->entry.name, made->entry.length,
+                       skip_unknown, &made->entry.target, &err))
     return rm_raise(module, &err);
   const rm_target *target = &made->entry.target;
   made->params = list_of_params(target);

@@ -130,8 +130,8 @@ def test_sleep_and_reload(served: Served, level: int) -> None:
         ("init_device", (), {}, "call it once"),
         ("update_weights", (), {}, "missing 1 required positional argument"),
         ("sleep", ([],), {}, r"sleep level: expected 1 .*, got \[\]"),
-        ("wake_up", ([[]],), {}, r"tag: expected .*, got \[\]"),
-        ("discard", (5,), {}, "tags: expected some of .*, got 5"),
+        ("wake_up", ([[]],), {}, r"parts: expected .*, got \[\[\]\]"),
+        ("discard", (5,), {}, "parts: expected .*, got 5"),
     ],
 )
 def test_a_call_that_all_workers_refuse(

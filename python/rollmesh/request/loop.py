@@ -88,35 +88,39 @@ class Loan(Call):
     """A function that the caller's thread runs while the engine's thread waits. It may let the
     engine's thread run steps of the active calls; other calls begin after its end."""
 
-    def __init__(self, function: Callable[[], Any], step_for: Callable[[float], None]):
+    def __init__(
+        self, function: Callable[[], Any], step_for: Callable[[float], None], requests: Requests
+    ):
         super().__init__(function)
-        self._step_for = step_for
+        self._step_for, self._requests = step_for, requests
         # From the caller's thread: seconds for steps, or None at the end. From the engine's: None
         # after these steps.
         self.returned: SimpleQueue[float | None] = SimpleQueue()
         self._lent: SimpleQueue[None] = SimpleQueue()
         self._since = 0.0  # the end of the last step, or the beginning
-        self.pause_s = 0.0  # the longest time without a step
+        self.pause_s = 0.0  # the longest time without a step for unfinished requests
 
     def begin(self) -> bool:
-        self._since = time.monotonic()
+        self.note_step()
+        self._requests.loan = self
         self.news.put(self)
         while (seconds := self.returned.get()) is not None:
             self._step_for(seconds)
             self._lent.put(None)
+        self._requests.loan = None
         return True
 
     def use(self) -> None:
         """Runs the function, in the caller's thread."""
         function, self._function = self._function, _nothing
         self.result = function()
-        self._note_pause()
+        if self._requests.engine.unfinished():
+            self.note_pause()
         self.is_done = True
         self.returned.put(None)
 
     def let_step(self, seconds: float) -> None:
         """Lets the engine's thread run steps for this time, if calls are active."""
-        self._note_pause()
         self.returned.put(seconds)
         interrupt: BaseException | None = None
         while True:
@@ -125,12 +129,15 @@ class Loan(Call):
                 break
             except BaseException as error:  # noqa: BLE001 (raised once the steps have ended)
                 interrupt = error
-        self._since = time.monotonic()
         if interrupt is not None:
             raise interrupt
 
-    def _note_pause(self) -> None:
+    def note_pause(self) -> None:
+        """Runs before each step, in the thread that runs the step."""
         self.pause_s = max(self.pause_s, time.monotonic() - self._since)
+
+    def note_step(self) -> None:
+        self._since = time.monotonic()
 
 
 _STOP = Call(_nothing)
@@ -194,7 +201,7 @@ class EngineLoop:
         return self.run(self.loan(function), deadline)
 
     def loan(self, function: Callable[[], Any]) -> Loan:
-        return Loan(function, self._step_for)
+        return Loan(function, self._step_for, self._requests)
 
     def post(self, call: Call) -> None:
         """Adds a call to the inbox."""

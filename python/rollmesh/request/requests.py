@@ -109,6 +109,7 @@ class Requests:
     ):
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
         self.engine, self._codec, self._eos = engine, codec, frozenset(eos_token_ids)
+        self.loan: Any = None  # the loop.Loan in use, which measures the time between steps
         self._dtype = dtype
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
@@ -179,7 +180,12 @@ class Requests:
     @led(Lead.COLLECTIVE)
     def step(self) -> int:
         """Runs one engine step. Returns the number of rows of all replicas."""
+        loan = self.loan
+        if loan is not None:
+            loan.note_pause()
         rows: int = self.engine.step(self._watch_all, self._result)
+        if loan is not None:
+            loan.note_step()
         return rows
 
     def _result(self, request: int) -> RequestOutput | NDArray[np.float32] | Exception:

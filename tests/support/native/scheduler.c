@@ -114,10 +114,9 @@ static void step(scene *s) {
   if (rm_schedule(scheduler) != RM_LAST_BATCH) tiny_die("%s: no work", fuzz_where(&s->f));
   write_pages(s);
   compute(s, states);
-  for (int64_t d = 0; d < plan->n_draws; d++) {
-    const rm_sample_params *params = &plan->params[d];
-    s->tokens[d] =
-        draw_of(states[plan->out_rows[plan->draws[d].out]], params->seed, (int64_t)params->counter);
+  for (int64_t i = 0; i < plan->n_out; i++) {
+    const rm_sample_params *params = &plan->params[i];
+    s->tokens[i] = draw_of(states[plan->out_rows[i]], params->seed, (int64_t)params->counter);
   }
   const rm_step_output output = {.row_flags = s->flags,
                                  .target_logprobs = s->floats,

@@ -17,7 +17,7 @@ typedef struct slot {
   int which; // of the world's requests; NO_TABLE: made here out of another's answer
   rm_request request; // but for its pointers, see request_in
   tiny_room room;
-  int reported, mixed, kv_kept, stopped, aborted;
+  int mixed, kv_kept, stopped, aborted;
   int64_t version; // of all its tokens, unless mixed
   int set;
 } slot;

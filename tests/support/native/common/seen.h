@@ -8,7 +8,7 @@
 
 typedef struct seen {
   rm_engine_stats stats;
-  uint64_t digest, next; // of the weights; the finished request that would be reported next
+  uint64_t digest, first; // of the weights; the first finished request
   int64_t unfinished;
   int open; // a sync is
 } seen;
@@ -20,7 +20,7 @@ static inline seen seen_of(rm_engine *engine) {
   if (!engine) return s;
   rm_engine_statistics(engine, &s.stats);
   s.digest = rm_store_digest(rm_engine_store(engine));
-  s.next = rm_engine_next_finished(engine);
+  rm_engine_finished(engine, &s.first, 1);
   s.unfinished = rm_engine_unfinished(engine);
   s.open = rm_store_is_open(rm_engine_store(engine));
   return s;
