@@ -267,7 +267,6 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
                                         ? device->poll(device->self)
                                         : device->query_event(device->self, event);
     const double now = rm_now();
-    if (status == RM_DEVICE_OK) return check_completed(comms, n, err);
     if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
     if (now - looked >= LOOK_SECONDS || now - start >= timeout) {
       const rm_code code = check_pending(comms, n, device, timeout, now - start, err);
@@ -279,21 +278,16 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
   }
 }
 
-// For a queue without work that waits for another rank.
-static rm_code wait_alone(rm_comm *const comms[], int n, const rm_device *device, int event,
-                          rm_error *err) {
-  const rm_device_status status =
-      event == RM_WAIT_QUEUE ? device->wait(device->self) : device->wait_event(device->self, event);
-  const rm_code code = rm_device_check(device, status, err);
-  return code ? code : check_completed(comms, n, err);
-}
-
 rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int event,
                      double timeout, rm_error *err) {
   int watched = 0;
   for (int i = 0; i < n; i++) watched |= comms[i] && waits_in_queue(comms[i]);
-  const rm_code code = watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), err)
-                               : wait_alone(comms, n, device, event, err);
+  // A queue without work that waits for another rank needs no checks meanwhile.
+  rm_code code = watched ? wait_for(comms, n, device, event, clamp_timeout(timeout), err)
+                 : event == RM_WAIT_QUEUE
+                     ? rm_device_wait(device, err)
+                     : rm_device_check(device, device->wait_event(device->self, event), err);
+  if (!code) code = check_completed(comms, n, err);
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);

@@ -71,7 +71,6 @@ typedef struct rm_engine_options {
   // A libcublasLt.so.13, for bf16 matmuls on a GPU, whose sums may depend on the batch
   // (model/linear.c); NULL: the matmuls of the op table.
   const char *cublas_library;
-  const char *nccl_gpu; // name of this rank's GPU, equal on ranks that share it; NULL: the ordinal
 } rm_engine_options;
 
 // One row per option that Python passes as it is: its name there, its type, its member here, and
@@ -96,7 +95,6 @@ typedef struct rm_engine_options {
   OPTION(cuda_library, TEXT, cuda_library, 0, 0) \
   OPTION(cuda_family, TEXT, cuda_family, 0, 0) \
   OPTION(nccl_library, TEXT, nccl_library, 0, 0) \
-  OPTION(nccl_gpu, TEXT, nccl_gpu, 0, 0) \
   OPTION(cublas_library, TEXT, cublas_library, 0, 0)
 
 typedef struct rm_option {

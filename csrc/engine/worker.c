@@ -74,11 +74,10 @@ static rm_code create_parts(rm_worker *worker) {
   const rm_placement placement = rm_placement_of(spec, &runner->rank.mesh, worker->index);
   const int plain = options->cublas_library != NULL;
   rm_error *err = &worker->err;
-  const rm_nccl_choice nccl = {options->nccl_library, options->nccl_gpu};
   rm_code code = create_team(worker);
   if (!code)
     code = rm_device_comms_create(&runner->rank, worker->device, spec, &runner->options.model,
-                                  &nccl, err);
+                                  options->nccl_library, err);
   if (!code) code = rm_params_create(spec, &placement, options->dtype, plain, &worker->params, err);
   if (!code)
     code = rm_model_create(worker->params, worker->device, worker->team, &runner->options.model,

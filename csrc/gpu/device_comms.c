@@ -10,13 +10,11 @@
 #include "gpu/staged.h"
 
 // --------------------------------------------------------------------------------------- creation
-static rm_code join(rm_comm *host, const rm_device *device, const rm_nccl_choice *choice,
-                    rm_exchanged most, rm_comm **out, rm_error *err) {
-  if (!choice->library) return rm_comm_create_staged(host, device, most.all, out, err);
-  const rm_nccl_options nccl = {.library = choice->library,
-                                .gpu = choice->gpu ? choice->gpu : device->name,
-                                .capacity = most.apart,
-                                .timeout = rm_comm_timeout(host)};
+static rm_code join(rm_comm *host, const rm_device *device, const char *library, rm_exchanged most,
+                    rm_comm **out, rm_error *err) {
+  if (!library) return rm_comm_create_staged(host, device, most.all, out, err);
+  const rm_nccl_options nccl = {
+      .library = library, .capacity = most.apart, .timeout = rm_comm_timeout(host)};
   return rm_comm_create_nccl(host, device, &nccl, out, err);
 }
 
@@ -28,8 +26,7 @@ rm_code rm_nccl_version(const char *path, int *version, rm_error *err) {
 }
 
 rm_code rm_device_comms_create(rm_rank *rank, const rm_device *device, const rm_spec *spec,
-                               const rm_model_options *options, const rm_nccl_choice *nccl,
-                               rm_error *err) {
+                               const rm_model_options *options, const char *nccl, rm_error *err) {
   rm_code code = RM_OK;
   if (device->on_host) return RM_OK;
   if (rank->tp)

@@ -65,18 +65,14 @@ rm_code rm_ready_streams_wait(rm_ready_streams *streams, int ordinal, rm_error *
 // staged through the host group (staged.h), or over NCCL (nccl/nccl.h). Batches, draws, flags and
 // votes use the host groups, whose headers detect ranks that differ; NCCL's calls are sent without
 // headers and are compared once per step.
-typedef struct rm_nccl_choice { // views during the call
-  const char *library; // path of libnccl.so.2; NULL: staged
-  const char *gpu; // name of this rank's GPU, equal on ranks that share it; NULL: the device's name
-} rm_nccl_choice;
-
 // Loads NCCL, which stays loaded. *version: 23203 is 2.32.3. RM_E_CONFIG: no such file, not NCCL, or
 // too old.
 rm_code rm_nccl_version(const char *path, int *version, rm_error *err);
-// Creates rank->device_tp and rank->device_ep; called by all ranks. No effect on the CPU.
+// Creates rank->device_tp and rank->device_ep; called by all ranks. No effect on the CPU. nccl: path
+// of libnccl.so.2, a view during the call; NULL: staged. The caller has checked that all ranks have
+// the same version, and that NCCL allows ranks that share a GPU.
 rm_code rm_device_comms_create(rm_rank *rank, const rm_device *device, const rm_spec *spec,
-                               const rm_model_options *options, const rm_nccl_choice *nccl,
-                               rm_error *err);
+                               const rm_model_options *options, const char *nccl, rm_error *err);
 void rm_device_comms_destroy(rm_rank *rank);
 // Compare the calls of NCCL's groups before a rank waits for the queue: the ep group after a
 // forward (if it is not the tp group), the tp group after each lm_head, or after the forward of a

@@ -151,11 +151,11 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   if (model->params->plain && (code = rm_open_vendor_gemm(model, err))) return code;
   model->ctx = (rm_ctx){.workspace = workspace,
                         .workspace_bytes = workspace_bytes,
-                        .n_threads = rm_team_threads(team)};
-  model->ctx.stream = model->device->stream;
-  model->ctx.run = rm_team_run;
-  model->ctx.team = team;
-  model->ctx.profile = options->profile;
+                        .n_threads = rm_team_threads(team),
+                        .stream = model->device->stream,
+                        .run = rm_team_run,
+                        .team = team,
+                        .profile = options->profile};
   return fill_rope_table(model, err);
 }
 

@@ -177,7 +177,6 @@ class Generator(Calls):
             cuda_ordinal=where.cuda_ordinal,
             cuda_family=(isa or (cublas.FAMILY if blas else None)) if on_gpu else None,
             nccl_library=None if nccl is None else nccl.library.path,
-            nccl_gpu=None if nccl is None else nccl.gpu,
             cublas_library=None if blas is None else blas.path,
             cublas_version=None if blas is None else ".".join(map(str, blas.version)),
         )

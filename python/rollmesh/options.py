@@ -255,7 +255,6 @@ class EngineOptions(SharedOptions):
     cuda_family: str | None = None
     # This and the next: distributed/comm.py
     nccl_library: str | None = field(default=None, metadata=OF_A_RANK)
-    nccl_gpu: str | None = field(default=None, metadata=OF_A_RANK)
     cublas_library: str | None = field(default=None, metadata=OF_A_RANK)  # runtime/cublas.py
     cublas_version: str | None = None
 

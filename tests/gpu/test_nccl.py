@@ -260,14 +260,24 @@ def test_ranks_on_one_gpu(stand_in: str, not_shared: None, monkeypatch: pytest.M
         heard(stand_in, [*apart[:2], ("2.30.3", "here 2")])
     assert heard(stand_in, [*apart[:2], apart[1]]) == "1"
     assert os.environ[BLOCKS] == "4"
-    monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
     monkeypatch.setenv(BLOCKS, "7")
-    assert heard(stand_in, [*apart[:2], apart[1]]) == "0"  # the user's setting is kept
-    assert os.environ[BLOCKS] == "7"
+    assert heard(stand_in, [*apart[:2], apart[1]]) == "1"
+    assert os.environ[BLOCKS] == "7"  # the user's setting is kept
+    monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
+    with pytest.raises(
+        rm.ConfigError,
+        match="ranks 1 and 2 share a GPU: expected NCCL_MULTI_RANK_GPU_ENABLE=1 in the "
+        "environment, got '0'",
+    ):
+        heard(stand_in, [*apart[:2], apart[1]])
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)
     monkeypatch.setenv("STANDIN_VERSION", "22907")
-    # The engine refuses this (tests/gpu/test_nccl_engine.py).
-    assert heard(stand_in, [("2.29.7", "here 0")] * 2) == "unset"
+    with pytest.raises(
+        rm.ConfigError,
+        match=r"ranks 0 and 1 share a GPU: expected NCCL 2\.30\.3 or later, got 2\.29\.7",
+    ):
+        heard(stand_in, [("2.29.7", "here 0")] * 2)
+    assert nccl.SHARES_GPU_VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@
 #define _GNU_SOURCE
 #include <limits.h>
 #include <linux/futex.h>
+#include <stdio.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "comm/shm/layout.h"
 
-static const char HAS_LEFT[] = "it has left the group", HAS_ENDED[] = "the process has ended";
 enum { LEAST_SPINS = 64 }; // 2 µs: less than sleeping and waking costs
 
 // Not the private kind of futex: the word may be shared with other processes.
@@ -76,25 +76,32 @@ static absent look(const rm_region_endpoint *end) {
   return found;
 }
 
+// Returns the cause of an error if a member has left the group, or if its process has ended; else 0.
+static uint32_t find_lost(rm_region_endpoint *end, uint64_t left, const char *when) {
+  const uint64_t lost = left ? left : rm_process_dead_ranks(end->region, end->member_set);
+  char who[4 * RM_REGION_RANKS + 8];
+  if (!lost) return 0;
+  return rm_region_set_error(end->region, end->members[end->me], RM_E_RANK_LOST, "lost %s: %s%s",
+                             rm_region_names(lost, who, sizeof who),
+                             left ? "it has left the group" : "the process has ended", when);
+}
+
 // Checks an incomplete round. Returns the cause of an error (1 + rank), or 0.
 static uint32_t diagnose(rm_region_endpoint *end, const rm_region_call *call, double now) {
   const absent found = look(end);
-  const uint64_t dead = rm_process_dead_ranks(end->region, end->member_set);
   const char *op = rm_comm_op_name(call->op);
   const unsigned long long n = call->sequence;
   const int me = end->members[end->me];
-  char who[4 * RM_REGION_RANKS + 8];
+  char who[4 * RM_REGION_RANKS + 8], when[64];
   if (all_came(end, atomic_load(&end->group->barrier)))
     return 0; // the last rank to arrive may have left by now
   if (found.other_members)
     return rm_region_set_error(end->region, me, RM_E_MESH_MISMATCH,
                                "group %d has other members for %s than for rank %d", end->index,
                                rm_region_names(found.other_members, who, sizeof who), me);
-  const uint64_t lost = found.left ? found.left : dead;
-  if (lost)
-    return rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: %s (%s, call %llu)",
-                               rm_region_names(lost, who, sizeof who),
-                               found.left ? HAS_LEFT : HAS_ENDED, op, n);
+  snprintf(when, sizeof when, " (%s, call %llu)", op, n);
+  const uint32_t lost = find_lost(end, found.left, when);
+  if (lost) return lost;
   if (now < call->deadline) return 0;
   return rm_region_set_error(end->region, me, RM_E_COLLECTIVE_TIMEOUT,
                              "%s, call %llu: %s did not arrive within %.3g s of rank %d", op, n,
@@ -124,15 +131,10 @@ static void check(rm_region_endpoint *end, const rm_region_call *call, double no
 
 rm_code rm_region_check(void *self, rm_error *err) {
   rm_region_endpoint *end = self;
-  const int me = end->members[end->me];
-  char who[4 * RM_REGION_RANKS + 8];
   if (!(atomic_load(&end->group->barrier) & RM_BARRIER_CAUSE)) {
-    const uint64_t left = look(end).left,
-                   lost = left ? left : rm_process_dead_ranks(end->region, end->member_set);
+    const uint32_t lost = find_lost(end, look(end).left, "");
     if (!lost) return RM_OK;
-    rm_region_fail_group(end, rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: %s",
-                                                  rm_region_names(lost, who, sizeof who),
-                                                  left ? HAS_LEFT : HAS_ENDED));
+    rm_region_fail_group(end, lost);
   }
   return rm_region_group_error(end, err);
 }

@@ -2,20 +2,9 @@
 #include "gpu/nccl/library.h"
 
 #include <dlfcn.h>
-#include <stdio.h>
 #include <string.h>
 
-// Up to 2.8 the version is 1000·major + 100·minor + patch, from 2.9 on 10000·major + 100·minor +
-// patch.
-const char *rm_nccl_version_text(int version, char text[24]) {
-  const int major = version / (version < 10000 ? 1000 : 10000),
-            minor = version / 100 % (version < 10000 ? 10 : 100);
-  snprintf(text, 24, "%d.%d.%d", major, minor, version % 100);
-  return text;
-}
-
 rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err) {
-  char text[24];
   *out = (rm_nccl){0};
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (!library) return rm_fail(err, RM_E_CONFIG, "NCCL cannot be loaded: %s", dlerror());
@@ -51,6 +40,8 @@ rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err) {
     return rm_fail(err, RM_E_CONFIG, "%s: expected a version from ncclGetVersion, got: %s", path,
                    out->error_string(result));
   if (out->version >= RM_NCCL_LEAST) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %s in %s",
-                 rm_nccl_version_text(out->version, text), path);
+  // Up to 2.8 the version is 1000·major + 100·minor + patch, from 2.9 on 10000·major + ….
+  const int version = out->version, unit = version < 10000 ? 1000 : 10000;
+  return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %d.%d.%d in %s",
+                 version / unit, version % unit / 100, version % 100, path);
 }

@@ -20,10 +20,7 @@ enum { // ncclResult_t
   RM_NCCL_TIMEOUT = 8,
 };
 enum { RM_NCCL_INT8 = 0, RM_NCCL_UNDEFINED = INT_MIN, RM_NCCL_ID_BYTES = 128 };
-enum {
-  RM_NCCL_LEAST = 21701, // the oldest supported version
-  RM_NCCL_SHARES_GPU = 23003 // the oldest version in which ranks may share a GPU
-};
+enum { RM_NCCL_LEAST = 21701 }; // the oldest supported version
 #define RM_NCCL_MAGIC 0xcafebeefu
 
 typedef struct rm_nccl_comm rm_nccl_comm; // ncclComm
@@ -67,5 +64,3 @@ typedef struct rm_nccl {
 // Loads the library. It stays loaded, since its threads may outlive the last group. RM_E_CONFIG: no
 // such file, not NCCL, or too old.
 rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err);
-// Writes "2.32.3" to `text` and returns it.
-const char *rm_nccl_version_text(int version, char text[24]);

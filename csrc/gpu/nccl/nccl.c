@@ -1,14 +1,13 @@
-// nccl.c: creation of an NCCL group. First the ranks compare library, version and memory over the
-// host group, so that all ranks report the problem of one rank before NCCL is called. Then NCCL
+// nccl.c: creation of an NCCL group. First each rank loads the library and allocates memory, and the
+// ranks share the results over the host group, so that all ranks report the problem of one rank
+// before NCCL is called. Then NCCL
 // creates the communicator, under a deadline. Then an all-to-all and an all_gather of one word test
 // it and establish its connections, which a capture does not allow.
 #include "gpu/nccl/nccl.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "base/hash.h"
 #include "base/memory.h"
 #include "device/devices.h"
 #include "gpu/nccl/endpoint.h"
@@ -16,22 +15,14 @@
 enum { HELLO_TEXT = 256 };
 
 typedef struct hello { // what the ranks all-gather
-  int32_t code, version, may_share; // may_share: NCCL_MULTI_RANK_GPU_ENABLE is set
-  uint64_t gpu; // digest of the GPU's name; 0: unknown
+  int32_t code;
   rm_nccl_id id; // set by rank 0
   char text[HELLO_TEXT]; // the message of `code`
 } hello;
 
-static uint64_t digest_of(const char *name) {
-  if (!name) return 0;
-  const uint64_t digest = rm_hash_bytes(RM_HASH_SEED, name, strlen(name));
-  return digest ? digest : 1;
-}
-
 // ---------------------------------------------------------------------------- comparing the ranks
 static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, hello *mine,
                        rm_error *err) {
-  const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   void *out = NULL, *in = NULL;
   rm_code code = rm_nccl_load(options->library, &end->api, err);
   for (int i = 0; i < 2 && end->capacity && !code; i++)
@@ -39,32 +30,8 @@ static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, he
         rm_device_alloc(end->device, end->capacity, "a buffer for exchanges", i ? &in : &out, err);
   end->out = out, end->in = in;
   if (code) return code;
-  mine->version = end->api.version;
-  mine->gpu = digest_of(options->gpu);
-  mine->may_share = shares && atoi(shares) == 1;
   const int result = end->rank == 0 ? end->api.get_unique_id(&mine->id) : RM_NCCL_SUCCESS;
   return rm_nccl_result(end, "ncclGetUniqueId", result, RM_NCCL_CREATING, err);
-}
-
-static rm_code judge_pair(const hello *all, int a, int b, rm_error *err) {
-  char ours[24], theirs[24];
-  rm_nccl_version_text(all[a].version, ours);
-  if (all[a].version != all[b].version)
-    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d has NCCL %s, rank %d %s", b,
-                   rm_nccl_version_text(all[b].version, theirs), a, ours);
-  if (!all[a].gpu || all[a].gpu != all[b].gpu) return RM_OK;
-  if (all[a].version < RM_NCCL_SHARES_GPU)
-    return rm_fail(
-        err, RM_E_CONFIG,
-        "ranks %d and %d share a GPU: expected NCCL 2.30.3 or later, got %s; or give each rank "
-        "its own GPU",
-        a, b, ours);
-  if (all[a].may_share && all[b].may_share) return RM_OK;
-  return rm_fail(
-      err, RM_E_CONFIG,
-      "ranks %d and %d share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1 in "
-      "the environment of both",
-      a, b);
 }
 
 // Returns the same result on all ranks.
@@ -74,15 +41,10 @@ static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
         all[r].code > RM_OK && all[r].code < RM_N_CODE ? (rm_code)all[r].code : RM_E_RANK_LOST;
     if (all[r].code) return rm_fail(err, code, "rank %d: %.*s", r, HELLO_TEXT - 1, all[r].text);
   }
-  for (int b = 1; b < size; b++)
-    for (int a = 0; a < b; a++) {
-      const rm_code code = judge_pair(all, a, b, err);
-      if (code) return code;
-    }
   return RM_OK;
 }
 
-// Compares all ranks and sets *id to the group's unique id. `code` and err: the result of this
+// Shares the results of all ranks and sets *id to the group's unique id. `code` and err: the result of this
 // rank's own preparation.
 static rm_code meet(rm_nccl_endpoint *end, rm_code code, hello *mine, rm_nccl_id *id,
                     rm_error *err) {

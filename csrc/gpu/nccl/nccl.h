@@ -23,7 +23,6 @@
 
 typedef struct rm_nccl_options {
   const char *library; // path of libnccl.so.2; loaded at the first group
-  const char *gpu; // a name of this rank's GPU, equal on ranks that share it; NULL: unknown
   // The most bytes of strided blocks in one exchange and direction; an all_gather counts the blocks
   // of all ranks. 0: only contiguous blocks.
   size_t capacity;
@@ -34,9 +33,8 @@ typedef struct rm_nccl_options {
 // new comm and has entered the device; device->stream is a CUDA stream. The strings are copied or
 // not kept. Tests the new group with an exchange before it returns.
 //
-//   RM_E_CONFIG          no library, an old one, or one that does not allow two ranks on a GPU; the
-//                        other ranks return the error too, with this rank's number
-//   RM_E_MESH_MISMATCH   ranks have different versions of NCCL
+//   RM_E_CONFIG          no library, or an old one; the other ranks return the error too, with this
+//                        rank's number
 //   RM_E_CAPACITY        capacity does not fit the device
 //   RM_E_DEVICE          CUDA failed: no driver, or no such GPU
 //   RM_E_COLLECTIVE_TIMEOUT, RM_E_RANK_LOST

@@ -11,10 +11,10 @@
 #include "model/moe/moe.h"
 
 // --------------------------------------------------------------------------------------- creation
-static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
-  const size_t ranks = (size_t)d->n_ranks, choices = (size_t)(d->max_rows * d->top_k),
+static rm_code create_buffers(rm_dispatch *d, int64_t max_rows, rm_error *err) {
+  const size_t ranks = (size_t)d->n_ranks, choices = (size_t)(max_rows * d->top_k),
                row = d->row_bytes, arrive = (size_t)d->max_arrive;
-  const size_t all = d->sees_all ? ranks * (size_t)d->max_rows : 0;
+  const size_t all = d->sees_all ? ranks * (size_t)max_rows : 0;
   const rm_field fields[] = {
       {&d->cursor, (size_t)d->n_experts, sizeof *d->cursor},
       {&d->home_rows, ranks, sizeof *d->home_rows},
@@ -49,13 +49,12 @@ rm_code rm_dispatch_create(const rm_moe *moe, int64_t max_rows, rm_dispatch *out
                        .me = me,
                        .n_experts = moe->spec->n_experts,
                        .top_k = top_k,
-                       .max_rows = max_rows,
                        .max_arrive = max_rows * n_ranks * rm_min64(top_k, moe->experts[me].n),
                        .row_bytes = rm_moe_row_bytes(moe),
                        .experts = moe->experts,
                        .here = moe->experts[me],
                        .sees_all = moe->rank->dispatcher == RM_DISPATCH_ALLGATHER_REDUCESCATTER};
-  return create_buffers(out, err);
+  return create_buffers(out, max_rows, err);
 }
 
 // ------------------------------------------------------------------------------------------ plans

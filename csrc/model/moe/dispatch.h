@@ -28,7 +28,6 @@ typedef struct rm_dispatch {
   rm_comm *ep; // view: for host memory, of at least two ranks
   int n_ranks, me;
   int64_t n_experts, top_k;
-  int64_t max_rows; // home rows of a rank
   int64_t max_arrive; // rows that this rank can receive in one call
   size_t row_bytes;
   int sees_all; // all rows go to all ranks

@@ -438,21 +438,35 @@ class Nccl(Comm):
             )
         count = _core.cuda_count(where.cuda_library)
         if self.group is None:
-            if mesh.world > (1 if where.cuda_ordinal >= 0 else count):
-                self._allow_sharing()
+            one = where.cuda_ordinal >= 0
+            self._allow_sharing([0 if one else rank % max(count, 1) for rank in range(mesh.world)])
             return where
         ordinal = where.cuda_ordinal if where.cuda_ordinal >= 0 else self.rank % count
-        # NCCL distinguishes GPUs by these values.
         self.gpu = (
             f"{_machine() or socket.gethostname()} {_core.cuda_bus(where.cuda_library, ordinal)}"
         )
         return where._replace(cuda_ordinal=ordinal)
 
-    def _allow_sharing(self) -> None:
-        if self.library.version >= _nccl.SHARES_GPU:  # an older NCCL: the engine raises the error
-            # NCCL reads both variables when the process makes its first communicator.
-            os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")
-            os.environ.setdefault(*_nccl.FEWER_BLOCKS)
+    def _allow_sharing(self, gpus: Sequence[object]) -> None:
+        """Sets NCCL's environment if ranks share a GPU. Raises ConfigError if NCCL does not allow
+        it. gpus: of each rank."""
+        pairs = [(gpus.index(gpu), rank) for rank, gpu in enumerate(gpus) if gpu in gpus[:rank]]
+        if not pairs:
+            return
+        shared = "ranks {} and {} share a GPU".format(*pairs[0])
+        if self.library.version < _nccl.SHARES_GPU:
+            raise ConfigError(
+                f"{shared}: expected NCCL {'.'.join(map(str, _nccl.SHARES_GPU))} or later, got "
+                f"{'.'.join(map(str, self.library.version))}; or give each rank its own GPU"
+            )
+        # NCCL reads both variables when the process makes its first communicator.
+        allowed = os.environ.setdefault(_nccl.SHARES_GPU_VARIABLE, "1")
+        os.environ.setdefault(*_nccl.FEWER_BLOCKS)
+        if allowed != "1":
+            raise ConfigError(
+                f"{shared}: expected {_nccl.SHARES_GPU_VARIABLE}=1 in the environment, got "
+                f"{shown(allowed)}"
+            )
 
     def _connect(self, mesh: Mesh) -> Endpoints:
         assert self.group is not None
@@ -463,9 +477,7 @@ class Nccl(Comm):
 
     def accept_handshake(self, everyone: Sequence[Mapping[str, str]]) -> None:
         super().accept_handshake(everyone)
-        gpus = [its["GPU"] for its in everyone]
-        if len(set(gpus)) < len(gpus):
-            self._allow_sharing()
+        self._allow_sharing([its["GPU"] for its in everyone])
 
     def abort(self) -> None:
         if self.group is not None:

@@ -40,9 +40,6 @@ static const fault faults[] = {
     {"no such file", NULL, "/nowhere/libnccl.so.2", MAKING, RM_E_CONFIG, "nowhere", 1},
     {"no NCCL", NULL, "libm.so.6", MAKING, RM_E_CONFIG, "ncclGetVersion", 1},
     {"an old NCCL", "STANDIN_VERSION", "21602", MAKING, RM_E_CONFIG, "2.16.2", 1},
-    {"one GPU, an NCCL that minds", "STANDIN_VERSION", "22907", MAKING, RM_E_CONFIG, "got 2.29.7",
-     1},
-    {"one GPU, NCCL not told", NULL, NULL, MAKING, RM_E_CONFIG, "NCCL_MULTI_RANK_GPU_ENABLE=1", 1},
     {"no name", "STANDIN_ID", "2", MAKING, RM_E_RANK_LOST, "planted: no id", 1},
     {"no room", NULL, "room", MAKING, RM_E_CAPACITY, "a buffer for exchanges takes", 1},
     {"not made", "STANDIN_INIT", "1:5", MAKING, RM_E_CONFIG, "invalid usage", 0},
@@ -129,10 +126,8 @@ static rm_code make(rank *self, rm_error *err) {
   const fault *f = self->t->fault;
   const int32_t members[RANKS] = {0, 1, 2, 3, 4, 5};
   const int is_file = f->value && !f->variable && strstr(f->value, ".so");
-  const int one_gpu = strncmp(f->name, "one GPU", 7) == 0;
   rm_nccl_options options = {
       .library = getenv("STANDIN_LIBRARY"), .capacity = CAPACITY, .timeout = SOON};
-  if (one_gpu && !self->t->plant) options.gpu = "the one";
   const int is_told = f->own && f->own != RM_E_COLLECTIVE_TIMEOUT;
   if (f->when == MAKING && !is_told && self->rank == CULPRIT)
     options.timeout = PATIENCE; // the first to time out
@@ -435,7 +430,6 @@ int main(int argc, char **argv) {
   double killed = 0;
   long n = 0;
   if (!getenv("STANDIN_LIBRARY")) tiny_die("STANDIN_LIBRARY is not set");
-  unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
   while (fuzz_next_case(&f)) {
     const double took = f.plant ? 0 : try_kill(&f);
     killed = took > killed ? took : killed;

@@ -45,10 +45,9 @@ int main(void) {
   rm_nccl api;
   rm_nccl_id id;
   rank ranks[RANKS];
-  char text[24];
   if (!getenv("NCCL_LIBRARY")) tiny_die("NCCL_LIBRARY is not set");
   tiny_must(rm_nccl_load(getenv("NCCL_LIBRARY"), &api, &err), &err);
-  printf("version %s\n", rm_nccl_version_text(api.version, text));
+  printf("version %d.%d.%d\n", api.version / 10000, api.version / 100 % 100, api.version % 100);
   printf("a name: %s\n", api.error_string(api.get_unique_id(&id)));
   const rm_region_options options = {
       .world = RANKS, .n_groups = 1, .buffer_bytes = 4096, .timeout = 30};

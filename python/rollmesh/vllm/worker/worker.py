@@ -199,7 +199,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             group = nccl = comm.nccl(group)
             self._nccl = str(nccl.library)
             nccl.place(Device(options.cuda_library, options.cuda_ordinal), self.mesh)
-            options = replace(options, nccl_library=nccl.library.path, nccl_gpu=nccl.gpu)
+            options = replace(options, nccl_library=nccl.library.path)
         # Each data parallel rank has a different seed.
         return join(values, options, group, self.mesh, may_differ=("seed",))
 

@@ -25,7 +25,6 @@ SAME(RM_NCCL_MAGIC, NCCL_API_MAGIC);
 SAME(RM_NCCL_ID_BYTES, NCCL_UNIQUE_ID_BYTES);
 SAME(sizeof(rm_nccl_id), sizeof(ncclUniqueId));
 SAME(RM_NCCL_LEAST, NCCL_VERSION(2, 17, 1));
-SAME(RM_NCCL_SHARES_GPU, NCCL_VERSION(2, 30, 3));
 _Static_assert(sizeof(rm_nccl_config) <= sizeof(ncclConfig_t), "NCCL reads no more than there is");
 SAME_PLACE(size, size);
 SAME_PLACE(magic, magic);
