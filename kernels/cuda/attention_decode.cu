@@ -44,7 +44,7 @@ template <rm_dtype DTYPE>
 __device__ void partial_scores(float *part, const float *q, const rm_attention_args &a, head_view h,
                                int64_t t, span s) {
   const int lane = rm_lane();
-  if (t < s.first || t > s.last) return;
+  if (!rm_is_live(s, static_cast<int>(t), 1)) return;
   const int64_t page = page_of(a, h, t), pos = place_of(a, t);
   for (int64_t kb = threadIdx.x / RM_WARP; kb * RM_K_BLOCK < a.head_dim; kb += WARPS) {
     const int64_t tile =
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(THREADS, 8)
   const int64_t row = row0 + blockIdx.x, head = blockIdx.y, split = blockIdx.z;
   const span s = rm_live_span(a, row);
   const int64_t begin = split * RM_ATTN_SPLIT, k_padded = rm_round_up(a.head_dim, RM_K_BLOCK);
-  if (begin > s.last || begin + RM_ATTN_SPLIT <= s.first) return;
+  if (!rm_is_live(s, static_cast<int>(begin), RM_ATTN_SPLIT)) return;
   RM_SHARED(shared);
   float *q = shared, *part = q + k_padded, *p = part + k_padded, *alpha = p + RM_ATTN_BLOCK,
         *acc = alpha + 1;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(THREADS, 8)
     partial_scores<DTYPE>(part, q, a, h, t, s);
     __syncthreads();
     if (threadIdx.x < RM_WARP)
-      soften<DTYPE>(p, alpha, part, a, t >= s.first && t <= s.last, &m, &l);
+      soften<DTYPE>(p, alpha, part, a, rm_is_live(s, static_cast<int>(t), 1), &m, &l);
     __syncthreads(); // p is read until the next block's first barrier, and written after it
     add_values<DTYPE>(acc, p, *alpha, a, h, t0, s);
   }

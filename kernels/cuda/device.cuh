@@ -126,7 +126,7 @@ __device__ inline int rm_thread() { return static_cast<int>(threadIdx.x); }
 __device__ inline int rm_warp() { return rm_thread() / RM_WARP; }
 __device__ inline int rm_lane() { return rm_thread() % RM_WARP; }
 
-inline unsigned rm_blocks(int64_t n, int64_t each) {
+RM_INLINE unsigned rm_blocks(int64_t n, int64_t each) {
   return static_cast<unsigned>((n + each - 1) / each);
 }
 

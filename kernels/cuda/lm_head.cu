@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass
   RM_SHARED(shared);
   float *x = shared, *logits = shared + ROWS * RM_K_BLOCK; // [ROWS][RM_K_BLOCK], [ROWS][COLS]
   const int me = rm_thread();
-  const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS), col = col0 + me;
+  const int64_t col = blockIdx.x * static_cast<int64_t>(COLS) + me;
   const int64_t first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
   float acc[ROWS] = {};
   for (int64_t k0 = 0; k0 < a.hidden; k0 += RM_K_BLOCK) {
@@ -35,16 +35,11 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-    const int64_t row = first + r;
     const float logit = rm_canon(acc[r]);
     logits[r * COLS + me] = logit;
-    if (row < end && col < a.vocab) rm_keep_logit(a, t, row, col, logit);
+    rm_keep_logit(a, t, first + r, col, logit);
   }
-  __syncthreads();
-  const int n = static_cast<int>(rm_min64(COLS, a.vocab - col0));
-  for (int r = rm_warp(); r < ROWS && first + r < end; r += WARPS)
-    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * COLS, n,
-                  rm_lane());
+  rm_block_pairs(a, t, logits, COLS, first, ROWS, WARPS);
 }
 
 struct stats {

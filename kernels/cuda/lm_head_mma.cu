@@ -33,13 +33,9 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_l
                 r = n * RM_MMA_COLS + lane % 4 * 2 + i % 2;
       const float logit = rm_canon(acc[n][i]);
       logits[r * PITCH + in] = logit;
-      if (first + r < end && col0 + in < a.vocab) rm_keep_logit(a, t, first + r, col0 + in, logit);
+      rm_keep_logit(a, t, first + r, col0 + in, logit);
     }
-  __syncthreads();
-  const int n = static_cast<int>(rm_min64(COLS, a.vocab - col0));
-  for (int r = warp; r < ROWS && first + r < end; r += WARPS)
-    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * PITCH, n,
-                  lane);
+  rm_block_pairs(a, t, logits, PITCH, first, ROWS, WARPS);
 }
 
 template <int NT> void launch(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_pass t) {
