@@ -332,12 +332,12 @@ def found_architecture() -> str:
         )
     except OSError as error:
         raise SystemExit(
-            f"benchmarks.gpu_first: no GPU is here: nvidia-smi: {error.strerror}"
+            f"benchmarks.gpu_first: found no GPU: nvidia-smi: {error.strerror}"
         ) from None
     capability = done.stdout.strip()
     if done.returncode or not capability.replace(".", "").isdigit():
         raise SystemExit(
-            f"benchmarks.gpu_first: no GPU is here: nvidia-smi says {capability[:200]!r}"
+            f"benchmarks.gpu_first: found no GPU: nvidia-smi says {capability[:200]!r}"
         )
     return architecture(capability)
 
@@ -509,7 +509,7 @@ def main() -> int:
     options = parser.parse_args()
     for name in (*options.again, *(options.only or ())):
         if name not in {part.name for part in plan}:
-            parser.error(f"{name[:40]!r} is no part; --plan prints them")
+            parser.error(f"expected a part that --plan prints, got {name[:40]!r}")
     if options.plan:
         print("\n".join(f"{part.name:16s} {part.limit:4d} s  {part.words}" for part in plan))
         return 0

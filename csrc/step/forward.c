@@ -89,7 +89,7 @@ static void fill(rm_runner *runner) {
   list_fields(runner, b, (size_t)shape->n_rows, (size_t)shape->n_out, (size_t)shape->n_draws,
               fields);
   // The buffer is sized for the largest step.
-  rm_fields_place(fields, STEP_FIELDS, runner->buffer, runner->buffer_bytes);
+  rm_fields_place(fields, STEP_FIELDS, runner->buffer);
   memcpy(b->slots, plan->slots, rows * sizeof *b->slots);
   memcpy(b->ids, plan->ids, rows * sizeof *b->ids);
   memcpy(b->positions, plan->positions, rows * sizeof *b->positions);

@@ -14,19 +14,13 @@ PyObject *rm_engine_module(rm_engine_object *self) { return rm_module_of((PyObje
 
 int rm_engine_enter(rm_engine_object *self) {
   PyObject *module = rm_engine_module(self);
-  if (self->pid != (long)getpid()) {
-    rm_raise_code(module, RM_E_STATE,
-                  "this generator belongs to process %ld; a forked child has to make its own",
-                  self->pid);
-    return -1;
-  }
-  if (!self->engine) {
-    rm_raise_code(module, RM_E_STATE, "the generator is closed");
-    return -1;
-  }
+  if (self->pid != (long)getpid())
+    return rm_refuse(module, RM_E_STATE,
+                     "this generator belongs to process %ld; a forked child has to make its own",
+                     self->pid);
+  if (!self->engine) return rm_refuse(module, RM_E_STATE, "the generator is closed");
   if (atomic_exchange(&self->busy, 1)) {
-    rm_raise_code(module, RM_E_STATE, "another thread is inside the engine; one call at a time");
-    return -1;
+    return rm_refuse(module, RM_E_STATE, "another thread is inside the engine; one call at a time");
   }
   return 0;
 }
@@ -165,19 +159,6 @@ static const rm_attribute request_fields[] = {
 _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int),
                "`score` is read as the kind");
 
-static PyObject *remember(rm_engine_object *self, uint64_t id, const rm_request *request,
-                          PyObject *logits) {
-  PyObject *key = PyLong_FromUnsignedLongLong(id);
-  PyObject *value = Py_BuildValue("(iO)", (int)request->prompt_logprobs, logits);
-  if (key && value && !PyDict_SetItem(self->requests, key, value)) {
-    Py_DECREF(value);
-    return key;
-  }
-  Py_XDECREF(key);
-  Py_XDECREF(value);
-  return NULL;
-}
-
 // edits: (bias_ids, biases, banned, bad_words, bad_word_ends), or None. The request gets views of
 // the arrays.
 static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
@@ -198,9 +179,8 @@ static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
     return -1;
   if (request->n_bad_words == 0 || request->bad_word_ends[request->n_bad_words - 1] == n_words)
     return 0;
-  rm_raise_code(module, RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
-                (long long)n_words, request->bad_word_ends[request->n_bad_words - 1]);
-  return -1;
+  return rm_refuse(module, RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
+                   (long long)n_words, request->bad_word_ends[request->n_bad_words - 1]);
 }
 
 PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
@@ -224,15 +204,15 @@ PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
   if (rm_array_data(module, logits, &want, &data)) return NULL;
   request.logits_out = data;
   if (rm_engine_add(self->engine, &request, &id, &err)) return rm_raise(module, &err);
-  PyObject *result = rm_engine_has(self->engine, id) ? remember(self, id, &request, logits)
-                                                     : PyLong_FromUnsignedLongLong(id);
-  // Without a record the logits array has no owner, so the request must not write to it.
-  if (!result) {
-    rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
-    if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
-      rm_error_clear(&err);
-  }
-  return result;
+  PyObject *key = PyLong_FromUnsignedLongLong(id);
+  if (key && (!rm_engine_has(self->engine, id) || !PyDict_SetItem(self->requests, key, logits)))
+    return key;
+  // Without an owner of the logits array the request must not write to it.
+  Py_XDECREF(key);
+  rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
+  if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
+    rm_error_clear(&err);
+  return NULL;
 }
 
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_id_call call) {
@@ -295,10 +275,8 @@ PyObject *rm_engine_py_unfinished(rm_engine_object *self) {
 PyObject *rm_engine_py_finished(rm_engine_object *self) {
   uint64_t next;
   while ((next = rm_engine_next_finished(self->engine))) {
-    PyObject *id = PyLong_FromUnsignedLongLong(next);
-    const int failed = !id || PySet_Add(self->done, id);
-    Py_XDECREF(id);
-    if (failed) return NULL;
+    RM_OWNED *id = PyLong_FromUnsignedLongLong(next);
+    if (!id || PySet_Add(self->done, id)) return NULL;
     rm_engine_finished(self->engine, &next, 1);
   }
   return PySet_New(self->done);
@@ -366,8 +344,8 @@ PyObject *rm_engine_py_host_room(rm_engine_object *self) {
   }
 RM_ENGINE_METHODS(ENTERED)
 
-#define METHOD(name, flags) RM_METHOD(#name, entered_##name, METH_##flags, ""),
-#define OWN_METHOD(name, flags) RM_METHOD(#name, rm_engine_py_##name, flags, "")
+#define METHOD(name, flags) RM_METHOD(#name, entered_##name, METH_##flags),
+#define OWN_METHOD(name, flags) RM_METHOD(#name, rm_engine_py_##name, flags)
 static PyMethodDef methods[] = {
     RM_ENGINE_METHODS(METHOD) OWN_METHOD(close, METH_NOARGS),
     OWN_METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS),

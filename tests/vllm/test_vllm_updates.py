@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import vllm_support as support
 from helpers import push_entry
+from vllm_releases import REFUSE_UNKNOWN_IDS
 
 import rollmesh as rm
 from rollmesh import vllm as plugin
@@ -257,7 +258,7 @@ def test_ids_that_are_none(served: Served) -> None:
     good = support.request([*stem, 3, 4], max_tokens=5)
     bad = [support.request([*stem, far], max_tokens=5) for far in (5000, 2**40)]
     for request in bad:
-        if plugin.RELEASES[str(plugin.installed_version())].refuses_unknown_ids:
+        if plugin.installed_version() in REFUSE_UNKNOWN_IDS:
             from vllm.exceptions import VLLMValidationError
 
             with pytest.raises(VLLMValidationError, match=r"Token id .* is out of vocabulary"):

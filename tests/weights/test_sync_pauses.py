@@ -1,7 +1,7 @@
 """Requests take steps between the copies of a push, which stops them for a moment only.
 
 Input: a tiny random model whose copies are cut into single tasks. Oracle: the digest of the same
-set pushed while no request runs, and the tokens of requests that no push has interrupted.
+set pushed while no request runs, and the tokens of an uninterrupted run.
 """
 
 from __future__ import annotations

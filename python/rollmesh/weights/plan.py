@@ -25,6 +25,7 @@ from rollmesh.errors import (
     TiedWeightError,
     UnexpectedKeyError,
 )
+from rollmesh.runtime.arguments import exportable
 from rollmesh.weights.pieces import is_sharded, local_tensor
 from rollmesh.weights.sync import EMBEDDING, HEAD, SyncOptions
 from rollmesh.weights.transport.tensors import entries_of, holds_tensors
@@ -71,7 +72,8 @@ class Plan:
     def _take(self, name: Any, tensor: Any) -> _core.SyncEntry:
         entry = self.entry(name)
         if entry.params and not entry.taken:
-            self._engine.sync_take(entry, local_tensor(tensor))
+            tensor = exportable(entry.name, local_tensor(tensor))
+            self._engine.sync_take(entry, tensor)
         return entry
 
     def push(self, name: Any, tensor: Any) -> None:
