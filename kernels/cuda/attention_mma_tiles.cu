@@ -70,10 +70,9 @@ struct alignas(16) block {
   column columns[COLS];
   joined merges[COLS];
   int seqs[COLS]; // sequences of the tile's rows; −1: no row
-  // Of the rows that are computed together:
+  // Fields of the rows that are computed together:
   rm_attn_work w;
   const int32_t *pages;
-  int to; // the tile's first row after them
   span all; // positions that are live for some column
   span live[WARPS]; // positions that are live for some column of a warp
   span whole[WARPS]; // positions that are live for all used columns of a warp
@@ -335,10 +334,11 @@ __device__ void end_split(const float (&acc)[S::DT][CT][4], block &b, const rm_a
     }
 }
 
-// Computes the rows of the tile from `from` on that belong to the same sequence.
+// Computes the rows of the tile from `from` on that belong to the same sequence. Returns the first
+// row after them.
 template <class S>
-__device__ void make_rows(block &b, const rm_attention_args &a, const tiles &t, float *states,
-                          int from) {
+__device__ int make_rows(block &b, const rm_attention_args &a, const tiles &t, float *states,
+                         int from) {
   int to = from + 1;
   while (to < t.rows_each && b.seqs[to] == b.seqs[from]) to++;
   const rm_attn_owner o = rm_attn_owner_of(b.w, rm_thread());
@@ -349,7 +349,7 @@ __device__ void make_rows(block &b, const rm_attention_args &a, const tiles &t, 
              whole = over_lanes(is_one ? span{-own.first, -own.last} : NONE);
   b.columns[threadIdx.x].live = own;
   if (rm_lane() == 0) b.live[warp] = live, b.whole[warp] = {-whole.first, -whole.last};
-  if (threadIdx.x == 0) b.pages = a.block_tables + b.seqs[from] * a.max_pages, b.to = to;
+  if (threadIdx.x == 0) b.pages = a.block_tables + b.seqs[from] * a.max_pages;
   __syncthreads();
   span all = b.live[0];
   for (int w = 1; w < WARPS; w++) all = union_of(all, b.live[w]);
@@ -375,6 +375,7 @@ __device__ void make_rows(block &b, const rm_attention_args &a, const tiles &t, 
   }
   rm_copies_wait<0>(); // a block must not end with an open group, even an empty one
   __syncthreads(); // before the next rows' columns and stages
+  return to;
 }
 
 template <class S>
@@ -391,12 +392,12 @@ __global__ void __launch_bounds__(THREADS, 2)
   load_queries<S>(b, a, w);
   if (threadIdx.x == 0) b.w = w;
   __syncthreads();
-  for (int from = 0; from < t.rows_each && b.seqs[from] >= 0; from = b.to)
-    make_rows<S>(b, a, t, states, from);
+  for (int from = 0; from < t.rows_each && b.seqs[from] >= 0;)
+    from = make_rows<S>(b, a, t, states, from);
 }
 
-// One block: lists the tiles with rows of several sequences, as many as fit on the list. Their order
-// depends on timing, their bits do not.
+// One block: lists the tiles with rows of several sequences, as many as fit on the list. The order
+// of the list depends on timing, but the results do not.
 __global__ void __launch_bounds__(LIST_THREADS)
     list_kernel(rm_attention_args a, int32_t *list, int32_t *by_rows, int64_t n_tiles,
                 int64_t rows_each, int room) {

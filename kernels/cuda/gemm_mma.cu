@@ -195,9 +195,7 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS) gemm_kernel(rm_ge
             end = a.group_rows ? a.group_rows[group + 1] : static_cast<int>(a.m);
   const int tile_rows = static_cast<int>(
       rm_min64(T::ROWS / RM_MMA_ROWS, rm_mma_tile_rows(rm_mma_w_rows(a.n, SWIGLU)) - first_tile));
-  const uint4 *w =
-      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) +
-      first_tile * steps * RM_WARP;
+  const uint4 *w = rm_mma_row(a.w, group * a.group_stride, first_tile, a.k);
   for (int row0 = begin + static_cast<int>(number.across) * T::COLS; row0 < end;
        row0 += static_cast<int>(across) * T::COLS) {
     float acc[T::MT][T::NT][4] = {};

@@ -44,13 +44,11 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
                 split = blockIdx.z % splits, group = rm_group_of_slot(a, blockIdx.z / splits);
   if (group < 0) return; // the whole block returns
   const auto [begin, end] = rm_rows_of_group(a, group);
-  const int64_t pitch = tile_rows * RM_MMA_ROWS, all_steps = rm_mma_steps(a.k);
+  const int64_t pitch = tile_rows * RM_MMA_ROWS;
   const bool live = tile_row < tile_rows;
-  const uint4 *w =
-      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) +
-      tile_row * all_steps * RM_WARP;
+  const uint4 *w = rm_mma_row(a.w, group * a.group_stride, tile_row, a.k);
   const int step0 = static_cast<int>(split * RM_MMA_STEPS);
-  const int steps = static_cast<int>(parts ? rm_split_steps(a.k, split) : all_steps);
+  const int steps = static_cast<int>(parts ? rm_split_steps(a.k, split) : rm_mma_steps(a.k));
   constexpr int64_t ROWS = RM_MMA_COLS * NT;
   for (int64_t row0 = begin + blockIdx.y * ROWS; row0 < end; row0 += gridDim.y * ROWS) {
     float acc[NT][4];
