@@ -5,12 +5,16 @@
 #include "device.cuh"
 
 struct rm_span {
-  int64_t first, last; // live positions, both included
+  int first, last; // live positions, both included; first > last: none
 };
+// Whether one of the n positions from t on is live.
+__device__ inline bool rm_is_live(rm_span s, int t, int n) {
+  return s.first < t + n && s.last >= t;
+}
 
 __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) {
-  const int64_t last = a.positions[row];
-  return {a.window > 0 ? rm_max64(0, last - a.window + 1) : 0, last};
+  const int last = a.positions[row];
+  return {a.window > 0 ? static_cast<int>(rm_max64(0, last - a.window + 1)) : 0, last};
 }
 
 // A state is head_dim values A[d], then m, then l; states are [row of the pass][head][split].

@@ -21,14 +21,14 @@ struct head_view { // one query head of one row
   int64_t kv_head, q_at;
 };
 
-// Page of position t, and below t's index in the page. In 32 bits, since a 64-bit division is a
+// A position's page of the kv head, and its index there. In 32 bits, since a 64-bit division is a
 // function call with its own registers.
-__device__ int64_t page_of(const rm_attention_args &a, head_view h, int64_t t) {
-  return h.pages[static_cast<uint32_t>(t) / static_cast<uint32_t>(a.page_size)] * a.n_kv_heads +
-         h.kv_head;
-}
-__device__ int64_t place_of(const rm_attention_args &a, int64_t t) {
-  return static_cast<uint32_t>(t) % static_cast<uint32_t>(a.page_size);
+struct place {
+  int64_t page, pos;
+};
+__device__ place place_of(const rm_attention_args &a, head_view h, int64_t t) {
+  const uint32_t at = static_cast<uint32_t>(t), size = static_cast<uint32_t>(a.page_size);
+  return {h.pages[at / size] * a.n_kv_heads + h.kv_head, at % size};
 }
 
 __device__ head_view view(const rm_attention_args &a, int64_t row, int64_t head) {
@@ -44,8 +44,8 @@ template <rm_dtype DTYPE>
 __device__ void partial_scores(float *part, const float *q, const rm_attention_args &a, head_view h,
                                int64_t t, span s) {
   const int lane = rm_lane();
-  if (t < s.first || t > s.last) return;
-  const int64_t page = page_of(a, h, t), pos = place_of(a, t);
+  if (!rm_is_live(s, static_cast<int>(t), 1)) return;
+  const auto [page, pos] = place_of(a, h, t);
   for (int64_t kb = threadIdx.x / RM_WARP; kb * RM_K_BLOCK < a.head_dim; kb += WARPS) {
     const int64_t tile =
         rm_packed_index(DTYPE, a.head_dim, pos / RM_N_TILE * RM_N_TILE, kb * RM_K_BLOCK);
@@ -88,9 +88,10 @@ __device__ void add_values(float *acc, const float *p, float alpha, const rm_att
   for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) {
     float even = 0.0f, odd = 0.0f;
     for (int64_t t = from; t <= to; t++) {
-      const int64_t page = page_of(a, h, t) * rm_v_page_elems(a.page_size, a.head_dim);
-      const float v =
-          rm_get(DTYPE, a.v_cache, page + rm_v_index(DTYPE, a.head_dim, place_of(a, t), d));
+      const auto [page, pos] = place_of(a, h, t);
+      const float v = rm_get(DTYPE, a.v_cache,
+                             page * rm_v_page_elems(a.page_size, a.head_dim) +
+                                 rm_v_index(DTYPE, a.head_dim, pos, d));
       if (t & 1) odd = fmaf(p[t - t0], v, odd);
       else even = fmaf(p[t - t0], v, even);
     }
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(THREADS, 8)
   const int64_t row = row0 + blockIdx.x, head = blockIdx.y, split = blockIdx.z;
   const span s = rm_live_span(a, row);
   const int64_t begin = split * RM_ATTN_SPLIT, k_padded = rm_round_up(a.head_dim, RM_K_BLOCK);
-  if (begin > s.last || begin + RM_ATTN_SPLIT <= s.first) return;
+  if (!rm_is_live(s, static_cast<int>(begin), RM_ATTN_SPLIT)) return;
   RM_SHARED(shared);
   float *q = shared, *part = q + k_padded, *p = part + k_padded, *alpha = p + RM_ATTN_BLOCK,
         *acc = alpha + 1;
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(THREADS, 8)
     partial_scores<DTYPE>(part, q, a, h, t, s);
     __syncthreads();
     if (threadIdx.x < RM_WARP)
-      soften<DTYPE>(p, alpha, part, a, t >= s.first && t <= s.last, &m, &l);
+      soften<DTYPE>(p, alpha, part, a, rm_is_live(s, static_cast<int>(t), 1), &m, &l);
     __syncthreads(); // p is read until the next block's first barrier, and written after it
     add_values<DTYPE>(acc, p, *alpha, a, h, t0, s);
   }

@@ -29,70 +29,43 @@ struct shape {
   int d_tile0; // first row of V's tiles; a head_dim of more than WARPS × DT takes several launches
 };
 
-// In shared memory. first > last: the column is unused.
+// In shared memory. An unused column has no live position.
 struct columns {
-  uint32_t *q; // [COLS][pitch] pairs of bf16
-  float *scores; // [COLS][SCORE_PITCH]
-  uint32_t *p; // [COLS][P_PITCH] pairs of bf16
-  float *alpha; // [BLOCKS][COLS]
-  int *first, *last; // [COLS] live positions
-  int pitch;
+  float scores[COLS][SCORE_PITCH];
+  uint32_t p[COLS][P_PITCH]; // pairs of bf16
+  float alpha[BLOCKS][COLS];
+  rm_span live[COLS];
+  alignas(16) uint32_t q[]; // [COLS][rm_q_pitch] pairs of bf16
 };
-RM_INLINE int shared_words(int64_t head_dim) {
-  return COLS * (rm_q_pitch(rm_mma_steps(head_dim)) + SCORE_PITCH + P_PITCH + BLOCKS + 2);
-}
-__device__ columns columns_in(float *shared, int64_t head_dim) {
-  columns c;
-  c.pitch = rm_q_pitch(rm_mma_steps(head_dim));
-  c.q = reinterpret_cast<uint32_t *>(shared);
-  c.scores = shared + COLS * c.pitch;
-  c.p = reinterpret_cast<uint32_t *>(c.scores + COLS * SCORE_PITCH);
-  c.alpha = reinterpret_cast<float *>(c.p + COLS * P_PITCH);
-  c.first = reinterpret_cast<int *>(c.alpha + BLOCKS * COLS);
-  c.last = c.first + COLS;
-  return c;
-}
 
 // Loads the queries and live positions of the columns.
-__device__ void load_columns(const columns &c, const rm_attention_args &a, const rm_attn_work &w) {
+__device__ void load_columns(columns &c, const rm_attention_args &a, const rm_attn_work &w) {
   rm_load_queries<COLS, THREADS>(c.q, a, w, static_cast<int>(rm_mma_steps(a.head_dim)));
   if (threadIdx.x >= COLS) return;
   const rm_attn_owner o = rm_attn_owner_of(w, rm_thread());
-  const rm_span live = o.some ? rm_live_span(a, o.row) : rm_span{0, -1};
-  c.first[threadIdx.x] = static_cast<int>(live.first);
-  c.last[threadIdx.x] = static_cast<int>(live.last);
+  c.live[threadIdx.x] = o.some ? rm_live_span(a, o.row) : rm_span{0, -1};
 }
 
-// Live positions of a lane's column.
-struct reach {
-  int first, last;
-};
-__device__ reach reach_of_lane(const columns &c) {
-  const int lane = rm_lane();
-  return lane < COLS ? reach{c.first[lane], c.last[lane]} : reach{0, -1};
-}
 // Whether one of `n` positions from t on is live for some column. Called by a whole warp.
-__device__ bool is_wanted(reach of_lane, int t, int n) {
-  return __ballot_sync(RM_ALL_LANES, of_lane.first < t + n && of_lane.last >= t) != 0;
+__device__ bool is_wanted(rm_span of_lane, int t, int n) {
+  return __ballot_sync(RM_ALL_LANES, rm_is_live(of_lane, t, n)) != 0;
 }
 
 // The tiles of 16 positions among AT_ONCE positions; lane l holds the address of tile l % TILES.
 constexpr int TILES = AT_ONCE / RM_MMA_ROWS;
 struct tiles {
-  bool wanted[TILES]; // has a live position
+  unsigned wanted; // bits: the tile has a live position
   rm_attn_tile at;
+  __device__ bool has(int tile) const { return wanted >> tile & 1; }
 };
-__device__ tiles tiles_of(reach of_lane, const rm_attention_args &a, const rm_attn_work &w,
+__device__ tiles tiles_of(rm_span of_lane, const rm_attention_args &a, const rm_attn_work &w,
                           const int32_t *pages, int t0) {
   const int mine = rm_thread() % TILES;
   tiles found = {};
-  bool is_mine_wanted = false;
 #pragma unroll
-  for (int i = 0; i < TILES; i++) {
-    found.wanted[i] = is_wanted(of_lane, t0 + i * RM_MMA_ROWS, RM_MMA_ROWS);
-    if (i == mine) is_mine_wanted = found.wanted[i];
-  }
-  if (!is_mine_wanted) return found; // its page may not exist
+  for (int i = 0; i < TILES; i++)
+    if (is_wanted(of_lane, t0 + i * RM_MMA_ROWS, RM_MMA_ROWS)) found.wanted |= 1u << i;
+  if (!found.has(mine)) return found; // its page may not exist
   found.at = rm_attn_tile_of(a, w.kv_head, pages, t0 + mine * RM_MMA_ROWS);
   return found;
 }
@@ -104,17 +77,13 @@ __device__ uint4 load_columns_of(const uint32_t *rows, int pitch, int step) {
 }
 
 // Computes the scores of the warp's tile.
-__device__ void make_scores(const columns &c, const rm_attention_args &a, const tiles &t) {
+__device__ void make_scores(columns &c, const rm_attention_args &a, const tiles &t) {
   const int lane = rm_lane(), warp = rm_warp();
-  const int steps = static_cast<int>(rm_mma_steps(a.head_dim));
+  const int steps = static_cast<int>(rm_mma_steps(a.head_dim)), pitch = rm_q_pitch(steps);
   static_assert(TILES == WARPS);
   const uint4 *k =
       static_cast<const uint4 *>(a.k_cache) + __shfl_sync(RM_ALL_LANES, t.at.k, warp) + lane;
-  bool wanted = false;
-#pragma unroll
-  for (int i = 0; i < TILES; i++)
-    if (i == warp) wanted = t.wanted[i];
-  if (!wanted) return;
+  if (!t.has(warp)) return;
   float acc[4] = {};
   for (int step0 = 0; step0 < steps; step0 += RM_MMA_STEPS) {
     float sums[4] = {};
@@ -122,7 +91,7 @@ __device__ void make_scores(const columns &c, const rm_attention_args &a, const 
     // The number of steps is even.
     for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS; step += 2) {
       const uint4 even = k[step * RM_WARP], odd = k[(step + 1) * RM_WARP],
-                  q = load_columns_of(c.q, c.pitch, step);
+                  q = load_columns_of(c.q, pitch, step);
       rm_mma16(sums, even, {q.x, q.y});
       rm_mma16(sums, odd, {q.z, q.w});
     }
@@ -131,8 +100,7 @@ __device__ void make_scores(const columns &c, const rm_attention_args &a, const 
   }
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    c.scores[(lane % 4 * 2 + i % 2) * SCORE_PITCH + warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] =
-        acc[i] * a.scale;
+    c.scores[lane % 4 * 2 + i % 2][warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] = acc[i] * a.scale;
 }
 
 // Reduces EACH numbers of every lane over the lanes; a lane gets the result of its column. Each
@@ -159,21 +127,21 @@ template <class F> __device__ float over_columns(float (&v)[EACH], F both) {
 // The running state of the lane's column, and its live positions.
 struct running {
   float m, l;
-  int first, last;
+  rm_span live;
 };
 
 // Computes P, alpha and the running m and l of one block of 32 positions for a warp's columns, with
 // one lane for each position. ALL: every position is live for every column.
 template <bool ALL>
-__device__ void soften(const columns &c, int column0, int t0, int block, running &own) {
+__device__ void soften(columns &c, int column0, int t0, int block, running &own) {
   const int lane = rm_lane(), in = block * RM_ATTN_BLOCK + lane;
   const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK), t = from + lane;
   float scores[EACH], v[EACH];
   bool live[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    live[i] = ALL || (t >= c.first[column0 + i] && t <= c.last[column0 + i]);
-    scores[i] = c.scores[(column0 + i) * SCORE_PITCH + in];
+    live[i] = ALL || rm_is_live(c.live[column0 + i], t, 1);
+    scores[i] = c.scores[column0 + i][in];
     v[i] = live[i] ? rm_max_f32(scores[i], RM_LOWEST) : RM_LOWEST;
   }
   const float next = rm_max_f32(over_columns(v, rm_max_f32), own.m);
@@ -181,17 +149,17 @@ __device__ void soften(const columns &c, int column0, int t0, int block, running
   for (int i = 0; i < EACH; i++) {
     const float top = __shfl_sync(RM_ALL_LANES, next, i * LANES);
     v[i] = live[i] ? rm_exp(scores[i] - top) : 0.0f;
-    reinterpret_cast<uint16_t *>(c.p)[(column0 + i) * P_PITCH * 2 + in] = rm_f32_to_bf16(v[i]);
+    reinterpret_cast<uint16_t *>(c.p[column0 + i])[in] = rm_f32_to_bf16(v[i]);
   }
   // p_j + p_{j+16}, then the tree over 16.
   const float sum = over_columns(v, [](float a, float b) { return a + b; });
   float scaled = 1.0f;
-  if (from <= own.last && from + RM_ATTN_BLOCK > own.first) { // else the state does not change
+  if (rm_is_live(own.live, from, RM_ATTN_BLOCK)) { // else the state does not change
     scaled = rm_bits(own.m) == rm_bits(RM_LOWEST) ? 0.0f : rm_exp(own.m - next);
     own.l = fmaf(own.l, scaled, sum);
     own.m = next;
   }
-  if (lane % LANES == 0) c.alpha[block * COLS + column0 + lane / LANES] = scaled;
+  if (lane % LANES == 0) c.alpha[block][column0 + lane / LANES] = scaled;
 }
 
 // Vᵀ's tiles of AT_ONCE positions for the warp's rows of d: tiles warp, warp + WARPS, … Loaded
@@ -211,7 +179,7 @@ __device__ void load_values(values<DT> &v, const rm_attention_args &a, const til
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int tile = block * 2 + half;
-      const bool wanted = t.wanted[tile];
+      const bool wanted = t.has(tile);
       const uint4 *from =
           static_cast<const uint4 *>(a.v_cache) + __shfl_sync(RM_ALL_LANES, t.at.v, tile) + lane;
 #pragma unroll
@@ -230,8 +198,8 @@ __device__ void add_values(float (&acc)[DT][4], const columns &c, const values<D
 #pragma unroll
   for (int block = 0; block < BLOCKS; block++) {
     if (!v.some[block]) continue;
-    const uint4 p = load_columns_of(c.p, P_PITCH, block * 2);
-    const float *alpha = c.alpha + block * COLS + lane % 4 * 2;
+    const uint4 p = load_columns_of(c.p[0], P_PITCH, block * 2);
+    const float *alpha = c.alpha[block] + lane % 4 * 2;
     const float of[2] = {alpha[0], alpha[1]};
 #pragma unroll
     for (int i = 0; i < DT; i++) {
@@ -247,7 +215,7 @@ __device__ void add_values(float (&acc)[DT][4], const columns &c, const values<D
 __device__ float *state_of(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
                            const shape &s, float *states, int column) {
   const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SPLIT);
-  if (c.first[column] >= begin + RM_ATTN_SPLIT || c.last[column] < begin) return nullptr;
+  if (!rm_is_live(c.live[column], begin, RM_ATTN_SPLIT)) return nullptr;
   const rm_attn_owner o = rm_attn_owner_of(w, column);
   return states + ((blockIdx.x * a.n_heads + o.head) * s.pass.n_splits + blockIdx.z) *
                       rm_state_floats(a.head_dim);
@@ -255,7 +223,7 @@ __device__ float *state_of(const columns &c, const rm_attention_args &a, const r
 
 // Computes a split of one row's columns.
 template <int DT>
-__device__ void split_of_row(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
+__device__ void split_of_row(columns &c, const rm_attention_args &a, const rm_attn_work &w,
                              const shape &s, float *states) {
   const int warp = rm_warp(), lane = rm_lane();
   const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SPLIT),
@@ -265,8 +233,8 @@ __device__ void split_of_row(const columns &c, const rm_attention_args &a, const
   __syncthreads();
   float acc[DT][4] = {};
   const int column0 = warp * EACH, column = column0 + lane / LANES;
-  const reach of_lane = reach_of_lane(c);
-  running own = {RM_LOWEST, 0.0f, c.first[column], c.last[column]};
+  const rm_span of_lane = lane < COLS ? c.live[lane] : rm_span{0, -1};
+  running own = {RM_LOWEST, 0.0f, c.live[column]};
   for (int t0 = begin; t0 < end; t0 += AT_ONCE) {
     if (!is_wanted(of_lane, t0, AT_ONCE)) continue; // the same for all warps
     const tiles at = tiles_of(of_lane, a, w, pages, t0);
@@ -276,7 +244,7 @@ __device__ void split_of_row(const columns &c, const rm_attention_args &a, const
     __syncthreads();
     for (int block = 0; block < BLOCKS; block++) {
       const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK);
-      const bool whole = own.first <= from && own.last >= from + RM_ATTN_BLOCK - 1;
+      const bool whole = own.live.first <= from && own.live.last >= from + RM_ATTN_BLOCK - 1;
       if (__ballot_sync(RM_ALL_LANES, whole) == RM_ALL_LANES)
         soften<true>(c, column0, t0, block, own);
       else soften<false>(c, column0, t0, block, own);
@@ -310,7 +278,7 @@ __global__ void __launch_bounds__(THREADS, AT_LEAST<DT>)
   if (row < 0) return; // the whole block returns, here and below
   const rm_attn_work w = rm_attn_work_of(a, row, row + 1, s.heads, s.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
-  split_of_row<DT>(columns_in(shared, a.head_dim), a, w, s, states);
+  split_of_row<DT>(*reinterpret_cast<columns *>(shared), a, w, s, states);
 }
 
 template <int DT>
@@ -321,7 +289,8 @@ void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_row
   s.heads = static_cast<int>(rm_min64(group, COLS));
   s.head_tiles = static_cast<int>((group + s.heads - 1) / s.heads);
   const dim3 grid = rm_grid(pass.rows, a->n_kv_heads * s.head_tiles, pass.n_splits);
-  const size_t shared = static_cast<size_t>(shared_words(a->head_dim)) * sizeof(float);
+  const size_t shared =
+      sizeof(columns) + COLS * rm_q_pitch(rm_mma_steps(a->head_dim)) * sizeof(uint32_t);
   for (; s.d_tile0 < rm_mma_tile_rows(a->head_dim); s.d_tile0 += WARPS * DT)
     RM_LAUNCH((split_kernel<DT>), grid, THREADS, shared, ctx->stream, *a, s, states);
 }

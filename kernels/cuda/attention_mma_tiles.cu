@@ -22,8 +22,7 @@ constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, CT = 4, WARP_COLS = CT * RM_
               COLS = WARPS * WARP_COLS;
 constexpr int KEYS = static_cast<int>(RM_ATTN_BLOCK), HALVES = KEYS / RM_MMA_K,
               SPLIT = static_cast<int>(RM_ATTN_SPLIT);
-constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, ROWS_BYTES = 144, PUT_TILES = 4,
-              PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
+constexpr int LIST_THREADS = 256, PUT_TILES = 4, PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
 constexpr int PUT_WORDS = RM_MMA_COLS * PUT_PITCH; // per warp, padded: lanes use different banks
 constexpr int64_t MOST_BY_ROWS = 512; // rows of listed tiles: launches are sized for them
 static_assert(THREADS == COLS && WARP_COLS == RM_WARP, "each thread has a column of its warp");
@@ -39,10 +38,6 @@ template <int DT_, int STEPS> struct shape {
   RM_INLINE int stage_bytes(int64_t head_dim) {
     return HALVES * (steps(head_dim) + DT) * RM_WARP * 16;
   }
-  RM_INLINE int shared_bytes(int64_t head_dim) {
-    return COLS * (pitch(head_dim) * 4 + COLUMN_BYTES) + 2 * stage_bytes(head_dim) +
-           WARPS * PUT_WORDS * 4 + ROWS_BYTES;
-  }
 };
 using shape_128 = shape<8, 8>; // head_dim 97 … 128
 using shape_any = shape<4, 0>; // any head_dim, 64 at a time
@@ -53,10 +48,8 @@ struct tiles {
   int rows_each, heads, head_tiles, d_tile0;
 };
 
-struct span {
-  int first, last; // live positions, both included; first > last: none
-};
-__device__ bool is_live(span s, int t, int n) { return s.first < t + n && s.last >= t; }
+using span = rm_span;
+constexpr span NONE = {INT32_MAX, -INT32_MAX};
 
 // A column, and m and l of its state; A[d] is in registers.
 struct alignas(16) column {
@@ -64,78 +57,59 @@ struct alignas(16) column {
   float m, l;
 };
 
-// Rows that are computed together; in shared memory, to save registers.
-struct alignas(16) rows_of_one {
-  rm_attn_work w;
-  const int32_t *pages;
-  int to; // the tile's first row after them
-  span all, live[WARPS]; // positions that are live for some column: of the block, of each warp
-  span whole[WARPS]; // positions that are live for all used columns of a warp
+// How a column's state is merged at the end of a split.
+struct alignas(16) joined {
+  float old, add; // factors of the previous sums and of the split's sums
+  float l; // the divisor of the row
+  int place; // row · n_heads + head of the column; −1: the split has no live position
 };
 
 // In shared memory.
-struct block {
-  uint32_t *q; // [COLS][pitch] pairs of bf16
-  char *stages; // two of stage_bytes
-  float *put; // [WARPS][PUT_WORDS]
-  column *columns; // [COLS]
-  rows_of_one *rows;
-  int *places; // [COLS] row · n_heads + head
-  int *seqs; // [COLS] sequences of the tile's rows; −1: no row
+struct alignas(16) block {
+  float put[WARPS][PUT_WORDS];
+  column columns[COLS];
+  joined merges[COLS];
+  int seqs[COLS]; // sequences of the tile's rows; −1: no row
+  // Fields of the rows that are computed together:
+  rm_attn_work w;
+  const int32_t *pages;
+  span all; // positions that are live for some column
+  span live[WARPS]; // positions that are live for some column of a warp
+  span whole[WARPS]; // positions that are live for all used columns of a warp
+  // Followed by [COLS][pitch] pairs of bf16 of q, then two stages.
+  __device__ uint32_t *q() { return reinterpret_cast<uint32_t *>(this + 1); }
+  template <class S> __device__ char *stage(int64_t head_dim, int t0) {
+    return reinterpret_cast<char *>(q() + COLS * S::pitch(head_dim)) +
+           t0 / KEYS % 2 * S::stage_bytes(head_dim);
+  }
 };
-static_assert(sizeof(column) + 2 * sizeof(int) == COLUMN_BYTES &&
-              sizeof(rows_of_one) == ROWS_BYTES);
-template <class S> __device__ block block_in(float *shared, int64_t head_dim) {
-  block b;
-  b.q = reinterpret_cast<uint32_t *>(shared);
-  b.stages = reinterpret_cast<char *>(b.q + COLS * S::pitch(head_dim));
-  b.put = reinterpret_cast<float *>(b.stages + 2 * S::stage_bytes(head_dim));
-  b.columns = reinterpret_cast<column *>(b.put + WARPS * PUT_WORDS);
-  b.rows = reinterpret_cast<rows_of_one *>(b.columns + COLS);
-  b.places = reinterpret_cast<int *>(b.rows + 1);
-  b.seqs = b.places + COLS;
-  return b;
+template <class S> RM_INLINE int shared_bytes(int64_t head_dim) {
+  return static_cast<int>(sizeof(block)) + COLS * S::pitch(head_dim) * 4 +
+         2 * S::stage_bytes(head_dim);
 }
 
 template <class S>
-__device__ void load_queries(const block &b, const rm_attention_args &a, const rm_attn_work &w) {
-  rm_load_queries<COLS, THREADS>(b.q, a, w, S::steps(a.head_dim));
+__device__ void load_queries(block &b, const rm_attention_args &a, const rm_attn_work &w) {
+  rm_load_queries<COLS, THREADS>(b.q(), a, w, S::steps(a.head_dim));
   const int64_t row = w.row0 + threadIdx.x;
   b.seqs[threadIdx.x] = row < w.end ? a.seq_of_row[row] : -1;
 }
 
-// Reduces over the lanes: the least first and the greatest last.
+// The least first and the greatest last.
+__device__ span union_of(span a, span b) {
+  return {a.first < b.first ? a.first : b.first, a.last > b.last ? a.last : b.last};
+}
 __device__ span over_lanes(span all) {
-  for (int step = RM_WARP / 2; step > 0; step /= 2) {
-    const int first = __shfl_xor_sync(RM_ALL_LANES, all.first, step),
-              last = __shfl_xor_sync(RM_ALL_LANES, all.last, step);
-    all = {first < all.first ? first : all.first, last > all.last ? last : all.last};
-  }
+  for (int step = RM_WARP / 2; step > 0; step /= 2)
+    all = union_of(all, {__shfl_xor_sync(RM_ALL_LANES, all.first, step),
+                         __shfl_xor_sync(RM_ALL_LANES, all.last, step)});
   return all;
-}
-// Positions that are live for some of the `n` columns from `from` on. Called by a whole warp.
-__device__ span span_of(const block &b, int from, int n) {
-  span all = {INT32_MAX, -1};
-  for (int i = rm_lane(); i < n; i += RM_WARP) {
-    const span one = b.columns[from + i].live;
-    if (one.first > one.last) continue;
-    all = {one.first < all.first ? one.first : all.first,
-           one.last > all.last ? one.last : all.last};
-  }
-  return over_lanes(all);
-}
-// Positions that are live for all used columns of a warp.
-__device__ span whole_of(const block &b) {
-  const span one = b.columns[threadIdx.x].live;
-  const span least =
-      over_lanes(one.first > one.last ? span{INT32_MAX, -INT32_MAX} : span{-one.first, -one.last});
-  return {-least.first, -least.last};
 }
 
 // Copies K and Vᵀ of the 32 positions from t0 on. If 16 of them are not live for any column of the
 // block, and so may not have a page, they are zeros.
 template <class S>
-__device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one &rows, int t0,
+__device__ void fill(char *stage, const rm_attention_args &a, const block &b, span all, int t0,
                      int d_tile0) {
   const int steps = S::steps(a.head_dim),
             d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim)) - d_tile0;
@@ -143,9 +117,9 @@ __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one 
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
     const int t = t0 + half * RM_MMA_K;
-    const bool is_there = is_live(rows.all, t, RM_MMA_K);
+    const bool is_there = rm_is_live(all, t, RM_MMA_K);
     const rm_attn_tile from =
-        is_there ? rm_attn_tile_of(a, rows.w.kv_head, rows.pages, t) : rm_attn_tile{};
+        is_there ? rm_attn_tile_of(a, b.w.kv_head, b.pages, t) : rm_attn_tile{};
     const uint4 *k = static_cast<const uint4 *>(a.k_cache) + from.k,
                 *v = static_cast<const uint4 *>(a.v_cache) + from.v + d_tile0 * RM_WARP;
     char *keys = stage + half * steps * RM_WARP * 16,
@@ -161,7 +135,7 @@ __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one 
 }
 
 // Begins a new state for each of the warp's columns.
-template <int DT> __device__ void begin_split(float (&acc)[DT][CT][4], const block &b) {
+template <int DT> __device__ void begin_split(float (&acc)[DT][CT][4], block &b) {
 #pragma unroll
   for (int i = 0; i < DT; i++)
 #pragma unroll
@@ -173,7 +147,7 @@ template <int DT> __device__ void begin_split(float (&acc)[DT][CT][4], const blo
 }
 
 template <class S>
-__device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, const char *stage,
+__device__ void make_scores(float (&scores)[HALVES][CT][4], block &b, const char *stage,
                             int64_t head_dim, float scale) {
   const int lane = rm_lane(), warp = rm_warp();
   const int steps = S::steps(head_dim), pitch = S::pitch(head_dim);
@@ -181,7 +155,7 @@ __device__ void make_scores(float (&scores)[HALVES][CT][4], const block &b, cons
   // The lane's row for rm_load_matrices: the first or second 8 k of column 8·(lane / 16) + lane %
   // 8.
   const uint32_t *q =
-      b.q + (warp * WARP_COLS + lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 4;
+      b.q() + (warp * WARP_COLS + lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 4;
 #pragma unroll 2
   for (int step = 0; step < steps; step++) {
     uint4 k[HALVES];
@@ -213,7 +187,7 @@ __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of
   const int lane = rm_lane(), t = t0 + lane / 4;
   const column c = *of;
   const auto live = [&](int half, int h) {
-    return ALL || is_live(c.live, t + half * RM_MMA_K + h * 8, 1);
+    return ALL || rm_is_live(c.live, t + half * RM_MMA_K + h * 8, 1);
   };
   // fmaxf is enough: a NaN is not greater either, and exp does not depend on the sign of a zero.
   float next = c.m;
@@ -238,7 +212,7 @@ __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of
   for (int step = RM_WARP / 2; step >= 4; step /= 2)
     sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, step);
   __syncwarp(); // eight lanes have read m and l
-  if (!ALL && !is_live(c.live, t0, KEYS)) return 1.0f; // the state does not change
+  if (!ALL && !rm_is_live(c.live, t0, KEYS)) return 1.0f; // the state does not change
   const float alpha =
       rm_exp_not_above_0(rm_bits(c.m) == rm_bits(RM_LOWEST) ? RM_LOWEST : c.m - next);
   if (lane / 4 == 0) of->m = next, of->l = fmaf(c.l, alpha, sum);
@@ -248,7 +222,7 @@ __device__ float soften(float (&scores)[HALVES][CT][4], int n, int e, column *of
 // For the warp's columns: multiplies A[d] by alpha, and writes P as B of Vᵀ·P.
 template <bool ALL, int DT>
 __device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT],
-                           float (&scores)[HALVES][CT][4], const block &b, int t0) {
+                           float (&scores)[HALVES][CT][4], block &b, int t0) {
   const int lane = rm_lane(), warp = rm_warp();
 #pragma unroll
   for (int n = 0; n < CT; n++) {
@@ -270,16 +244,16 @@ __device__ void soften_all(float (&acc)[DT][CT][4], uint2 (&p)[HALVES][CT],
 
 // Adds the 32 positions of a stage.
 template <class S>
-__device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const char *stage,
+__device__ void add_positions(float (&acc)[S::DT][CT][4], block &b, const char *stage,
                               const rm_attention_args &a, int t0) {
   const int lane = rm_lane(), warp = rm_warp();
   float scores[HALVES][CT][4] = {};
   make_scores<S>(scores, b, stage, a.head_dim, a.scale);
   uint2 p[HALVES][CT];
-  const span whole = b.rows->whole[warp];
+  const span whole = b.whole[warp];
   if (whole.first <= t0 && whole.last >= t0 + KEYS - 1) soften_all<true>(acc, p, scores, b, t0);
   else soften_all<false>(acc, p, scores, b, t0);
-  const span live = b.rows->live[warp];
+  const span live = b.live[warp];
   const uint4 *values =
       reinterpret_cast<const uint4 *>(stage) + HALVES * S::steps(a.head_dim) * RM_WARP + lane;
 #pragma unroll
@@ -288,7 +262,7 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const 
     float sums[CT][4] = {};
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
-      const uint4 v = is_live(live, t0 + half * RM_MMA_K, RM_MMA_K)
+      const uint4 v = rm_is_live(live, t0 + half * RM_MMA_K, RM_MMA_K)
                           ? values[(half * S::DT + i) * RM_WARP]
                           : uint4{0, 0, 0, 0};
 #pragma unroll
@@ -301,41 +275,35 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], const block &b, const 
   }
 }
 
-// How a column's state is merged at the end of a split.
-struct joined {
-  float old, add; // factors of the previous sums and of the split's sums
-  float l; // the divisor of the row
-  int place; // of the column; −1: the split has no live position
-  bool is_first, is_last;
-};
-
 // Called by the column's lane. Writes m and l to the workspace unless the column is complete.
-__device__ joined join(const block &b, int at, const rm_attention_args &a, float *states,
-                       int64_t place0, int split) {
-  const column c = b.columns[at];
-  joined of = {0.0f, 1.0f, c.l, -1, split == c.live.first / SPLIT, split == c.live.last / SPLIT};
-  if (!is_live(c.live, split * SPLIT, SPLIT)) return of;
-  of.place = b.places[at];
-  float *state = states + (of.place - place0) * rm_state_floats(a.head_dim) + a.head_dim, m = c.m;
-  if (!of.is_first) {
-    m = rm_max_f32(c.m, state[0]);
-    of.old = rm_exp(state[0] - m), of.add = rm_exp(c.m - m);
-    of.l = fmaf(state[1], of.old, c.l * of.add);
+__device__ void join(block &b, const rm_attention_args &a, float *states, int64_t place0,
+                     int split) {
+  const column c = b.columns[threadIdx.x];
+  joined of = {0.0f, 1.0f, c.l, -1};
+  if (rm_is_live(c.live, split * SPLIT, SPLIT)) {
+    const rm_attn_owner o = rm_attn_owner_of(b.w, rm_thread());
+    of.place = static_cast<int>(o.row * a.n_heads + o.head);
+    float *state = states + (of.place - place0) * rm_state_floats(a.head_dim) + a.head_dim, m = c.m;
+    if (split != c.live.first / SPLIT) {
+      m = rm_max_f32(c.m, state[0]);
+      of.old = rm_exp(state[0] - m), of.add = rm_exp(c.m - m);
+      of.l = fmaf(state[1], of.old, c.l * of.add);
+    }
+    if (split != c.live.last / SPLIT) state[0] = m, state[1] = of.l;
   }
-  if (!of.is_last) state[0] = m, state[1] = of.l;
-  return of;
+  b.merges[threadIdx.x] = of;
 }
 
 // Merges the states of a split into those of the previous splits, in the workspace. After its
 // last split, writes a column's row. Sums go through shared memory, 64 of 8 columns at a time, so
 // that adjacent lanes have adjacent sums.
 template <class S>
-__device__ void end_split(const float (&acc)[S::DT][CT][4], const block &b,
-                          const rm_attention_args &a, const tiles &t, float *states, int split) {
+__device__ void end_split(const float (&acc)[S::DT][CT][4], block &b, const rm_attention_args &a,
+                          const tiles &t, float *states, int split) {
   const int lane = rm_lane(), warp = rm_warp();
   const int64_t place0 = t.tile0 * t.rows_each * a.n_heads;
-  float *mine = b.put + warp * PUT_WORDS;
-  const joined of_lane = join(b, rm_thread(), a, states, place0, split);
+  float *mine = b.put[warp];
+  join(b, a, states, place0, split);
 #pragma unroll
   for (int n = 0; n < CT; n++)
 #pragma unroll
@@ -349,60 +317,57 @@ __device__ void end_split(const float (&acc)[S::DT][CT][4], const block &b,
       __syncwarp();
 #pragma unroll 1
       for (int turn = 0; turn < RM_MMA_COLS * PUT_TILES * RM_MMA_ROWS / RM_WARP; turn++) {
-        const int at = turn / 2, in = turn % 2 * RM_WARP + lane, from = n * RM_MMA_COLS + at;
-        const float old = __shfl_sync(RM_ALL_LANES, of_lane.old, from),
-                    add = __shfl_sync(RM_ALL_LANES, of_lane.add, from),
-                    l = __shfl_sync(RM_ALL_LANES, of_lane.l, from);
-        const int64_t place = __shfl_sync(RM_ALL_LANES, of_lane.place, from),
-                      d = (t.d_tile0 + i0) * RM_MMA_ROWS + in;
-        const bool is_first = __shfl_sync(RM_ALL_LANES, of_lane.is_first, from),
-                   is_last = __shfl_sync(RM_ALL_LANES, of_lane.is_last, from);
-        if (place < 0 || d >= a.head_dim) continue;
-        float *state = states + (place - place0) * rm_state_floats(a.head_dim),
+        const int at = turn / 2, in = turn % 2 * RM_WARP + lane,
+                  column = warp * WARP_COLS + n * RM_MMA_COLS + at;
+        const joined of = b.merges[column];
+        const span live = b.columns[column].live;
+        const int64_t d = (t.d_tile0 + i0) * RM_MMA_ROWS + in;
+        if (of.place < 0 || d >= a.head_dim) continue;
+        float *state = states + (of.place - place0) * rm_state_floats(a.head_dim),
               sum = mine[at * PUT_PITCH + in];
-        if (!is_first) sum = fmaf(state[d], old, sum * add);
-        if (is_last) rm_put(RM_BF16, a.out, place * a.head_dim + d, sum / l);
+        if (split != live.first / SPLIT) sum = fmaf(state[d], of.old, sum * of.add);
+        if (split == live.last / SPLIT)
+          rm_put(RM_BF16, a.out, of.place * a.head_dim + d, sum / of.l);
         else state[d] = sum;
       }
       __syncwarp(); // before the next sums
     }
 }
 
-// Computes the rows of the tile from `from` on that belong to the same sequence.
+// Computes the rows of the tile from `from` on that belong to the same sequence. Returns the first
+// row after them.
 template <class S>
-__device__ void make_rows(const block &b, const rm_attention_args &a, const tiles &t, float *states,
-                          int from) {
+__device__ int make_rows(block &b, const rm_attention_args &a, const tiles &t, float *states,
+                         int from) {
   int to = from + 1;
   while (to < t.rows_each && b.seqs[to] == b.seqs[from]) to++;
-  const rm_attn_work w = b.rows->w;
-  const rm_attn_owner o = rm_attn_owner_of(w, rm_thread());
-  const bool is_one = o.some && o.row >= w.row0 + from && o.row < w.row0 + to;
-  const rm_span of_row = is_one ? rm_live_span(a, o.row) : rm_span{0, -1};
-  b.columns[threadIdx.x].live = {static_cast<int>(of_row.first), static_cast<int>(of_row.last)};
-  b.places[threadIdx.x] = static_cast<int>(o.row * a.n_heads + o.head);
-  __syncthreads();
+  const rm_attn_owner o = rm_attn_owner_of(b.w, rm_thread());
+  const bool is_one = o.some && o.row >= b.w.row0 + from && o.row < b.w.row0 + to;
+  const span own = is_one ? rm_live_span(a, o.row) : NONE;
   const int warp = rm_warp();
-  const span all = span_of(b, 0, COLS), live = span_of(b, warp * WARP_COLS, WARP_COLS);
-  if (threadIdx.x == 0) {
-    b.rows->pages = a.block_tables + b.seqs[from] * a.max_pages;
-    b.rows->to = to;
-    b.rows->all = all;
-  }
-  const span whole = whole_of(b);
-  if (threadIdx.x % RM_WARP == 0) b.rows->live[warp] = live, b.rows->whole[warp] = whole;
+  const span live = over_lanes(own),
+             whole = over_lanes(is_one ? span{-own.first, -own.last} : NONE);
+  b.columns[threadIdx.x].live = own;
+  if (rm_lane() == 0) b.live[warp] = live, b.whole[warp] = {-whole.first, -whole.last};
+  if (threadIdx.x == 0) b.pages = a.block_tables + b.seqs[from] * a.max_pages;
   __syncthreads();
-  const auto stage = [&](int t0) { return b.stages + t0 / KEYS % 2 * S::stage_bytes(a.head_dim); };
+  span all = b.live[0];
+  for (int w = 1; w < WARPS; w++) all = union_of(all, b.live[w]);
+  if (threadIdx.x == 0) b.all = all; // read after the next barrier
+  const auto stage = [&](int t0) { return b.stage<S>(a.head_dim, t0); };
   float acc[S::DT][CT][4];
   begin_split(acc, b);
-  fill<S>(stage(all.first), a, *b.rows, all.first / KEYS * KEYS, t.d_tile0);
+  const int begin = all.first / KEYS * KEYS;
+  fill<S>(stage(begin), a, b, all, begin, t.d_tile0);
   rm_copies_commit();
-  for (int t0 = all.first / KEYS * KEYS; t0 <= b.rows->all.last; t0 += KEYS) {
+  bool is_end = false;
+  for (int t0 = begin; !is_end; t0 += KEYS) {
     rm_copies_wait<0>();
     __syncthreads(); // all copies are complete, and all threads have read the other stage
-    const bool is_end = t0 + KEYS > b.rows->all.last;
-    if (!is_end) fill<S>(stage(t0 + KEYS), a, *b.rows, t0 + KEYS, t.d_tile0);
+    is_end = t0 + KEYS > b.all.last;
+    if (!is_end) fill<S>(stage(t0 + KEYS), a, b, b.all, t0 + KEYS, t.d_tile0);
     rm_copies_commit();
-    if (is_live(b.rows->live[warp], t0, KEYS)) add_positions<S>(acc, b, stage(t0), a, t0);
+    if (rm_is_live(b.live[warp], t0, KEYS)) add_positions<S>(acc, b, stage(t0), a, t0);
     if ((t0 + KEYS) % SPLIT != 0 && !is_end) continue;
     __syncwarp(); // m and l have been written
     end_split<S>(acc, b, a, t, states, t0 / SPLIT);
@@ -410,6 +375,7 @@ __device__ void make_rows(const block &b, const rm_attention_args &a, const tile
   }
   rm_copies_wait<0>(); // a block must not end with an open group, even an empty one
   __syncthreads(); // before the next rows' columns and stages
+  return to;
 }
 
 template <class S>
@@ -422,47 +388,42 @@ __global__ void __launch_bounds__(THREADS, 2)
   const rm_attn_work w = rm_attn_work_of(a, row0, rm_min64(row0 + t.rows_each, a.rows), t.heads,
                                          t.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
-  const block b = block_in<S>(shared, a.head_dim);
+  block &b = *reinterpret_cast<block *>(shared);
   load_queries<S>(b, a, w);
-  if (threadIdx.x == 0) b.rows->w = w;
+  if (threadIdx.x == 0) b.w = w;
   __syncthreads();
-  for (int from = 0; from < t.rows_each && b.seqs[from] >= 0; from = b.rows->to)
-    make_rows<S>(b, a, t, states, from);
+  for (int from = 0; from < t.rows_each && b.seqs[from] >= 0;)
+    from = make_rows<S>(b, a, t, states, from);
 }
 
-// One block: lists the tiles with rows of several sequences, in order, as many as fit on the list.
+// One block: lists the tiles with rows of several sequences, as many as fit on the list. The order
+// of the list depends on timing, but the results do not.
 __global__ void __launch_bounds__(LIST_THREADS)
     list_kernel(rm_attention_args a, int32_t *list, int32_t *by_rows, int64_t n_tiles,
                 int64_t rows_each, int room) {
   RM_SHARED(shared);
-  int *counts = reinterpret_cast<int *>(shared), taken = 0;
-  const int thread = rm_thread(), lane = rm_lane(), warp = rm_warp();
-  for (int64_t tile0 = 0; tile0 < n_tiles; tile0 += LIST_THREADS) {
-    const int64_t tile = tile0 + thread, end = rm_min64((tile + 1) * rows_each, a.rows);
+  auto *const taken = reinterpret_cast<unsigned long long *>(shared);
+  if (threadIdx.x == 0) *taken = 0;
+  __syncthreads();
+  for (int64_t tile = threadIdx.x; tile < n_tiles; tile += LIST_THREADS) {
+    const int64_t end = rm_min64((tile + 1) * rows_each, a.rows);
     bool is_mixed = false;
     for (int64_t row = tile * rows_each + 1; row < end; row++)
       is_mixed |= a.seq_of_row[row] != a.seq_of_row[row - 1];
-    const unsigned mixed = __ballot_sync(RM_ALL_LANES, is_mixed);
-    if (lane == 0) counts[warp] = __popc(mixed);
-    __syncthreads();
-    int place = taken + __popc(mixed & ((1u << lane) - 1));
-    for (int i = 0; i < LIST_THREADS / RM_WARP; i++) {
-      if (i < warp) place += counts[i];
-      taken += counts[i];
-    }
-    const bool listed = is_mixed && place < room;
-    if (listed) list[1 + place] = static_cast<int32_t>(tile);
-    if (tile < n_tiles) by_rows[tile] = listed;
-    __syncthreads(); // counts have been read
+    const int place = is_mixed ? static_cast<int>(atomicAdd(taken, 1)) : room;
+    by_rows[tile] = place < room;
+    if (place < room) list[1 + place] = static_cast<int32_t>(tile);
   }
-  if (thread == 0) list[0] = taken < room ? taken : room;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    list[0] = static_cast<int32_t>(rm_min64(static_cast<int64_t>(*taken), room));
 }
 
 template <class S>
 void launch(const rm_ctx *ctx, const rm_attention_args *a, tiles t, int64_t n_tiles,
             float *states) {
   const dim3 grid = rm_grid(n_tiles, a->n_kv_heads * t.head_tiles);
-  const size_t shared = static_cast<size_t>(S::shared_bytes(a->head_dim));
+  const size_t shared = static_cast<size_t>(shared_bytes<S>(a->head_dim));
   rm_allow_shared(tile_kernel<S>);
   for (; t.d_tile0 < rm_mma_tile_rows(a->head_dim); t.d_tile0 += S::DT)
     RM_LAUNCH((tile_kernel<S>), grid, THREADS, shared, ctx->stream, *a, t, states);
@@ -496,7 +457,7 @@ rm_attn_left rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_a
                of_tile = of_row * static_cast<size_t>(t.rows_each);
   // A listed row needs the states of all its splits, and a tile of several splits one of each row.
   const size_t least = rm_max64(n_splits, n_splits > 1 ? t.rows_each : 1) * of_row;
-  if (t.rows_each < 2 || (!is_128 && shape_any::shared_bytes(a->head_dim) > RM_MAX_SHARED) ||
+  if (t.rows_each < 2 || (!is_128 && shared_bytes<shape_any>(a->head_dim) > RM_MAX_SHARED) ||
       ctx->workspace_bytes < used + least)
     return all;
   const int64_t at_once =
@@ -504,8 +465,8 @@ rm_attn_left rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_a
   int32_t *list = static_cast<int32_t *>(ctx->workspace), *by_rows = list + 1 + n_tiles;
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
   const int64_t room = rm_min64(n_tiles, (MOST_BY_ROWS + t.rows_each - 1) / t.rows_each);
-  RM_LAUNCH(list_kernel, 1, LIST_THREADS, LIST_THREADS / RM_WARP * sizeof(int), ctx->stream, *a,
-            list, by_rows, n_tiles, static_cast<int64_t>(t.rows_each), static_cast<int>(room));
+  RM_LAUNCH(list_kernel, 1, LIST_THREADS, sizeof(unsigned long long), ctx->stream, *a, list,
+            by_rows, n_tiles, static_cast<int64_t>(t.rows_each), static_cast<int>(room));
   t.by_rows = by_rows;
   for (; t.tile0 < n_tiles; t.tile0 += at_once) {
     const int64_t now = rm_min64(at_once, n_tiles - t.tile0);

@@ -7,8 +7,7 @@
 
 namespace {
 
-constexpr unsigned LOG_THREADS = 7, THREADS = 1u << LOG_THREADS, MAX_ACROSS = 2048,
-                   MAX_DOWN = 65535;
+constexpr unsigned THREADS = 128, MAX_ACROSS = 2048, MAX_DOWN = 65535;
 
 struct runs {
   char *to;
@@ -17,29 +16,28 @@ struct runs {
 };
 
 template <class WORD>
-__global__ void __launch_bounds__(THREADS) copy_kernel(runs r, unsigned log_across) {
-  const size_t words = r.width / sizeof(WORD), across = static_cast<size_t>(gridDim.x)
-                                                        << log_across;
-  const unsigned log_down = LOG_THREADS - log_across, lane = threadIdx.x & ((1u << log_across) - 1);
-  const size_t first = static_cast<size_t>(blockIdx.x) << log_across | lane,
-               down = static_cast<size_t>(gridDim.y) << log_down;
-  for (size_t row = static_cast<size_t>(blockIdx.y) << log_down | threadIdx.x >> log_across;
-       row < r.rows; row += down) {
+__global__ void __launch_bounds__(THREADS) copy_kernel(runs r, unsigned across) {
+  const unsigned down = THREADS / across;
+  const size_t words = r.width / sizeof(WORD);
+  for (size_t row = blockIdx.y * static_cast<size_t>(down) + threadIdx.x / across; row < r.rows;
+       row += gridDim.y * static_cast<size_t>(down)) {
     WORD *to = reinterpret_cast<WORD *>(r.to + row * r.to_pitch);
     const WORD *from = reinterpret_cast<const WORD *>(r.from + row * r.from_pitch);
 #pragma unroll 4
-    for (size_t i = first; i < words; i += across) to[i] = r.from ? from[i] : WORD{};
+    for (size_t i = blockIdx.x * static_cast<size_t>(across) + threadIdx.x % across; i < words;
+         i += gridDim.x * static_cast<size_t>(across))
+      to[i] = r.from ? from[i] : WORD{};
   }
 }
 
 template <class WORD> void launch(void *stream, const runs &r) {
   const size_t words = r.width / sizeof(WORD);
-  unsigned log_across = 0;
-  while (log_across < LOG_THREADS && (size_t{1} << log_across) < words) log_across++;
-  const size_t x = (words + (size_t{1} << log_across) - 1) >> log_across,
-               each = THREADS >> log_across, y = (r.rows + each - 1) / each;
+  unsigned across = 1;
+  while (across < THREADS && across < words) across *= 2;
+  const size_t x = (words + across - 1) / across, down = THREADS / across,
+               y = (r.rows + down - 1) / down;
   const dim3 grid = rm_grid(x < MAX_ACROSS ? x : MAX_ACROSS, y < MAX_DOWN ? y : MAX_DOWN);
-  RM_LAUNCH(copy_kernel<WORD>, grid, THREADS, 0, stream, r, log_across);
+  RM_LAUNCH(copy_kernel<WORD>, grid, THREADS, 0, stream, r, across);
 }
 
 } // namespace

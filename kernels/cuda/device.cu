@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int MAX_PEERS = 64;
+constexpr int ORDER = RM_DEVICE_EVENTS; // the event of make_wait
 constexpr size_t MAX_PITCH = 0x7fffffff;
 // Lower numbers are default streams (below FIRST_HANDLE), or not valid addresses.
 constexpr uintptr_t FIRST_HANDLE = 3, FIRST_ADDRESS = 4096;
@@ -24,8 +25,7 @@ struct cuda_device {
   unsigned long long peers_asked; // one bit for each device that reach_peer has handled
   bool dead, is_capturing;
   cudaStream_t stream;
-  cudaEvent_t events[RM_DEVICE_EVENTS];
-  cudaEvent_t order; // of make_wait; a wait refers to the recording at the time it is enqueued
+  cudaEvent_t events[RM_DEVICE_EVENTS + 1];
   char name[24], isa[16], family[24], message[200];
   rm_kernels kernels;
 };
@@ -155,10 +155,8 @@ void copy_to_host(void *self, void *to_host, const void *from, size_t bytes) {
 void reach_peer(cuda_device *d, int ordinal) {
   if (ordinal == d->ordinal || ordinal < 0 || ordinal >= MAX_PEERS || d->peers_asked >> ordinal & 1)
     return;
-  int can = 0;
   d->peers_asked |= 1ull << ordinal;
-  if (cudaDeviceCanAccessPeer(&can, d->ordinal, ordinal) == cudaSuccess && can)
-    cudaDeviceEnablePeerAccess(ordinal, 0);
+  cudaDeviceEnablePeerAccess(ordinal, 0);
   cudaGetLastError(); // an error if peer access was enabled before by this process
 }
 
@@ -222,9 +220,10 @@ rm_device_status query_event(void *self, int number) {
 rm_device_status wait(void *self) { return RUN(of(self), cudaStreamSynchronize, of(self)->stream); }
 rm_device_status poll(void *self) { return RUN(of(self), cudaStreamQuery, of(self)->stream); }
 
+// A wait refers to the event's recording at the time it is enqueued.
 void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
-  if (RUN(d, cudaEventRecord, d->order, earlier) == RM_DEVICE_OK)
-    CALL(d, cudaStreamWaitEvent, later, d->order, 0);
+  if (RUN(d, cudaEventRecord, d->events[ORDER], earlier) == RM_DEVICE_OK)
+    CALL(d, cudaStreamWaitEvent, later, d->events[ORDER], 0);
 }
 
 void wait_stream(void *self, void *stream) {
@@ -284,12 +283,11 @@ rm_device_status end_capture(void *self, void **out) {
   if (ended != RM_DEVICE_OK) return ended;
   cudaError_t error = cudaGraphInstantiate(&made, graph, 0);
   cudaGraphDestroy(graph);
-  if (error == cudaErrorMemoryAllocation) return lacks(d, error, "cudaGraphInstantiate", 0);
   // Uploads now, so that the first launch does not allocate.
-  if (error == cudaSuccess &&
-      (error = cudaGraphUpload(made, d->stream)) == cudaErrorMemoryAllocation) {
-    cudaGraphExecDestroy(made);
-    return lacks(d, error, "cudaGraphUpload", 0);
+  if (error == cudaSuccess) error = cudaGraphUpload(made, d->stream);
+  if (error == cudaErrorMemoryAllocation) {
+    if (made) cudaGraphExecDestroy(made);
+    return lacks(d, error, "cudaGraphInstantiate", 0);
   }
   *out = made;
   return done(d, error, "cudaGraphInstantiate");
@@ -335,11 +333,6 @@ cudaStreamCaptureMode exchange(cudaStreamCaptureMode mode) {
   return cudaStreamCaptureModeGlobal;
 }
 
-struct thread_local_mode {
-  const cudaStreamCaptureMode saved = exchange(cudaStreamCaptureModeThreadLocal);
-  ~thread_local_mode() { exchange(saved); }
-};
-
 // The thread's device and capture mode, as one number.
 constexpr int MODES = 4;
 
@@ -366,7 +359,6 @@ void close_device(void *self) {
   cuda_device *d = of(self);
   for (cudaEvent_t event : d->events)
     if (event) cudaEventDestroy(event);
-  if (d->order) cudaEventDestroy(d->order);
   if (d->stream) cudaStreamDestroy(d->stream);
   cudaGetLastError();
   delete d;
@@ -379,14 +371,12 @@ const rm_listed_kernel *listed; // head of the list; NULL: empty
   if ((*error = name(__VA_ARGS__)) != cudaSuccess) return #name
 const char *make(cuda_device *d, cudaError_t *error) {
   TRY(cudaSetDevice, d->ordinal);
-  const thread_local_mode mode;
   cudaFuncAttributes attributes;
   for (const rm_listed_kernel *l = listed; l; l = l->next)
     TRY(cudaFuncGetAttributes, &attributes, l->kernel);
   TRY(cudaStreamCreateWithFlags, &d->stream, cudaStreamNonBlocking);
   for (cudaEvent_t &event : d->events)
     TRY(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
-  TRY(cudaEventCreateWithFlags, &d->order, cudaEventDisableTiming);
   return nullptr;
 }
 
@@ -514,18 +504,19 @@ RM_EXPORT rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, 
   }
   d->ordinal = ordinal;
   snprintf(d->name, sizeof d->name, "cuda:%d", ordinal);
-  const int saved = current();
+  const int saved = enter(d);
   cudaError_t error = cudaSuccess;
   rm_device_opened opened = RM_DEVICE_OPENED;
-  if (const char *failed = make(d, &error)) {
+  const char *failed = make(d, &error);
+  if (failed) {
     opened = explain(why, 256, d, failed, error);
-    close_device(d);
   } else {
     take_kernels(d, kernels ? kernels : rm_kernels_cuda());
     *out = CALLS;
     out->self = d, out->name = d->name, out->kernels = &d->kernels, out->stream = d->stream;
     out->ordinal = ordinal;
   }
-  go_back(ordinal, saved);
+  leave(d, saved);
+  if (failed) close_device(d);
   return opened;
 }

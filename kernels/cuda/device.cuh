@@ -126,7 +126,7 @@ __device__ inline int rm_thread() { return static_cast<int>(threadIdx.x); }
 __device__ inline int rm_warp() { return rm_thread() / RM_WARP; }
 __device__ inline int rm_lane() { return rm_thread() % RM_WARP; }
 
-inline unsigned rm_blocks(int64_t n, int64_t each) {
+RM_INLINE unsigned rm_blocks(int64_t n, int64_t each) {
   return static_cast<unsigned>((n + each - 1) / each);
 }
 
@@ -156,7 +156,7 @@ inline dim3 rm_gemm_grid(const rm_gemm_args *a, int64_t cols, int64_t rows) {
 }
 
 // ----------------------------------------------------------------------------------- dot products
-// The weights of one column of a tile of 32 k, in memory: words of two k in bf16, of one in float32.
+// The weights of one column of a tile of 32 k, in memory. A word has two k in bf16, one in float32.
 template <rm_dtype DTYPE> struct rm_column {
   static constexpr int WORDS = DTYPE == RM_BF16 ? RM_K_BLOCK / 2 : RM_K_BLOCK, UNROLL = 4;
   const uint32_t *words;

@@ -179,18 +179,15 @@ __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
   rm_copies_wait<0>();
 }
 
-struct tiles { // of a launch
-  unsigned down, across; // of a group; with more rows than `across` tiles hold, blocks loop
-};
-
 template <int TILE, bool SWIGLU>
-__global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
-    gemm_kernel(rm_gemm_args a, tiles all) {
+__global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS) gemm_kernel(rm_gemm_args a) {
   using T = tile<TILE>;
   RM_SHARED(shared);
   const int warp = rm_warp(), warp_row = warp / T::WARPS_OF_COLS,
             warp_col = warp % T::WARPS_OF_COLS;
-  const rm_tile_number number = rm_tile_of_block(blockIdx.x, all.down, all.across);
+  // With more rows than `across` tiles hold, blocks loop.
+  const unsigned down = rm_blocks(rm_mma_w_rows(a.n, SWIGLU), T::ROWS), across = gridDim.x / down;
+  const rm_tile_number number = rm_tile_of_block(blockIdx.x, down, across);
   const int64_t group = blockIdx.z,
                 first_tile = number.down * static_cast<int64_t>(T::ROWS / RM_MMA_ROWS),
                 steps = rm_mma_steps(a.k);
@@ -198,11 +195,9 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
             end = a.group_rows ? a.group_rows[group + 1] : static_cast<int>(a.m);
   const int tile_rows = static_cast<int>(
       rm_min64(T::ROWS / RM_MMA_ROWS, rm_mma_tile_rows(rm_mma_w_rows(a.n, SWIGLU)) - first_tile));
-  const uint4 *w =
-      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) +
-      first_tile * steps * RM_WARP;
+  const uint4 *w = rm_mma_row(a.w, group * a.group_stride, first_tile, a.k);
   for (int row0 = begin + static_cast<int>(number.across) * T::COLS; row0 < end;
-       row0 += static_cast<int>(all.across) * T::COLS) {
+       row0 += static_cast<int>(across) * T::COLS) {
     float acc[T::MT][T::NT][4] = {};
     if (steps > 0)
       make_tile<T>(acc, reinterpret_cast<char *>(shared),
@@ -222,10 +217,11 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
 
 template <int TILE, bool SWIGLU> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
   using T = tile<TILE>;
-  const tiles all = {rm_blocks(rm_mma_w_rows(a->n, SWIGLU), T::ROWS), rm_row_blocks(a, T::COLS)};
+  const unsigned tiles =
+      rm_blocks(rm_mma_w_rows(a->n, SWIGLU), T::ROWS) * rm_row_blocks(a, T::COLS);
   rm_allow_shared(gemm_kernel<TILE, SWIGLU>);
-  RM_LAUNCH((gemm_kernel<TILE, SWIGLU>), rm_grid(all.down * all.across, 1, rm_groups(a)), THREADS,
-            T::SHARED, ctx->stream, *a, all);
+  RM_LAUNCH((gemm_kernel<TILE, SWIGLU>), rm_grid(tiles, 1, rm_groups(a)), THREADS, T::SHARED,
+            ctx->stream, *a);
 }
 
 template <bool SWIGLU> void launch_as(const rm_ctx *ctx, const rm_gemm_args *a, int of) {

@@ -77,30 +77,22 @@ RM_INLINE int64_t rm_mma_w_rows(int64_t n, bool swiglu) {
   return swiglu ? rm_round_up(n, 8) * 2 : rm_round_up(n, RM_MMA_ROWS);
 }
 
-// Stores columns col … col + 3 of row `row` of y, as one word if y is aligned for it.
+// Stores columns col … col + 3 of row `row` of y; in bf16 as one word if y is aligned for it.
 template <bool SWIGLU>
 __device__ inline void rm_put_outputs(const rm_gemm_args &a, int64_t row, int64_t col,
                                       const float *acc, const float *up) {
-  const int64_t at = row * a.ldy + col;
-  const uintptr_t to =
-      reinterpret_cast<uintptr_t>(a.y) + static_cast<uintptr_t>(at) * rm_dtype_bytes(a.y_dtype);
-  if (col + 4 > a.n || to % (4 * rm_dtype_bytes(a.y_dtype)) != 0) {
+  uint16_t *to = static_cast<uint16_t *>(a.y) + row * a.ldy + col;
+  if (a.y_dtype != RM_BF16 || col + 4 > a.n || reinterpret_cast<uintptr_t>(to) % sizeof(uint2)) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
       if (col + i < a.n) rm_put_output<RM_BF16, SWIGLU>(a, row, col + i, acc[i], up[i]);
     return;
   }
-  float y[4];
+  uint32_t y[4];
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    y[i] = rm_canon(rm_output<RM_BF16, SWIGLU>(a, row, col + i, acc[i], up[i]));
-  if (a.y_dtype == RM_F32) {
-    *reinterpret_cast<uint4 *>(to) = {rm_bits(y[0]), rm_bits(y[1]), rm_bits(y[2]), rm_bits(y[3])};
-  } else {
-    const uint32_t low = rm_f32_to_bf16(y[0]) | static_cast<uint32_t>(rm_f32_to_bf16(y[1])) << 16;
-    const uint32_t high = rm_f32_to_bf16(y[2]) | static_cast<uint32_t>(rm_f32_to_bf16(y[3])) << 16;
-    *reinterpret_cast<uint2 *>(to) = {low, high};
-  }
+    y[i] = rm_f32_to_bf16(rm_canon(rm_output<RM_BF16, SWIGLU>(a, row, col + i, acc[i], up[i])));
+  *reinterpret_cast<uint2 *>(to) = {y[0] | y[1] << 16, y[2] | y[3] << 16};
 }
 
 // Stores a warp's sums of one row of tiles and NT × 8 tokens, through the warp's shared memory, so

@@ -23,9 +23,7 @@ __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args
   if (group < 0) return; // the whole block returns
   const auto [begin, end] = rm_rows_of_group(a, group);
   const int splits = static_cast<int>(rm_mma_splits(a.k));
-  const uint16_t *matrix = static_cast<const uint16_t *>(a.w) + group * a.group_stride;
-  const uint4 *w =
-      reinterpret_cast<const uint4 *>(matrix) + blockIdx.x * rm_mma_steps(a.k) * RM_WARP;
+  const uint4 *w = rm_mma_row(a.w, group * a.group_stride, blockIdx.x, a.k);
   float *mine = shared + warp * STAGED_WORDS,
         *parts = shared + warps * STAGED_WORDS + lane; // [split][4][32]: one column per lane
   for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(RM_MMA_COLS); row0 < end;

@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int WARPS = RM_ROWS_WARPS, THREADS = WARPS * RM_WARP, MAX_GRID = 65535;
+constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, MAX_GRID = 65535;
 static_assert(WARPS * RM_PUT_WORDS<8> <= RM_STAGED_WORDS<8> &&
               WARPS * RM_PUT_WORDS<2> <= RM_STAGED_WORDS<2>);
 constexpr int64_t ENOUGH_BLOCKS = 512, ADD_THREADS = 128;
@@ -40,17 +40,15 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
   RM_SHARED(shared);
   const int64_t splits = parts ? rm_mma_splits(a.k) : 1,
                 tile_rows = rm_mma_tile_rows(rm_mma_w_rows(a.n, SWIGLU));
-  const rm_rows_unit u = rm_rows_unit_of(blockIdx.x, blockIdx.z, rm_warp(), splits);
-  const int64_t group = rm_group_of_slot(a, u.slot);
+  const int64_t tile_row = blockIdx.x * static_cast<int64_t>(WARPS) + rm_warp(),
+                split = blockIdx.z % splits, group = rm_group_of_slot(a, blockIdx.z / splits);
   if (group < 0) return; // the whole block returns
   const auto [begin, end] = rm_rows_of_group(a, group);
-  const int64_t pitch = tile_rows * RM_MMA_ROWS, all_steps = rm_mma_steps(a.k);
-  const bool live = u.tile_row < tile_rows;
-  const uint4 *w =
-      reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) +
-      u.tile_row * all_steps * RM_WARP;
-  const int step0 = static_cast<int>(u.split * RM_MMA_STEPS);
-  const int steps = static_cast<int>(parts ? rm_split_steps(a.k, u.split) : all_steps);
+  const int64_t pitch = tile_rows * RM_MMA_ROWS;
+  const bool live = tile_row < tile_rows;
+  const uint4 *w = rm_mma_row(a.w, group * a.group_stride, tile_row, a.k);
+  const int step0 = static_cast<int>(split * RM_MMA_STEPS);
+  const int steps = static_cast<int>(parts ? rm_split_steps(a.k, split) : rm_mma_steps(a.k));
   constexpr int64_t ROWS = RM_MMA_COLS * NT;
   for (int64_t row0 = begin + blockIdx.y * ROWS; row0 < end; row0 += gridDim.y * ROWS) {
     float acc[NT][4];
@@ -58,9 +56,8 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
                              rm_tokens_of(a.x, a.ldx, a.k, row0, end), w, live, step0, steps);
     __syncthreads(); // the outputs overwrite the staged tokens
     float *mine = shared + threadIdx.x / RM_WARP * RM_PUT_WORDS<NT>;
-    if (live && parts)
-      put_parts<NT>(parts + u.split * a.m * pitch, pitch, acc, u.tile_row, row0, end);
-    else if (live) rm_mma_put_outputs<SWIGLU, NT>(a, mine, acc, u.tile_row, row0, end);
+    if (live && parts) put_parts<NT>(parts + split * a.m * pitch, pitch, acc, tile_row, row0, end);
+    else if (live) rm_mma_put_outputs<SWIGLU, NT>(a, mine, acc, tile_row, row0, end);
   }
 }
 

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass
   RM_SHARED(shared);
   float *x = shared, *logits = shared + ROWS * RM_K_BLOCK; // [ROWS][RM_K_BLOCK], [ROWS][COLS]
   const int me = rm_thread();
-  const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS), col = col0 + me;
+  const int64_t col = blockIdx.x * static_cast<int64_t>(COLS) + me;
   const int64_t first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
   float acc[ROWS] = {};
   for (int64_t k0 = 0; k0 < a.hidden; k0 += RM_K_BLOCK) {
@@ -35,16 +35,11 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-    const int64_t row = first + r;
     const float logit = rm_canon(acc[r]);
     logits[r * COLS + me] = logit;
-    if (row < end && col < a.vocab) rm_keep_logit(a, t, row, col, logit);
+    rm_keep_logit(a, t, first + r, col, logit);
   }
-  __syncthreads();
-  const int n = static_cast<int>(rm_min64(COLS, a.vocab - col0));
-  for (int r = rm_warp(); r < ROWS && first + r < end; r += WARPS)
-    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * COLS, n,
-                  rm_lane());
+  rm_block_pairs(a, t, logits, COLS, first, ROWS, WARPS);
 }
 
 struct stats {
@@ -75,44 +70,36 @@ __device__ stats merge_row(const float *pairs, int64_t n_blocks, int64_t rows, i
   return {m, s};
 }
 
-__device__ void put_stats(float *out, float *target_logprob, uint8_t *flags, stats all,
-                          int32_t target, float target_logit) {
+// Called by one warp: the stats, logprob and flags of a row.
+__device__ void put_row(const rm_merge_pairs_args &a, int64_t row) {
+  const stats all = merge_row(a.pairs, a.n_blocks, a.rows, row);
+  if (rm_lane() != 0) return;
+  float *out = a.stats + 2 * row;
   out[0] = rm_canon(all.max);
   out[1] = rm_canon(all.sum);
-  if (rm_is_nan(all.sum)) *flags |= RM_ROW_LOGITS_NONFINITE;
-  if (target_logprob) *target_logprob = target < 0 ? 0.0f : rm_logprob(target_logit, out);
+  if (rm_is_nan(all.sum)) a.row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
+  if (a.target_logprobs)
+    a.target_logprobs[row] = a.targets[row] < 0 ? 0.0f : rm_logprob(a.target_logits[row], out);
 }
 
 __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {
   const int64_t row = blockIdx.x * static_cast<int64_t>(WARPS) + rm_warp();
-  if (row >= a.rows) return; // whole warps
-  const stats all = merge_row(a.pairs, a.n_blocks, a.rows, row);
-  if (rm_lane() != 0) return;
-  const bool wanted = a.target_logprobs != nullptr;
-  put_stats(a.stats + 2 * row, wanted ? a.target_logprobs + row : nullptr, a.row_flags + row, all,
-            wanted ? a.targets[row] : -1, wanted ? a.target_logits[row] : 0.0f);
+  if (row < a.rows) put_row(a, row); // whole warps
 }
 
-// Runs after logits_kernel: computes the rest of a row.
+// Runs after logits_kernel: computes the rest of a row. `merged`: of the pass, without a.pairs.
 __global__ void __launch_bounds__(THREADS)
-    finish_kernel(rm_lm_head_args a, pass t, int64_t n_blocks) {
+    finish_kernel(rm_lm_head_args a, pass t, rm_merge_pairs_args merged) {
   const int64_t in = blockIdx.x * static_cast<int64_t>(WARPS) + rm_warp(), row = t.row0 + in;
   const int lane = rm_lane();
   if (in >= t.rows) return; // whole warps
-  const int32_t target = a.targets ? a.targets[row] : -1;
-  const float target_logit =
-      t.target_logits && target >= 0 && target < a.vocab ? t.target_logits[in] : 0.0f;
-  __syncwarp();
-  if (lane == 0 && a.target_logits) a.target_logits[row] = target_logit;
-  if (!a.pairs) {
-    const stats all = merge_row(t.pairs, n_blocks, t.rows, in);
-    if (lane == 0)
-      put_stats(a.stats + 2 * row, a.target_logprobs ? a.target_logprobs + row : nullptr,
-                a.row_flags + row, all, target, target_logit);
-    return;
+  if (lane == 0 && a.target_logits) {
+    const int32_t target = a.targets ? a.targets[row] : -1;
+    a.target_logits[row] = target >= 0 && target < a.vocab ? t.target_logits[in] : 0.0f;
   }
+  if (!a.pairs) return put_row(merged, in);
   bool bad = false;
-  for (int64_t b = lane; b < n_blocks; b += RM_WARP)
+  for (int64_t b = lane; b < merged.n_blocks; b += RM_WARP)
     bad |= rm_is_nan(a.pairs[2 * (b * t.rows + in) + 1]) != 0;
   bad = __ballot_sync(RM_ALL_LANES, bad) != 0;
   if (lane == 0 && bad) a.row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
@@ -135,9 +122,14 @@ void fma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
 }
 
 void run_pass(const rm_ctx *ctx, const rm_lm_head_args *a, pass t, rm_logits_fn logits) {
+  rm_merge_pairs_args merged = {};
+  merged.pairs = t.pairs, merged.rows = t.rows, merged.n_blocks = count_blocks(a->vocab);
+  merged.stats = a->stats + 2 * t.row0, merged.row_flags = a->row_flags + t.row0;
+  merged.target_logits = t.target_logits;
+  if (a->target_logprobs)
+    merged.target_logprobs = a->target_logprobs + t.row0, merged.targets = a->targets + t.row0;
   logits(ctx, a, t);
-  RM_LAUNCH(finish_kernel, rm_blocks(t.rows, WARPS), THREADS, 0, ctx->stream, *a, t,
-            count_blocks(a->vocab));
+  RM_LAUNCH(finish_kernel, rm_blocks(t.rows, WARPS), THREADS, 0, ctx->stream, *a, t, merged);
 }
 
 } // namespace

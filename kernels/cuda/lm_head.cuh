@@ -35,6 +35,20 @@ __device__ inline void rm_block_pair(float *pair, const float *logits, int n, in
 // Stores logit `col` of one row of the pass, canonical, where the arguments request it.
 __device__ inline void rm_keep_logit(const rm_lm_head_args &a, const rm_logits_pass &t, int64_t row,
                                      int64_t col, float logit) {
+  if (row >= t.row0 + t.rows || col >= a.vocab) return;
   if (a.logits) a.logits[row * a.ld_logits + col] = logit;
   if (t.target_logits && a.targets && a.targets[row] == col) t.target_logits[row - t.row0] = logit;
+}
+
+// Computes the pairs of a block of threads: its vocabulary block of rows first … first + rows − 1,
+// whose logits are in shared memory, `pitch` apart. Called by `warps` warps.
+__device__ inline void rm_block_pairs(const rm_lm_head_args &a, const rm_logits_pass &t,
+                                      const float *logits, int pitch, int64_t first, int rows,
+                                      int warps) {
+  __syncthreads(); // all logits are there
+  const int n = static_cast<int>(
+      rm_min64(RM_VOCAB_BLOCK, a.vocab - blockIdx.x * static_cast<int64_t>(RM_VOCAB_BLOCK)));
+  for (int r = rm_warp(); r < rows && first + r < t.row0 + t.rows; r += warps)
+    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * pitch, n,
+                  rm_lane());
 }

@@ -19,12 +19,12 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_l
   float *logits = shared + RM_STAGED_WORDS<NT>; // [ROWS][PITCH]
   const int warp = rm_warp(), lane = rm_lane();
   const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS),
-                first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
-  const int64_t steps = rm_mma_steps(a.hidden), tile_row = col0 / RM_MMA_ROWS + warp;
-  const uint4 *w = static_cast<const uint4 *>(a.w) + tile_row * steps * RM_WARP;
+                first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows,
+                tile_row = col0 / RM_MMA_ROWS + warp;
   float acc[NT][4];
-  rm_mma_rows<NT, THREADS>(acc, staged, rm_tokens_of(a.x, a.ldx, a.hidden, first, end), w,
-                           tile_row * RM_MMA_ROWS < a.vocab, 0, static_cast<int>(steps));
+  rm_mma_rows<NT, THREADS>(acc, staged, rm_tokens_of(a.x, a.ldx, a.hidden, first, end),
+                           rm_mma_row(a.w, 0, tile_row, a.hidden), tile_row * RM_MMA_ROWS < a.vocab,
+                           0, static_cast<int>(rm_mma_steps(a.hidden)));
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -33,13 +33,9 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_l
                 r = n * RM_MMA_COLS + lane % 4 * 2 + i % 2;
       const float logit = rm_canon(acc[n][i]);
       logits[r * PITCH + in] = logit;
-      if (first + r < end && col0 + in < a.vocab) rm_keep_logit(a, t, first + r, col0 + in, logit);
+      rm_keep_logit(a, t, first + r, col0 + in, logit);
     }
-  __syncthreads();
-  const int n = static_cast<int>(rm_min64(COLS, a.vocab - col0));
-  for (int r = warp; r < ROWS && first + r < end; r += WARPS)
-    rm_block_pair(t.pairs + 2 * (blockIdx.x * t.rows + first + r - t.row0), logits + r * PITCH, n,
-                  lane);
+  rm_block_pairs(a, t, logits, PITCH, first, ROWS, WARPS);
 }
 
 template <int NT> void launch(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_pass t) {

@@ -19,7 +19,8 @@
 #endif
 
 // c ← A·B + c, called by a whole warp. Lane 4g + t holds rows g and g + 8 of A (rm_mma_a_place), k
-// 2t, 2t + 1, 2t + 8 and 2t + 9 of column g of B, and columns 2t and 2t + 1 of c's rows g and g + 8.
+// 2t, 2t + 1, 2t + 8 and 2t + 9 of column g of B, and columns 2t and 2t + 1 of rows g and g + 8 of
+// c.
 __device__ inline void rm_mma16(float (&c)[4], const uint4 &a, const uint2 &b) {
 #ifdef RM_SIMT
   simt_mma16(c, a, b);
@@ -88,9 +89,9 @@ __device__ inline uint4 rm_load_stream(const uint4 *p) {
 #endif
 }
 
-// Copies 16 bytes from global to shared memory, both aligned to 16, or writes zeros and does not read
-// `from` unless it is `there`. Complete for the calling thread once rm_copies_wait returns for its
-// group. It has no branch, so that the compiler can mix it with other instructions.
+// Copies 16 bytes from global to shared memory, both aligned to 16. If `there` is false, writes
+// zeros and does not read `from`. The copy is complete for the calling thread once rm_copies_wait
+// returns for its group. It has no branch, so that the compiler can mix it with other instructions.
 __device__ inline void rm_copy_async(void *to_shared, const void *from, bool there = true) {
 #ifdef RM_SIMT
   simt_copy_async(to_shared, from, there);
@@ -115,6 +116,13 @@ template <int LEFT> __device__ inline void rm_copies_wait() {
 #else
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 #endif
+}
+
+// A row of tiles of the packed matrix that begins at element `first`.
+__device__ inline const uint4 *rm_mma_row(const void *w, int64_t first, int64_t tile_row,
+                                          int64_t k) {
+  return reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(w) + first) +
+         tile_row * rm_mma_steps(k) * RM_WARP;
 }
 
 // Rows of bf16 that become B: x[row][k], with zeros for rows from `end` on and for k from `k` on.

@@ -7,23 +7,11 @@
 
 #include "mma.cuh"
 
-constexpr int RM_ROWS_WARPS = 4;
-
 RM_INLINE int64_t rm_mma_splits(int64_t k) {
   return rm_max64(1, (k + RM_MMA_SPLIT - 1) / RM_MMA_SPLIT);
 }
 RM_INLINE int64_t rm_split_steps(int64_t k, int64_t split) {
   return rm_min64(RM_MMA_STEPS, rm_mma_steps(k) - split * RM_MMA_STEPS);
-}
-
-// The work of a warp in the gemm of few rows: one row of tiles of the matrix of the slot's group,
-// over one split.
-typedef struct rm_rows_unit {
-  int64_t tile_row, slot, split;
-} rm_rows_unit;
-RM_INLINE rm_rows_unit rm_rows_unit_of(int64_t block_x, int64_t block_z, int warp, int64_t splits) {
-  const rm_rows_unit unit = {block_x * RM_ROWS_WARPS + warp, block_z / splits, block_z % splits};
-  return unit;
 }
 
 // k that are staged at a time for NT × 8 tokens, so that they fit in 48 KB of shared memory.

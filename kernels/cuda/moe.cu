@@ -192,17 +192,11 @@ __global__ void __launch_bounds__(THREADS)
 // ---------------------------------------------------------------------------------------- combine
 // One row's choices in shared memory, sorted by id, and the additions of the tree in order.
 struct choice_list {
-  int32_t *ids, *places, *left, *right;
-  float *gates;
+  int32_t ids[MAX_TOP_K], places[MAX_TOP_K], left[MAX_TOP_K], right[MAX_TOP_K];
+  float gates[MAX_TOP_K];
 };
 
-__device__ choice_list list_in(float *shared) {
-  int32_t *words = reinterpret_cast<int32_t *>(shared);
-  return {words, words + MAX_TOP_K, words + 2 * MAX_TOP_K, words + 3 * MAX_TOP_K,
-          shared + 4 * MAX_TOP_K};
-}
-
-__device__ void sort_choices(choice_list l, const rm_combine_args &a, int64_t first) {
+__device__ void sort_choices(choice_list &l, const rm_combine_args &a, int64_t first) {
   for (int k = rm_thread(); k < a.top_k; k += COMBINE_THREADS) {
     const int32_t id = a.ids[first + k];
     int at = 0;
@@ -214,11 +208,11 @@ __device__ void sort_choices(choice_list l, const rm_combine_args &a, int64_t fi
 }
 
 // The level of the tree at which sorted choices i and i + 1 are joined; smaller is lower.
-__device__ int level(choice_list l, int i) { return 32 - __clz(l.ids[i] ^ l.ids[i + 1]); }
+__device__ int level(const choice_list &l, int i) { return 32 - __clz(l.ids[i] ^ l.ids[i + 1]); }
 
 // Addition i joins the nodes between choices i and i + 1; a node is stored in the slot of its first
 // choice. Additions are ordered by level, and inside a level from left to right.
-__device__ void order_joins(choice_list l, int n) {
+__device__ void order_joins(choice_list &l, int n) {
   for (int i = rm_thread(); i + 1 < n; i += COMBINE_THREADS) {
     const int mine = level(l, i);
     int first = i, at = 0;
@@ -232,8 +226,9 @@ __device__ void order_joins(choice_list l, int n) {
 template <rm_dtype DTYPE>
 __global__ void __launch_bounds__(COMBINE_THREADS) combine_kernel(rm_combine_args a) {
   RM_SHARED(shared);
-  const choice_list l = list_in(shared);
-  float *node = shared + 5 * MAX_TOP_K + threadIdx.x; // [top_k][COMBINE_THREADS]: a thread's column
+  choice_list &l = *reinterpret_cast<choice_list *>(shared);
+  float *node = reinterpret_cast<float *>(&l + 1) +
+                threadIdx.x; // [top_k][COMBINE_THREADS]: a thread's column
   const int64_t row = blockIdx.x;
   const int n = static_cast<int>(a.top_k);
   sort_choices(l, a, row * a.top_k);
@@ -300,7 +295,7 @@ void rm_cuda_static_dispatch(const rm_ctx *ctx, const rm_static_dispatch_args *a
 
 void rm_cuda_combine(const rm_ctx *ctx, const rm_combine_args *a) {
   const size_t shared =
-      static_cast<size_t>(5 * MAX_TOP_K + a->top_k * COMBINE_THREADS) * sizeof(float);
+      sizeof(choice_list) + static_cast<size_t>(a->top_k * COMBINE_THREADS) * sizeof(float);
   rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() {
     RM_LAUNCH(combine_kernel<DTYPE>, a->rows, COMBINE_THREADS, shared, ctx->stream, *a);
   });

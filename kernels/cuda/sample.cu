@@ -24,16 +24,11 @@ constexpr int THREADS = 512, WARPS = THREADS / RM_WARP, BINS = 1 << 11, WALK = 1
 constexpr float NO_WEIGHT = -28.0f; // exp of this is below 2^-40
 
 struct scratch { // in shared memory
-  uint64_t *by_warp; // [WARPS]
-  uint64_t *result, *token; // [2] of find_bin; of walk
-  uint64_t *bins; // [BINS]
+  uint64_t by_warp[WARPS];
+  uint64_t above, bin; // of find_bin
+  uint64_t found; // of walk
+  uint64_t bins[BINS];
 };
-constexpr size_t SCRATCH_BYTES = (WARPS + 3 + BINS) * sizeof(uint64_t);
-
-__device__ scratch scratch_in(float *shared) {
-  uint64_t *words = reinterpret_cast<uint64_t *>(shared);
-  return {words, words + WARPS, words + WARPS + 2, words + WARPS + 3};
-}
 
 struct row_view {
   const float *logits;
@@ -86,8 +81,7 @@ struct place {
 };
 
 // Narrows p to the sixteenth in which the running sum of `of` exceeds target.
-template <class F>
-__device__ place narrow(place p, uint64_t target, const scratch &s, const F &of) {
+template <class F> __device__ place narrow(place p, uint64_t target, scratch &s, const F &of) {
   const int64_t length = rm_round_up((p.n + WARPS - 1) / WARPS, RM_WARP), end = p.from + p.n;
   const int64_t from = p.from + rm_warp() * length, to = rm_min64(from + length, end);
   uint64_t sum = 0;
@@ -105,7 +99,7 @@ __device__ place narrow(place p, uint64_t target, const scratch &s, const F &of)
 }
 
 // Called by the first warp: walks the range, 32 ids at a time.
-template <class F> __device__ void walk(place p, uint64_t target, const scratch &s, const F &of) {
+template <class F> __device__ void walk(place p, uint64_t target, scratch &s, const F &of) {
   const int lane = rm_thread();
   const int64_t end = p.from + p.n;
   for (int64_t from = p.from; from < end; from += RM_WARP) {
@@ -116,7 +110,7 @@ template <class F> __device__ void walk(place p, uint64_t target, const scratch 
     }
     const unsigned over = __ballot_sync(RM_ALL_LANES, p.before + sum > target);
     if (over) {
-      if (lane == 0) *s.token = static_cast<uint64_t>(from + __ffs(static_cast<int>(over)) - 1);
+      if (lane == 0) s.found = static_cast<uint64_t>(from + __ffs(static_cast<int>(over)) - 1);
       return;
     }
     p.before += __shfl_sync(RM_ALL_LANES, sum, RM_WARP - 1);
@@ -126,19 +120,19 @@ template <class F> __device__ void walk(place p, uint64_t target, const scratch 
 // Returns the first of n ids whose running sum of `of` exceeds target, which is below the sum of
 // all.
 template <class F>
-__device__ int32_t first_over(int64_t n, uint64_t target, const scratch &s, const F &of) {
+__device__ int32_t first_over(int64_t n, uint64_t target, scratch &s, const F &of) {
   place p = {0, n, 0};
   while (p.n > WALK) p = narrow(p, target, s, of);
   if (threadIdx.x < RM_WARP) walk(p, target, s, of);
   __syncthreads();
-  const int32_t found = static_cast<int32_t>(*s.token);
+  const int32_t found = static_cast<int32_t>(s.found);
   __syncthreads(); // before the next search
   return found;
 }
 
 // ---------------------------------------------------------------------------------------- filters
 // The number of tokens with a weight that the cut keeps, or the sum of their weights.
-__device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scratch &s) {
+__device__ uint64_t measure(const row_view &v, cut c, bool by_weight, scratch &s) {
   uint64_t sum = 0;
   for (int64_t id = threadIdx.x; id < v.vocab; id += THREADS) {
     const float x = logit_of(v, id);
@@ -149,9 +143,9 @@ __device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scra
 }
 
 // Called by the first warp: finds the highest bin at which `above` plus the sum from the top
-// reaches need. result: that sum without the bin, and the bin. Each lane adds BINS / 32 bins,
+// reaches need. s.above: that sum without the bin. Each lane adds BINS / 32 bins,
 // starting at a different one to avoid bank conflicts.
-__device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
+__device__ void find_bin(scratch &s, uint64_t above, uint64_t need) {
   constexpr int EACH = BINS / RM_WARP;
   const int lane = rm_thread();
   uint64_t mine = 0;
@@ -165,14 +159,14 @@ __device__ void find_bin(const scratch &s, uint64_t above, uint64_t need) {
   int bin = part * EACH + EACH - 1;
   while (bin > part * EACH && above + s.bins[bin] < need) above += s.bins[bin--];
   if (lane != 0) return;
-  s.result[0] = above;
-  s.result[1] = static_cast<uint64_t>(bin);
+  s.above = above;
+  s.bin = static_cast<uint64_t>(bin);
 }
 
 // One round: fills the bins with the measure of each value of 11 bits of the key at `shift`, for
 // tokens whose higher bits are those of `prefix`.
 __device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int shift, uint32_t known,
-                          bool by_weight, const scratch &s) {
+                          bool by_weight, scratch &s) {
   const uint32_t digits = shift ? BINS - 1 : (1u << 10) - 1;
   for (int i = rm_thread(); i < BINS; i += THREADS) s.bins[i] = 0;
   __syncthreads();
@@ -192,7 +186,7 @@ __device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int sh
 // whose measure reaches `need`, which is at most the measure of all of them. *sum: the measure of
 // the prefix.
 __device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool by_weight,
-                             const scratch &s, uint64_t *sum) {
+                             scratch &s, uint64_t *sum) {
   uint32_t prefix = 0, known = 0;
   uint64_t above = 0; // measure of the keys known to be higher
   for (int round = 0; round < 3; round++) {
@@ -200,16 +194,15 @@ __device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool 
     fill_bins(v, before, prefix, shift, known, by_weight, s);
     if (threadIdx.x < RM_WARP) find_bin(s, above, need);
     __syncthreads();
-    above = s.result[0];
-    prefix |= static_cast<uint32_t>(s.result[1]) << shift;
+    above = s.above;
+    prefix |= static_cast<uint32_t>(s.bin) << shift;
     known = ~0u << shift;
   }
   const uint64_t each = by_weight ? weight_of_key(v, prefix) : 1;
   const uint64_t ties = (need - above + each - 1) / each;
   *sum = above + ties * each;
   // The last bin has the tokens of this key that `before` keeps.
-  if (ties * each == s.bins[s.result[1]])
-    return {prefix, prefix == before.key ? before.last : v.vocab};
+  if (ties * each == s.bins[s.bin]) return {prefix, prefix == before.key ? before.last : v.vocab};
   return {prefix, first_over(v.vocab, ties - 1, s, [&](int64_t id) -> uint64_t {
             return rm_order_key(logit_of(v, id)) == prefix;
           })};
@@ -222,8 +215,7 @@ struct drawn {
   int32_t kept; // tokens that the filters keep, if `counts`
 };
 
-__device__ drawn draw_row(const row_view &v, const rm_sample_params *p, bool counts,
-                          const scratch &s) {
+__device__ drawn draw_row(const row_view &v, const rm_sample_params *p, bool counts, scratch &s) {
   cut c = NO_CUT;
   uint64_t total;
   if (p->top_k > 0 && p->top_k < v.vocab &&
@@ -269,7 +261,7 @@ __device__ void mark_changed(uint32_t *changed, uint32_t *banned, const rm_sampl
   __syncthreads();
 }
 
-__device__ int32_t likeliest(const row_view &v, const scratch &s) {
+__device__ int32_t likeliest(const row_view &v, scratch &s) {
   uint64_t best = 0;
   for (int64_t id = threadIdx.x; id < v.vocab; id += THREADS) {
     const uint32_t key = rm_order_key(logit_of(v, id));
@@ -282,7 +274,7 @@ __device__ int32_t likeliest(const row_view &v, const scratch &s) {
 __global__ void __launch_bounds__(THREADS)
     sample_kernel(rm_sample_args a, uint32_t *marks, int64_t row0) {
   RM_SHARED(shared);
-  const scratch s = scratch_in(shared);
+  scratch &s = *reinterpret_cast<scratch *>(shared);
   const int64_t row = row0 + blockIdx.x;
   const int64_t from = rm_sampled_row(&a, row);
   const rm_sample_params *p = a.params + row;
@@ -369,7 +361,7 @@ void rm_cuda_sample(const rm_ctx *ctx, const rm_sample_args *a) {
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
   for (int64_t row0 = 0; row0 < a->rows; row0 += at_once) {
     const dim3 grid = rm_grid(rm_min64(at_once, a->rows - row0));
-    RM_LAUNCH(sample_kernel, grid, THREADS, SCRATCH_BYTES, ctx->stream, *a,
+    RM_LAUNCH(sample_kernel, grid, THREADS, sizeof(scratch), ctx->stream, *a,
               static_cast<uint32_t *>(ctx->workspace), row0);
   }
 }

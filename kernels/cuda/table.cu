@@ -4,24 +4,18 @@
 // x86's; its float32 ops, and its ops without products, are those of cuda_fma.
 #include "rm_cuda.h"
 
-#include <initializer_list>
+#include <algorithm>
 
 #include "device.cuh"
 
-static size_t most_of(std::initializer_list<size_t> asked) {
-  size_t most = 0;
-  for (const size_t bytes : asked) most = bytes > most ? bytes : most;
-  return most;
-}
-
 static size_t workspace_bytes(const rm_limits *limits) {
-  return most_of({rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits),
-                  rm_cuda_lm_head_workspace(limits), rm_cuda_sample_workspace(limits)});
+  return std::max({rm_cuda_attention_workspace(limits), rm_cuda_router_workspace(limits),
+                   rm_cuda_lm_head_workspace(limits), rm_cuda_sample_workspace(limits)});
 }
 
 static size_t mma_workspace_bytes(const rm_limits *limits) {
-  return most_of({workspace_bytes(limits), rm_cuda_mma_attention_workspace(limits),
-                  rm_cuda_mma_router_workspace(limits), rm_cuda_gemm_mma_workspace(limits)});
+  return std::max({workspace_bytes(limits), rm_cuda_mma_attention_workspace(limits),
+                   rm_cuda_mma_router_workspace(limits), rm_cuda_gemm_mma_workspace(limits)});
 }
 
 #define ENTRY(name, args) .name = rm_cuda_##name,

@@ -8,6 +8,7 @@
 
 #include <dlfcn.h>
 
+#include <cassert>
 #include <cstdarg>
 #include <cstdio>
 #include <new>
@@ -258,13 +259,9 @@ void close_vendor_gemm(void *self) {
 const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_gemm_options *options,
                                      rm_vendor_gemm *out) {
   *out = rm_vendor_gemm{};
-  if (options->n < 0 || options->n > RM_MAX_GEMM_SHAPES || options->max_rows < 1 ||
-      options->max_rows > int64_t{1} << (CLASSES - 2))
-    return refuse("expected up to %d shapes of 1 to 2^%d rows, got %d of %lld", RM_MAX_GEMM_SHAPES,
-                  CLASSES - 2, options->n, static_cast<long long>(options->max_rows));
-  const size_t room = rm_vendor_gemm_workspace(options->list, options->n, 1);
-  if (options->workspace_bytes < room)
-    return refuse("expected a workspace of %zu bytes, got %zu", room, options->workspace_bytes);
+  assert(options->n <= RM_MAX_GEMM_SHAPES && options->max_rows >= 1 &&
+         options->max_rows <= int64_t{1} << (CLASSES - 2));
+  assert(options->workspace_bytes >= rm_vendor_gemm_workspace(options->list, options->n, 1));
   vendor_gemm *p = new (std::nothrow) vendor_gemm();
   if (!p) return "no memory";
   const uintptr_t at = reinterpret_cast<uintptr_t>(options->workspace);

@@ -43,12 +43,13 @@ class Context(Structure):
 
 
 class Kernels(Structure):
-    """The beginning of rm_kernels."""
+    """The beginning of rm_kernels, in the order of RM_OPS."""
 
     _fields_ = (
         ("isa", c_char_p),
         ("family", c_char_p),
         ("workspace_bytes", c_void_p),
+        ("fast_ops", c_void_p * 14),
         ("embed", CFUNCTYPE(None, POINTER(Context), POINTER(Embed))),
     )
 

@@ -112,10 +112,10 @@ class Kernels(Structure):
         ("isa", c_char_p),
         ("family", c_char_p),
         ("workspace_bytes", c_void_p),
-        ("row_ops", c_void_p * 12),
+        ("row_ops", c_void_p * 9),
         ("gemm", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
         ("gemm_swiglu", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
-        ("between", c_void_p * 4),
+        ("between", c_void_p * 7),
         ("pack", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Pack))),
     )
 
