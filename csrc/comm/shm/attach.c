@@ -103,13 +103,20 @@ static rm_code fill_file(attaching *a, rm_error *err) {
   return RM_OK;
 }
 
+// Whether the process that made a file has ended. A process does not see its own locks: it made the
+// file if a rank in another of its threads has the same nonce.
+static int has_ended(const attaching *a, int file, const rm_region_head *head) {
+  const int own = head->maker == (uint64_t)getpid() && head->nonce == a->nonce;
+  return !own && rm_process_ended(file, 0);
+}
+
 // A file of that name exists: removes the name if its creator has ended.
 static rm_code remove_stale(const attaching *a, rm_error *err) {
   rm_region_head head;
   int file;
   const rm_code code = open_name(a, &head, &file, err);
   if (code || file < 0) return code;
-  const int stale = rm_process_ended(file, 0);
+  const int stale = has_ended(a, file, &head);
   if (stale) remove_name(a, file);
   close(file);
   return stale ? RM_OK
@@ -140,7 +147,7 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
   rm_code code;
   for (;;) {
     if ((code = open_name(a, head, &file, err))) return code;
-    const int alive = file >= 0 && !rm_process_ended(file, 0);
+    const int alive = file >= 0 && !has_ended(a, file, head);
     if (alive && head->nonce == a->nonce) break;
     const int late = rm_now() >= a->deadline;
     if (late && file >= 0 && !alive) remove_name(a, file);
