@@ -35,20 +35,10 @@ static int choose_replica(const rm_engine *engine, const rm_request *request, rm
   return assigned[before] - assigned[least] <= AHEAD * work_of(request) ? before : least;
 }
 
-static rm_code check_weights(const rm_engine *engine, rm_error *err) {
-  if (engine->asleep & RM_PART_WEIGHTS)
-    return rm_fail(err, RM_E_STATE,
-                   "weights: expected awake, got asleep; call wake() before a request");
-  if (!rm_store_weights(engine->workers[0].store))
-    return rm_fail(err, RM_E_NOT_SYNCED,
-                   "weights: expected synced ones, got none; call sync_weights first");
-  return RM_OK;
-}
-
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err) {
   const rm_request_limits *limits = &engine->schedulers[0].options.limits;
   rm_prefix *entry;
-  rm_code code = check_weights(engine, err);
+  rm_code code = rm_check_serving(engine, RM_PART_WEIGHTS, "a request", err);
   if (!code) code = rm_sequence_group_check(request, limits, err);
   if (code) return code;
   const int chosen = choose_replica(engine, request, &entry), here = chosen - engine->own;

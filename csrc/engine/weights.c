@@ -22,11 +22,8 @@ static rm_code begin_worker(rm_worker *worker, void *options) {
 }
 
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err) {
-  rm_code code = RM_OK;
-  if (engine->asleep & RM_PART_WEIGHTS)
-    return rm_fail(err, RM_E_STATE,
-                   "weights: expected awake, got asleep; call wake() before a sync");
-  if (options->in_place)
+  rm_code code = rm_check_awake(engine, RM_PART_WEIGHTS, "a sync", err);
+  if (!code && options->in_place)
     code = refuse_unfinished(engine, "before a sync in place", "finish or abort them first", err);
   if (code) return code;
   code = rm_run_workers(engine, begin_worker, (void *)options, err);

@@ -179,8 +179,7 @@ static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
 // -------------------------------------------------------------------------------------- admission
 void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq) {
   rm_sequence_group *group = seq->group;
-  if (group->started) return;
-  group->started = 1;
+  if (group->times.scheduled > 0) return;
   group->times.scheduled = rm_now();
   group->n_cached = rm_min64(seq->next, group->n_prompt);
   scheduler->prompt_tokens += group->n_prompt;

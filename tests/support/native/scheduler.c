@@ -163,11 +163,10 @@ int main(int argc, char **argv) {
       if (s.scheduler.n_live) step(&s);
     }
     for (uint64_t id = 1; id <= n; id++) check(&s, id);
-    const rm_kv_stats kv = rm_kv_statistics(s.scheduler.cache);
-    if (kv.pages_held)
-      tiny_die("%s: %lld pages are held", fuzz_where(&s.f), (long long)kv.pages_held);
+    const int64_t held = s.scheduler.options.limits.n_pages - rm_kv_free_pages(s.scheduler.cache);
+    if (held) tiny_die("%s: %lld pages are held", fuzz_where(&s.f), (long long)held);
     s.preemptions += s.scheduler.preemptions;
-    s.hits += kv.hits;
+    s.hits += rm_kv_statistics(s.scheduler.cache)->hits;
     rm_scheduler_destroy(&s.scheduler);
   }
   printf("scheduler: %ld samples in %ld steps; %ld preemptions, %ld pages reused, %ld copied\n",
