@@ -99,10 +99,11 @@ static double measure(rank *r, work what, size_t bytes) {
   int64_t calls = 1;
   rm_error err = RM_ERROR_INIT;
   for (double once; (once = run(r, what, bytes, calls)) >= 0;) {
-    int64_t more = once * (double)calls < 0.1 * r->b->seconds ? calls * 4 : 0;
-    must(rm_comm_broadcast(r->comm, &more, sizeof more, 0, &err), &err);
-    if (!more) break;
-    calls = more;
+    const int64_t more = once * (double)calls < 0.1 * r->b->seconds ? calls * 4 : 0;
+    int64_t all[MAX_RANKS];
+    must(rm_comm_all_gather(r->comm, &more, all, sizeof more, &err), &err);
+    if (!all[0]) break;
+    calls = all[0];
   }
   calls *= 5;
   for (int i = 0; i < RUNS; i++) {

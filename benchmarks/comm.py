@@ -113,7 +113,9 @@ def gloo_rank(rank: int, ranks: int, meeting: str, seconds: float) -> None:
             "all_gather": lambda pieces=pieces, send=send, size=size: dist.all_gather(
                 pieces, send[:size]
             ),  # type: ignore[misc]
-            "all_to_all": lambda recv=recv, send=send: dist.all_to_all_single(recv, send),  # type: ignore[misc]
+            "all_to_all": lambda recv=recv, send=send: dist.all_to_all_single(  # type: ignore[misc]
+                recv, send
+            ),
         }
         best = gloo_best(calls[op], seconds)
         if rank == 0:

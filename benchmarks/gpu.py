@@ -398,7 +398,7 @@ def start(run: Run) -> None:
         began = time.time()
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"benchmarks.gpu: the process of its own ended with {done.returncode}")
+            raise SystemExit(f"benchmarks.gpu: the child process ended with {done.returncode}")
         stages = json.loads(done.stdout)
         made = stages.pop("made")
         times = {name: at - began for name, at in stages.items()}
@@ -673,7 +673,7 @@ def parsed() -> argparse.Namespace:
     ]:
         parser.error(f"{wrong[0][:40]!r} is none of {', '.join(PARTS)}")
     if options.context % PAGE:
-        parser.error(f"--context {options.context} is no number of whole pages of {PAGE}")
+        parser.error(f"--context: expected a multiple of {PAGE}, got {options.context}")
     if options.smoke:
         options.sequences, options.context, options.steps, options.rounds = [1, 2], PAGE, 3, 1
         options.prefill, options.bytes, options.company = [20], 1 << 16, [1, 3]

@@ -204,6 +204,7 @@ def parts() -> list[Part]:
         Part("check-fma", 120, checks(OPS, "fma"), "programs"),
         Part("check-mma", 200, checks(MMA_OPS, "mma"), "programs"),
         Part("test-device", 150, pytest("tests/gpu/test_cuda_device.py",
+                                        "tests/gpu/test_cuda_device_faults.py",
                                         "tests/gpu/test_cuda_captures.py"), "build"),
         Part("decode-8b", 150, figures("decode-8b", "limits decode --shapes dense-8b "
                                                     f"{mma}"), "programs"),
@@ -331,12 +332,12 @@ def found_architecture() -> str:
         )
     except OSError as error:
         raise SystemExit(
-            f"benchmarks.gpu_first: no GPU is here: nvidia-smi: {error.strerror}"
+            f"benchmarks.gpu_first: found no GPU: nvidia-smi: {error.strerror}"
         ) from None
     capability = done.stdout.strip()
     if done.returncode or not capability.replace(".", "").isdigit():
         raise SystemExit(
-            f"benchmarks.gpu_first: no GPU is here: nvidia-smi says {capability[:200]!r}"
+            f"benchmarks.gpu_first: found no GPU: nvidia-smi says {capability[:200]!r}"
         )
     return architecture(capability)
 
@@ -508,7 +509,7 @@ def main() -> int:
     options = parser.parse_args()
     for name in (*options.again, *(options.only or ())):
         if name not in {part.name for part in plan}:
-            parser.error(f"{name[:40]!r} is no part; --plan prints them")
+            parser.error(f"expected a part that --plan prints, got {name[:40]!r}")
     if options.plan:
         print("\n".join(f"{part.name:16s} {part.limit:4d} s  {part.words}" for part in plan))
         return 0

@@ -12,6 +12,9 @@ alternate between them and the sync, and the best of each counts, because other 
 can only slow one down. Fractions are of the first peer; the median over the rounds includes the
 effect of other work.
 
+Then sequences decode alone and while the set is pushed with inflight="keep". Tokens are counted
+from the beginning of a push to its end, and the longest time without a step is the report's.
+
 Then a trainer in another process publishes its weights through shared memory
 (rollmesh.weights.transport.store), and the generator syncs from there; this also compares a
 checksum of each tensor's bytes. Those peaks include the mapped store, which both processes
@@ -24,6 +27,7 @@ import ctypes
 import gc
 import mmap
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +48,7 @@ from rollmesh.weights.transport.store import SharedReader, SharedWriter
 Part = tuple[int, int]  # address, bytes
 HUGE_PAGE = 2 << 20
 MOST = 64 << 20  # bytes of one memcpy of a tensor
+SEQUENCES = 8  # that decode during a push
 
 
 class Memcpy:
@@ -148,6 +153,36 @@ def measure_shared(args: argparse.Namespace, generator: rm.Generator) -> None:
     print(f"best from a process {best:.2f} GB/s")
 
 
+def measure_running(
+    generator: rm.Generator, state_dict: Mapping[str, torch.Tensor], pushes: int
+) -> None:
+    params = rm.SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
+
+    def tokens() -> int:
+        return int(generator.metrics()["generated_tokens"])
+
+    def decode() -> None:
+        generator.generate([[1, 2, 3]] * SEQUENCES, params, use_tqdm=False)
+
+    start = time.perf_counter()
+    decode()
+    alone = SEQUENCES * params.max_tokens / (time.perf_counter() - start)
+    for _ in range(pushes):
+        thread, before = threading.Thread(target=decode), tokens()
+        thread.start()
+        while tokens() == before:
+            time.sleep(0.001)
+        before = tokens()
+        report = generator.sync_weights(state_dict, inflight="keep")
+        during = (tokens() - before) / report.seconds
+        thread.join()
+        print(
+            f"{SEQUENCES} sequences: {alone:.0f} tokens/s alone, {during:.0f} during a push of "
+            f"{report.seconds:.3f} s, {during / alone:.0%}; longest pause "
+            f"{1e3 * report.pause_s:.1f} ms"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sync", description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="dense-0.6b")
@@ -155,6 +190,7 @@ def main() -> None:
     parser.add_argument(
         "--shared", type=whole(0), default=3, help="syncs from a trainer in another process"
     )
+    parser.add_argument("--running", type=whole(0), default=1, help="pushes while sequences decode")
     parser.add_argument("--threads", type=whole(1, THREADS), default=usable_cores())
     parser.add_argument(
         "--gib", type=real(1 / 64, 1024), default=0.5, help="size of the blocks that memcpy copies"
@@ -192,6 +228,8 @@ def main() -> None:
     )
     rounds = median(ours / theirs for ours, theirs in zip(sync[2:], blocks[2:], strict=True))
     print(f"median of the rounds: {rounds:.0%} of memcpy")
+    if args.running:
+        measure_running(generator, state_dict, args.running)
     if args.shared:
         del state_dict
         gc.collect()

@@ -4,16 +4,15 @@
 
 #include <string.h>
 
-static int check_shape(PyObject *module, PyArrayObject *array, rm_array_want *want) {
-  if (PyArray_NDIM(array) != want->n_dims)
+int rm_array_check_shape(PyObject *module, rm_array_want *want, int n_dims, const int64_t *shape) {
+  if (n_dims != want->n_dims)
     return rm_refuse(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims,
-                     PyArray_NDIM(array));
-  for (int i = 0; i < want->n_dims; i++) {
-    const long long size = (long long)PyArray_DIM(array, i);
-    if (want->shape[i] >= 0 && size != want->shape[i])
+                     n_dims);
+  for (int i = 0; i < n_dims; i++) {
+    if (want->shape[i] >= 0 && shape[i] != want->shape[i])
       return rm_refuse(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name,
-                       (long long)want->shape[i], i, size);
-    want->shape[i] = size;
+                       (long long)want->shape[i], i, (long long)shape[i]);
+    want->shape[i] = shape[i];
   }
   return 0;
 }
@@ -53,9 +52,24 @@ int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void 
   PyArrayObject *array = (PyArrayObject *)object;
   if (!PyArray_EquivTypenums(PyArray_TYPE(array), want->type))
     return refuse_type(module, RM_E_DTYPE, want, "dtype", PyArray_DESCR(array));
-  if (want->n_dims >= 0 && check_shape(module, array, want)) return -1;
+  if (want->n_dims >= 0 &&
+      rm_array_check_shape(module, want, PyArray_NDIM(array), PyArray_DIMS(array)))
+    return -1;
   if (check_layout(module, array, want)) return -1;
   *data = PyArray_DATA(array);
+  return 0;
+}
+
+int rm_arrays_data(PyObject *module, PyObject *arguments, rm_array_want wants[], int n,
+                   void *data[]) {
+  if (PyTuple_Size(arguments) != n) {
+    PyErr_Format(PyExc_TypeError, "expected %d arrays, got %zd", n, PyTuple_Size(arguments));
+    return -1;
+  }
+  for (int i = 0; i < n; i++) {
+    if (wants[i].shape[0] == RM_ARRAY_AS_FIRST) wants[i].shape[0] = wants[0].shape[0];
+    if (rm_array_data(module, PyTuple_GetItem(arguments, i), &wants[i], &data[i])) return -1;
+  }
   return 0;
 }
 

@@ -43,8 +43,8 @@ rm_module_state *rm_state(PyObject *module); // view, never NULL for a module th
    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | (flags_), \
    .slots = slots_}
 enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIATION };
-#define RM_METHOD(name, function, flags, doc) \
-  {name, (PyCFunction)(void (*)(void))function, flags, PyDoc_STR(doc)}
+// Private names have their documentation in _core.pyi.
+#define RM_METHOD(name, function, flags) {name, (PyCFunction)(void (*)(void))function, flags, NULL}
 
 // RM_OWNED *x = …: a reference, or NULL, that is dropped when its scope ends.
 static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }

@@ -14,8 +14,7 @@ static PyObject *available_isas(PyObject *module, PyObject *unused) {
     RM_OWNED *name = PyUnicode_FromString(rm_isa_name((rm_isa)isa));
     if (!name || PyList_Append(names, name)) Py_CLEAR(names);
   }
-  PyObject *tuple = names ? PyList_AsTuple(names) : NULL;
-  return tuple;
+  return names ? PyList_AsTuple(names) : NULL;
 }
 
 static PyObject *best_isa(PyObject *module, PyObject *unused) {
@@ -40,20 +39,6 @@ static PyObject *isa_states(PyObject *module, PyObject *unused) {
   return states;
 }
 
-static PyObject *usable_cores(PyObject *module, PyObject *args) {
-  (void)module;
-  const char *root = "";
-  return PyArg_ParseTuple(args, "|s:usable_cores", &root) ? PyLong_FromLong(rm_usable_cores(root))
-                                                          : NULL;
-}
-
-static PyObject *cpu_quota(PyObject *module, PyObject *args) {
-  (void)module;
-  const char *root = "";
-  return PyArg_ParseTuple(args, "|s:cpu_quota", &root) ? PyFloat_FromDouble(rm_cpu_quota(root))
-                                                       : NULL;
-}
-
 PyObject *rm_memory_pool_list(const char *root) {
   rm_memory_pool pools[RM_MEMORY_POOLS];
   const int n = rm_memory_pools(root, pools);
@@ -66,11 +51,16 @@ PyObject *rm_memory_pool_list(const char *root) {
   return list;
 }
 
-static PyObject *memory_pools(PyObject *module, PyObject *args) {
-  (void)module;
-  const char *root = "";
-  return PyArg_ParseTuple(args, "|s:memory_pools", &root) ? rm_memory_pool_list(root) : NULL;
-}
+// A function (root="") of the control groups under that folder.
+#define OF_CONTROL_GROUPS(name, value) \
+  static PyObject *name(PyObject *module, PyObject *args) { \
+    const char *root = ""; \
+    (void)module; \
+    return PyArg_ParseTuple(args, "|s:" #name, &root) ? value : NULL; \
+  }
+OF_CONTROL_GROUPS(usable_cores, PyLong_FromLong(rm_usable_cores(root)))
+OF_CONTROL_GROUPS(cpu_quota, PyFloat_FromDouble(rm_cpu_quota(root)))
+OF_CONTROL_GROUPS(memory_pools, rm_memory_pool_list(root))
 
 static PyObject *engine_limits(PyObject *module, PyObject *none) {
   (void)module, (void)none;
@@ -85,9 +75,9 @@ static PyObject *engine_limits(PyObject *module, PyObject *none) {
   return dict;
 }
 
+// The public names have their documentation here, all others in _core.pyi.
 PyMethodDef rm_hardware_functions[] = {
-    {"engine_limits", engine_limits, METH_NOARGS,
-     "{name: (least, most)} of the engine's integer options."},
+    {"engine_limits", engine_limits, METH_NOARGS, NULL},
     {"available_isas", available_isas, METH_NOARGS,
      "Names of the usable variants on this machine, slowest first."},
     {"isa_states", isa_states, METH_NOARGS,
@@ -95,11 +85,8 @@ PyMethodDef rm_hardware_functions[] = {
      "variants."},
     {"best_isa", best_isa, METH_NOARGS,
      "The default variant of an engine; RM_ISA in the environment caps it."},
-    {"usable_cores", usable_cores, METH_VARARGS,
-     "(root=''): cores of the affinity mask, at most the CPU quota rounded down; at least 1."},
-    {"cpu_quota", cpu_quota, METH_VARARGS,
-     "(root=''): the smallest CPU quota of this process's control groups, in cores, or inf."},
-    {"memory_pools", memory_pools, METH_VARARGS,
-     "(root=''): [(name, available bytes)] of the machine and of control groups with a limit."},
+    {"usable_cores", usable_cores, METH_VARARGS, NULL},
+    {"cpu_quota", cpu_quota, METH_VARARGS, NULL},
+    {"memory_pools", memory_pools, METH_VARARGS, NULL},
     {0},
 };

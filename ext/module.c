@@ -197,13 +197,10 @@ static PyObject *checksum(PyObject *module, PyObject *object) {
 }
 
 static PyMethodDef methods[] = {
-    {"checksum", checksum, METH_O, "(buffer): the 64-bit checksum of csrc/base/checksum.h."},
-    {"memory_mapped", memory_mapped, METH_NOARGS,
-     "Bytes of weights, KV and workspaces mapped now by this process."},
-    {"memory_blocks", memory_blocks, METH_NOARGS,
-     "Number of allocations, small and mapped, that are not freed yet."},
-    {"memory_fail_at", memory_fail_at, METH_VARARGS,
-     "(n, for_ever=False): a test hook; the n-th allocation from now fails."},
+    {"checksum", checksum, METH_O, NULL},
+    {"memory_mapped", memory_mapped, METH_NOARGS, NULL},
+    {"memory_blocks", memory_blocks, METH_NOARGS, NULL},
+    {"memory_fail_at", memory_fail_at, METH_VARARGS, NULL},
     {0},
 };
 

@@ -12,7 +12,7 @@ static rm_spec *divided(PyObject *module, PyObject *values, const long long degr
                         rm_mesh *mesh) {
   rm_error err = RM_ERROR_INIT;
   rm_spec *spec = NULL;
-  rm_code code = rm_mesh_create(degrees[0], degrees[1], degrees[2], 1, 1, mesh, &err);
+  rm_code code = rm_mesh_create(degrees[0], degrees[1], degrees[2], mesh, &err);
   if (!code && !(spec = rm_spec_from_python(module, values))) return NULL;
   if (!code) code = rm_placement_check(spec, mesh, &err);
   if (!code) return spec;
@@ -107,11 +107,8 @@ static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef rm_placement_functions[] = {
-    {"placement", placement, METH_VARARGS,
-     "(spec, tp, dp, ep): int64 [world][8 ranges][first, n], in the order of placement.h."},
-    {"parameters", parameters, METH_O,
-     "(spec): [(kind, name, shape)] of the tensors of a checkpoint, without routers' biases."},
-    {"parameter_bytes", parameter_bytes, METH_VARARGS,
-     "(spec, tp, dp, ep, rank, bfloat16): {kind: bytes} that this rank stores, in one version."},
+    {"placement", placement, METH_VARARGS, NULL},
+    {"parameters", parameters, METH_O, NULL},
+    {"parameter_bytes", parameter_bytes, METH_VARARGS, NULL},
     {0},
 };

@@ -121,14 +121,12 @@ static int numpy_span(PyArrayObject *array, rm_tensor *out) {
 
 static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm_tensor *out) {
   if (numpy_dtype(module, name, array, &out->dtype)) return -1;
-  int64_t shape[4] = {0};
   const int n_dims = PyArray_NDIM(array);
-  for (int i = 0; i < n_dims && i < 4; i++) shape[i] = PyArray_DIM(array, i);
-  if (take_shape(module, name, n_dims, shape, out)) return -1;
+  if (take_shape(module, name, n_dims, PyArray_DIMS(array), out)) return -1;
   const int64_t each = element_bytes(out->dtype);
   for (int i = 0; i < n_dims; i++) {
     const int64_t stride = PyArray_STRIDE(array, i);
-    if (stride % each && shape[i] > 1)
+    if (stride % each && out->shape[i] > 1)
       return rm_refuse(
           module, RM_E_LAYOUT,
           "%.200U: expected strides that are multiples of %lld bytes (an element), got %lld bytes "
@@ -149,47 +147,6 @@ static PyObject *optional_attr(PyObject *object, const char *attr, int *failed) 
   if (PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
   else *failed = 1;
   return NULL;
-}
-
-// Whether str(object.attr), or str(object.attr()) of a method, is `text`. A missing attribute reads
-// as `missing`.
-static int attr_reads(PyObject *object, const char *attr, const char *text, int missing,
-                      int *failed) {
-  RM_OWNED *found = optional_attr(object, attr, failed);
-  if (!found) return missing;
-  RM_OWNED *value = PyCallable_Check(found) ? PyObject_CallNoArgs(found) : Py_NewRef(found);
-  RM_OWNED *read = value ? PyObject_Str(value) : NULL;
-  if (!read) *failed = 1;
-  return text_is(read, text);
-}
-
-// Returns why a torch tensor of this kind cannot be read from memory; NULL if it can, or if *failed
-// and an exception is set.
-static const char *torch_objection(PyObject *object, int *failed) {
-  static const struct {
-    const char *attr, *text; // what `attr` of the tensor, or __name__ of its class, reads as
-    const char *what;
-  } refused[] = {
-      {NULL, "FakeTensor", "a fake tensor, which has no data"},
-      {NULL, "FunctionalTensor", "a fake tensor, which has no data"},
-      {NULL, "MaskedTensor", "a masked tensor; send .to_tensor(value)"},
-      {NULL, "DTensor", "a DTensor; send .full_tensor(), or .to_local() where it is replicated"},
-      {"is_quantized", "True", "a quantized tensor"},
-      {"is_meta", "True", "a meta tensor, which has no data"},
-      {"is_sparse", "True", "a sparse tensor"},
-      {"is_nested", "True", "a nested tensor"},
-      {"is_neg", "True", "a lazily negated view; send .resolve_neg()"},
-  };
-  RM_OWNED *type = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
-  const char *what = NULL;
-  *failed = !type;
-  for (size_t i = 0; i < sizeof refused / sizeof *refused && !*failed && !what; i++)
-    if (refused[i].attr ? attr_reads(object, refused[i].attr, refused[i].text, 0, failed)
-                        : text_is(type, refused[i].text))
-      what = refused[i].what;
-  if (!what && !*failed && !attr_reads(object, "layout", "torch.strided", 1, failed))
-    what = "a tensor whose layout is not strided";
-  return *failed ? NULL : what;
 }
 
 // Finds the storage behind a torch tensor. LayoutError if it was resized to 0 bytes, as FSDP does.
@@ -229,20 +186,17 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name,
                         const rm_tensor_reader *reader, int *ordinal) {
   RM_OWNED *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
   if (!device) return -1;
-  int is_pair = PyTuple_Check(device) && PyTuple_Size(device) == 2;
-  const long type = is_pair ? PyLong_AsLong(PyTuple_GetItem(device, 0)) : 0;
-  const long number = is_pair && !PyErr_Occurred() ? PyLong_AsLong(PyTuple_GetItem(device, 1)) : 0;
-  if (PyErr_Occurred() &&
-      (PyErr_ExceptionMatches(PyExc_OverflowError) || PyErr_ExceptionMatches(PyExc_TypeError))) {
+  long type, number;
+  if (!PyTuple_Check(device) || !PyArg_ParseTuple(device, "ll", &type, &number)) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError) &&
+        !PyErr_ExceptionMatches(PyExc_TypeError))
+      return -1;
     PyErr_Clear();
-    is_pair = 0;
-  }
-  if (!is_pair)
     return rm_refuse(
         module, RM_E_UNSUPPORTED_TENSOR,
         "%.200U: expected a __dlpack_device__ that returns two integers of 64 bits, got %.80R",
         name, device);
-  if (PyErr_Occurred()) return -1;
+  }
   *ordinal = is_cuda(type) ? (int)number : HOST;
   if (is_cuda(type) && (number < 0 || number > INT32_MAX))
     return refuse(module, name, "a __dlpack_device__ with an invalid number of a CUDA device");
@@ -344,14 +298,6 @@ static int describe(PyObject *module, const rm_dlpack *from, PyObject *name, rm_
   return take_strides(module, name, t, out);
 }
 
-// Returns a detached view of a tensor that records gradients, which DLPack does not export.
-static PyObject *detached(PyObject *object) {
-  int failed = 0;
-  const int records = attr_reads(object, "requires_grad", "True", 0, &failed);
-  if (failed) return NULL;
-  return records ? PyObject_CallMethod(object, "detach", NULL) : Py_NewRef(object);
-}
-
 void rm_tensor_release(PyObject *owner) {
   if (!owner) return;
   PyObject *type, *value, *trace;
@@ -369,24 +315,19 @@ static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name,
   const int saved = device->enter(device->self);
   PyObject *capsule = ask_capsule(module, object, name, device->stream);
   device->leave(device->self, saved);
-  reader->give(reader->self);
+  if (reader->give) reader->give(reader->self);
   return capsule;
 }
 
 int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name,
                    const rm_tensor_reader *reader, rm_dlpack *out) {
-  int failed = 0, ordinal = HOST;
-  const char *objection = torch_objection(object, &failed);
+  int ordinal = HOST;
   memset(out, 0, sizeof *out);
-  if (failed) return -1;
-  if (objection) return refuse(module, name, objection);
   if (check_device(module, object, name, reader, &ordinal)) return -1;
-  PyObject *plain = detached(object),
-           *capsule = plain ? ask_reader(module, plain, name, reader, ordinal) : NULL;
+  PyObject *capsule = ask_reader(module, object, name, reader, ordinal);
   if (capsule && !from_capsule(module, capsule, name, ordinal, out))
-    out->owner = PyTuple_Pack(2, capsule, plain);
+    out->owner = PyTuple_Pack(2, capsule, object);
   rm_tensor_release(capsule);
-  rm_tensor_release(plain);
   return out->owner ? 0 : -1;
 }
 
@@ -394,8 +335,7 @@ static int from_dlpack(PyObject *module, PyObject *object, PyObject *name,
                        const rm_tensor_reader *reader, rm_tensor *out, PyObject **owner) {
   rm_dlpack taken;
   if (rm_dlpack_take(module, object, name, reader, &taken)) return -1;
-  PyObject *plain = PyTuple_GetItem(taken.owner, 1); // the tensor that returned the capsule
-  if (!plain || describe(module, &taken, name, out) || torch_span(module, plain, name, out)) {
+  if (describe(module, &taken, name, out) || torch_span(module, object, name, out)) {
     rm_tensor_release(taken.owner);
     return -1;
   }

@@ -4,7 +4,8 @@
 //
 // Checks dims, sizes, overflow, device and element type. If the buffer behind the tensor is known
 // (a NumPy base, a torch storage), span_lo and span_hi get its ends, and the engine checks the
-// strides against them. The producer's exceptions pass through, except BufferError, which a DLPack
+// strides against them. Python has refused tensors without dense memory, and detached the others
+// from autograd (rollmesh.runtime.arguments.exportable). The producer's exceptions pass through, except BufferError, which a DLPack
 // producer raises if it cannot export a tensor. Called with the GIL.
 #pragma once
 
@@ -24,7 +25,7 @@
 typedef struct rm_tensor_reader {
   // Returns a view of the device until give; NULL with an exception.
   const rm_device *(*take)(void *self, PyObject *name, int ordinal);
-  void (*give)(void *self);
+  void (*give)(void *self); // or NULL
   void *self;
 } rm_tensor_reader;
 

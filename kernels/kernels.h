@@ -461,17 +461,20 @@ typedef struct rm_pack_args {
 
 // -------------------------------------------------------------------------------------- the table
 // Every op and its argument struct: a row here declares the op in each table and each variant.
-//   RM_PLAIN_OPS   the reference's loops serve every CPU variant
-//   RM_ROW_OPS     have fast variants; a profile counts the `rows` of the argument struct
+//   RM_SHARED_OPS  the reference's function serves every CPU variant
+//   RM_FAST_OPS    have fast variants
+// A profile counts the `rows` of the argument struct of RM_COPY_OPS and RM_ROW_OPS.
 #define RM_PLAIN_OPS(X) X(static_dispatch, rm_static_dispatch_args)
-#define RM_ROW_OPS(X) \
+#define RM_COPY_OPS(X) \
   X(embed, rm_embed_args) \
   X(gather_rows, rm_gather_rows_args) \
+  X(permute, rm_permute_args)
+#define RM_SHARED_OPS(X) RM_COPY_OPS(X) RM_PLAIN_OPS(X)
+#define RM_ROW_OPS(X) \
   X(rms_norm, rm_rms_norm_args) \
   X(activate, rm_activate_args) \
   X(head_squares, rm_head_squares_args) \
   X(qk_rope_kv, rm_qk_rope_kv_args) \
-  X(permute, rm_permute_args) \
   X(combine, rm_combine_args) \
   X(merge_pairs, rm_merge_pairs_args) \
   X(sample, rm_sample_args) \
@@ -484,7 +487,7 @@ typedef struct rm_pack_args {
   X(attention, rm_attention_args) \
   X(router, rm_router_args) \
   X(lm_head, rm_lm_head_args)
-#define RM_OPS(X) RM_FAST_OPS(X) RM_PLAIN_OPS(X)
+#define RM_OPS(X) RM_FAST_OPS(X) RM_SHARED_OPS(X)
 #define RM_OP_SLOT(name, args) void (*name)(const rm_ctx *, const args *);
 
 // The tables that rm_kernels_for, rm_kernels_best and rm_kernels_cuda (kernels/cuda/rm_cuda.h)

@@ -1,6 +1,7 @@
-// control_groups.c: see control_groups.h. Rejected: paths below /sys/fs/cgroup without mountinfo,
-// because version 1 has a mount for each controller, mixed systems have both versions, and a
-// container that sees its own group as the root has no path to it below the mount.
+// control_groups.c: see control_groups.h, and the memory pools of memory.h. Rejected: paths below
+// /sys/fs/cgroup without mountinfo, because version 1 has a mount for each controller, mixed systems
+// have both versions, and a container that sees its own group as the root has no path to it below
+// the mount.
 #define _GNU_SOURCE
 #include "base/control_groups.h"
 
@@ -13,51 +14,55 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { LINE = 2 * PATH_MAX, MASK_WORDS = 1024 }; // 65,536 processors
+#include "base/checked.h"
+#include "base/memory.h"
+
+enum { MASK_WORDS = 1024 }; // 65,536 processors
 // Without a limit, version 1 writes a number larger than any memory.
 static const size_t NO_LIMIT = (size_t)1 << 60;
 
 typedef void (*visit_fn)(void *arg, const char *group);
 
 static FILE *opened(const char *folder, const char *name) {
-  char path[LINE];
-  const int length = snprintf(path, sizeof path, "%s/%s", folder, name);
-  return length > 0 && (size_t)length < sizeof path ? fopen(path, "re") : NULL;
+  char *path;
+  if (asprintf(&path, "%s/%s", folder, name) < 0) return NULL;
+  FILE *file = fopen(path, "re");
+  free(path);
+  return file;
 }
 
-// Reads the next line without its newline, cut to LINE. Returns 0 at the end of the file.
-static int next_line(FILE *file, char line[LINE]) {
-  if (!fgets(line, LINE, file)) return 0;
-  char *end = strchr(line, '\n');
-  if (end) *end = 0;
-  else
-    for (int c; (c = fgetc(file)) != EOF && c != '\n';) {}
+// Reads the next line without its newline into *line, which the caller frees. Returns 0 at the end
+// of the file, and for NULL.
+static int next_line(FILE *file, char **line) {
+  size_t room = 0;
+  free(*line);
+  *line = NULL;
+  if (!file || getline(line, &room, file) < 0) return 0;
+  (*line)[strcspn(*line, "\n")] = 0;
   return 1;
 }
 
-// Reads the integer at the start of `text`, after blanks. Returns 0 if there is none or it is too
-// large.
-static int read_number(const char *text, size_t *number, const char **end) {
-  text += strspn(text, " \t");
-  if (*text < '0' || *text > '9') return 0;
-  char *after;
-  const unsigned long long value = strtoull(text, &after, 10);
-  *number = value;
-  if (end) *end = after;
-  return value < ULLONG_MAX;
+static void close_all(FILE *file, char *line) {
+  if (file) fclose(file);
+  free(line);
 }
 
-// Reads the number after `key` in a file of the group; with key "" the file's first line.
-static int number_in(const char *group, const char *name, const char *key, size_t *number) {
+// Reads n numbers after `key` in a file of the group, with key "" from its first line. Returns 0 if
+// they are not there or too large.
+static int read_numbers(const char *group, const char *name, const char *key, int n,
+                        size_t numbers[]) {
   FILE *file = opened(group, name);
-  if (!file) return 0;
-  char line[LINE];
+  char *line = NULL;
   int found = 0;
-  while (!found && next_line(file, line)) {
-    found = strncmp(line, key, strlen(key)) == 0 && read_number(line + strlen(key), number, NULL);
+  while (!found && next_line(file, &line)) {
+    char *at = line + strlen(key);
+    for (found = strncmp(line, key, strlen(key)) == 0; found && n > 0; n--) {
+      at += strspn(at, " \t");
+      found = *at >= '0' && *at <= '9' && (*numbers++ = strtoull(at, &at, 10)) < ULLONG_MAX;
+    }
     if (!*key) break;
   }
-  fclose(file);
+  close_all(file, line);
   return found;
 }
 
@@ -69,29 +74,20 @@ static int has_word(const char *list, const char *word) {
 }
 
 // --------------------------------------------------------------------------- where the groups are
-// Finds the path of this process's group, "/…": in the hierarchy of a version 1 controller, or in
-// the version 2 hierarchy when controller is "".
-static int own_group(const char *root, const char *controller, char line[LINE],
-                     const char **group) {
+// Returns the path of this process's group, "/…", to be freed: in the hierarchy of a version 1
+// controller, or in the version 2 hierarchy when controller is "". NULL: none.
+static char *own_group(const char *root, const char *controller) {
   FILE *file = opened(root, "proc/self/cgroup");
-  if (!file) return 0;
-  int found = 0;
-  while (!found && next_line(file, line)) { // "4:cpu,cpuacct:/a/b", "0::/a/b"
+  char *line = NULL, *group = NULL;
+  while (!group && next_line(file, &line)) { // "4:cpu,cpuacct:/a/b", "0::/a/b"
     char *names = strchr(line, ':'), *path = names ? strchr(++names, ':') : NULL;
     if (!path || path[1] != '/') continue;
     *path++ = 0;
-    found = *controller ? has_word(names, controller) : !*names;
-    *group = path;
+    if (*controller ? has_word(names, controller) : !*names) group = strdup(path);
   }
-  fclose(file);
-  return found;
+  close_all(file, line);
+  return group;
 }
-
-typedef struct mounted {
-  char *group; // the group that is mounted at `point`; "/" is the hierarchy's root
-  char *point, *type;
-  const char *options;
-} mounted;
 
 // mountinfo writes blanks and backslashes as octal numbers.
 static void unescape(char *text) {
@@ -104,21 +100,6 @@ static void unescape(char *text) {
     from += is_escaped ? 4 : 1;
   }
   *to = 0;
-}
-
-// Parses "31 23 0:28 /group /point rw,relatime … - cgroup source rw,memory", with any number of
-// words before the "-".
-static int parse_mount(char *line, mounted *mount) {
-  char *words[5], *word;
-  for (int i = 0; i < 5; i++)
-    if (!(words[i] = strsep(&line, " "))) return 0;
-  while ((word = strsep(&line, " ")) && strcmp(word, "-")) {}
-  mount->type = strsep(&line, " ");
-  if (!mount->type || !strsep(&line, " ") || !line) return 0;
-  *mount = (mounted){.group = words[3], .point = words[4], .type = mount->type, .options = line};
-  unescape(mount->group);
-  unescape(mount->point);
-  return 1;
 }
 
 static int goes_up(const char *path) {
@@ -139,82 +120,108 @@ static const char *way_down(const char *mount, const char *own) {
   return strcmp(own + length, "/") ? own + length : "";
 }
 
+// Calls visit with `top` + `down`, a folder, and each of its parents down to `top`.
+static void visit_up(const char *root, const char *top, const char *down, visit_fn visit,
+                     void *arg) {
+  char *group;
+  const int length = asprintf(&group, "%s%s%s", root, top, down);
+  if (length < 0) return;
+  for (char *end = group + length; end; end = strrchr(group + strlen(root) + strlen(top), '/')) {
+    *end = 0;
+    visit(arg, group);
+  }
+  free(group);
+}
+
 // Calls visit with the folder of each group that this process is in, innermost first, in the
 // controller's hierarchies of both versions.
 static void each_group(const char *root, const char *controller, visit_fn visit, void *arg) {
   FILE *file = opened(root, "proc/self/mountinfo");
-  if (!file) return;
-  char line[LINE], own[LINE], group[2 * LINE];
-  mounted mount;
-  const char *path = NULL;
-  while (next_line(file, line)) {
-    if (!parse_mount(line, &mount)) continue;
-    const int is_v2 = strcmp(mount.type, "cgroup2") == 0;
-    if (!is_v2 && (strcmp(mount.type, "cgroup") || !has_word(mount.options, controller))) continue;
-    const char *down =
-        own_group(root, is_v2 ? "" : controller, own, &path) ? way_down(mount.group, path) : NULL;
-    if (!down) continue;
-    const int top = snprintf(group, sizeof group, "%s%s", root, mount.point);
-    if (top < 0 || (size_t)top + strlen(down) >= sizeof group) continue;
-    memcpy(group + top, down, strlen(down) + 1);
-    for (;;) {
-      visit(arg, group);
-      if (strlen(group) <= (size_t)top) break;
-      *strrchr(group, '/') = 0;
+  char *line = NULL;
+  // "31 23 0:28 /group /point rw,relatime … - cgroup source rw,memory"
+  while (next_line(file, &line)) {
+    char *group = NULL, *point = NULL, *type = NULL, *options = NULL, *own = NULL;
+    const char *rest = strstr(line, " - ");
+    if (rest && sscanf(line, "%*s %*s %*s %ms %ms", &group, &point) == 2 &&
+        sscanf(rest, " - %ms %*s %ms", &type, &options) == 2) {
+      const int is_v2 = strcmp(type, "cgroup2") == 0;
+      if (is_v2 || (strcmp(type, "cgroup") == 0 && has_word(options, controller)))
+        own = own_group(root, is_v2 ? "" : controller);
+      unescape(group);
+      unescape(point);
+      const char *down = own ? way_down(group, own) : NULL;
+      if (down) visit_up(root, point, down, visit, arg);
     }
+    char *const owned[] = {group, point, type, options, own};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) free(owned[i]);
   }
-  fclose(file);
+  close_all(file, line);
 }
 
 // ----------------------------------------------------------------------------------------- memory
-typedef struct memory_visit {
-  rm_group_memory_fn visit;
-  void *arg;
-} memory_visit;
+// Returns MemAvailable of the machine in bytes; SIZE_MAX: unknown.
+static size_t machine_available(const char *root) {
+  size_t kib, bytes;
+  return read_numbers(root, "proc/meminfo", "MemAvailable:", 1, &kib) && kib &&
+                 rm_mul_size(kib, 1024, &bytes)
+             ? bytes
+             : SIZE_MAX;
+}
 
-static void visit_memory(void *opaque, const char *group) {
+typedef struct pool_list {
+  rm_memory_pool *pools;
+  int n;
+} pool_list;
+
+// Adds a control group. In a full list it replaces the group with the most memory left, so that
+// the group with the least is always listed.
+static void add_pool(pool_list *list, rm_memory_pool pool) {
+  int most = 0;
+  for (int i = 0; i < list->n; i++) {
+    if (list->pools[i].name == pool.name) return;
+    if (list->pools[i].available > list->pools[most].available) most = i;
+  }
+  if (list->n < RM_MEMORY_POOLS) list->pools[list->n++] = pool;
+  else if (pool.available < list->pools[most].available) list->pools[most] = pool;
+}
+
+static void visit_memory(void *list, const char *group) {
   static const char *const FILES[2][4] = {
       {"memory.max", "memory.current", "memory.stat", "inactive_file "},
       {"memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file "},
   };
-  const memory_visit *to = opaque;
+  struct stat status;
+  char name[48];
   for (int version = 0; version < 2; version++) {
     const char *const *names = FILES[version];
     size_t limit, used, cached;
-    char path[2 * LINE];
-    struct stat status;
-    if (!number_in(group, names[0], "", &limit) || limit >= NO_LIMIT) continue;
-    if (snprintf(path, sizeof path, "%s/%s", group, names[0]) >= (int)sizeof path ||
-        stat(path, &status))
+    if (!read_numbers(group, names[0], "", 1, &limit) || limit >= NO_LIMIT || stat(group, &status))
       continue;
-    if (!number_in(group, names[1], "", &used)) used = 0;
-    if (!number_in(group, names[2], names[3], &cached) || cached > used) cached = 0;
+    if (!read_numbers(group, names[1], "", 1, &used)) used = 0;
+    // Inactive cached file pages count as available.
+    if (!read_numbers(group, names[2], names[3], 1, &cached) || cached > used) cached = 0;
     used -= cached;
-    to->visit(to->arg, (rm_group_memory){(uint64_t)status.st_ino, limit > used ? limit - used : 0});
+    snprintf(name, sizeof name, "control group %llu", (unsigned long long)status.st_ino);
+    add_pool(list, (rm_memory_pool){rm_memory_name(name), limit > used ? limit - used : 0});
   }
 }
 
-void rm_each_memory_limit(const char *root, rm_group_memory_fn visit, void *arg) {
-  each_group(root, "memory", visit_memory, &(memory_visit){visit, arg});
+int rm_memory_pools(const char *root, rm_memory_pool pools[RM_MEMORY_POOLS]) {
+  pool_list list = {pools, 1};
+  pools[0] = (rm_memory_pool){rm_memory_name(""), machine_available(root)};
+  each_group(root, "memory", visit_memory, &list);
+  return list.n;
 }
 
 // ------------------------------------------------------------------------------------------ cores
+// Version 2 has one file, "QUOTA PERIOD" or "max PERIOD"; in version 1 a quota of -1 is none.
 static void visit_cpu(void *opaque, const char *group) {
   double *least = opaque;
-  size_t quota = 0, period = 0;
-  char line[LINE];
-  FILE *file = opened(group, "cpu.max");
-  if (file) { // version 2: "QUOTA PERIOD", or "max PERIOD"
-    const char *rest = NULL;
-    if (!next_line(file, line) || !read_number(line, &quota, &rest) ||
-        !read_number(rest, &period, NULL))
-      quota = 0;
-    fclose(file);
-  } else if (!number_in(group, "cpu.cfs_quota_us", "", &quota) ||
-             !number_in(group, "cpu.cfs_period_us", "", &period)) { // -1: none
-    quota = 0;
-  }
-  if (quota && period) *least = fmin(*least, (double)quota / (double)period);
+  size_t n[2]; // quota, period
+  const int has_quota = read_numbers(group, "cpu.max", "", 2, n) ||
+                        (read_numbers(group, "cpu.cfs_quota_us", "", 1, &n[0]) &&
+                         read_numbers(group, "cpu.cfs_period_us", "", 1, &n[1]));
+  if (has_quota && n[0] && n[1]) *least = fmin(*least, (double)n[0] / (double)n[1]);
 }
 
 double rm_cpu_quota(const char *root) {

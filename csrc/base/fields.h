@@ -8,7 +8,7 @@
 #include "base/checked.h"
 #include "base/memory.h"
 
-enum { RM_FIELD_ALIGN = 64 }; // a cache line, the alignment of rm_carve
+enum { RM_FIELD_ALIGN = 64 }; // a cache line
 
 typedef struct rm_field {
   void *slot; // address of the pointer to set
@@ -30,14 +30,14 @@ static inline size_t rm_fields_bytes(const rm_field *fields, size_t n) {
   return total;
 }
 
-// Sets all pointers into an allocation of rm_fields_bytes. Returns 1, or 0 when it is too small.
-static inline int rm_fields_place(const rm_field *fields, size_t n, void *block, size_t capacity) {
+// Sets all pointers into an allocation of rm_fields_bytes.
+static inline void rm_fields_place(const rm_field *fields, size_t n, void *block) {
   const size_t skip = (RM_FIELD_ALIGN - (uintptr_t)block % RM_FIELD_ALIGN) % RM_FIELD_ALIGN;
-  rm_arena arena = {(char *)block + skip, 0, capacity - skip};
+  char *at = (char *)block + skip;
   for (size_t i = 0; i < n; i++) {
-    void *piece = NULL;
-    if (fields[i].count && !(piece = rm_carve(&arena, fields[i].count, fields[i].bytes))) return 0;
-    memcpy(fields[i].slot, &piece, sizeof piece);
+    const size_t bytes = fields[i].count * fields[i].bytes;
+    const void *array = fields[i].count ? at : NULL;
+    memcpy(fields[i].slot, &array, sizeof array);
+    at += (bytes + RM_FIELD_ALIGN - 1) / RM_FIELD_ALIGN * RM_FIELD_ALIGN;
   }
-  return 1;
 }

@@ -8,7 +8,6 @@
 #define _GNU_SOURCE
 #include "base/memory.h"
 
-#include <limits.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,10 +16,9 @@
 #include <unistd.h>
 
 #include "base/checked.h"
-#include "base/control_groups.h"
 #include "base/hash.h"
 
-enum { CACHE_LINE = 64, HUGE_PAGE = 2 << 20 };
+enum { HUGE_PAGE = 2 << 20 };
 
 static _Atomic size_t mapped_bytes, blocks_held;
 static _Atomic long fail_countdown; // 0: off
@@ -112,49 +110,6 @@ void rm_unmap(void *block, size_t bytes) {
   atomic_fetch_sub(&mapped_bytes, length);
 }
 
-// Returns MemAvailable of the machine in bytes; SIZE_MAX: unknown.
-static size_t machine_available(const char *root) {
-  char path[PATH_MAX], line[128];
-  if (snprintf(path, sizeof path, "%s/proc/meminfo", root) >= (int)sizeof path) return SIZE_MAX;
-  FILE *file = fopen(path, "re");
-  if (!file) return SIZE_MAX;
-  unsigned long long kib = 0;
-  int found = 0;
-  while (!found && fgets(line, sizeof line, file))
-    found = sscanf(line, "MemAvailable: %llu", &kib) == 1;
-  fclose(file);
-  size_t bytes;
-  return found && kib && rm_mul_size((size_t)kib, 1024, &bytes) ? bytes : SIZE_MAX;
-}
-
-typedef struct pool_list {
-  rm_memory_pool *pools;
-  int n;
-} pool_list;
-
-// Adds a control group. In a full list it replaces the group with the most memory left, so that
-// the group with the least is always listed.
-static void add_group(void *opaque, rm_group_memory group) {
-  pool_list *list = opaque;
-  char name[48];
-  snprintf(name, sizeof name, "control group %llu", (unsigned long long)group.inode);
-  const rm_memory_pool pool = {rm_memory_name(name), group.available};
-  int most = 0;
-  for (int i = 0; i < list->n; i++) {
-    if (list->pools[i].name == pool.name) return;
-    if (list->pools[i].available > list->pools[most].available) most = i;
-  }
-  if (list->n < RM_MEMORY_POOLS) list->pools[list->n++] = pool;
-  else if (pool.available < list->pools[most].available) list->pools[most] = pool;
-}
-
-int rm_memory_pools(const char *root, rm_memory_pool pools[RM_MEMORY_POOLS]) {
-  pool_list list = {pools, 1};
-  pools[0] = (rm_memory_pool){rm_memory_name(""), machine_available(root)};
-  rm_each_memory_limit(root, add_group, &list);
-  return list.n;
-}
-
 // The engine checks the available memory before it allocates weights, because mmap overcommits and
 // the out-of-memory killer would end the process later.
 size_t rm_memory_available(void) {
@@ -177,13 +132,3 @@ uint64_t rm_memory_name(const char *card) {
 
 size_t rm_memory_mapped(void) { return atomic_load(&mapped_bytes); }
 size_t rm_memory_blocks(void) { return atomic_load(&blocks_held); }
-
-void *rm_carve(rm_arena *arena, size_t count, size_t bytes) {
-  size_t wanted, end;
-  const size_t start = (arena->used + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
-  if (!rm_mul_size(count, bytes, &wanted) || !rm_add_size(start, wanted, &end) ||
-      end > arena->capacity)
-    return NULL;
-  arena->used = end;
-  return arena->base + start;
-}

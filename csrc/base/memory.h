@@ -35,13 +35,6 @@ int rm_memory_pools(const char *root, rm_memory_pool pools[RM_MEMORY_POOLS]);
 // `card`. All processes and containers of the machine get the same name.
 uint64_t rm_memory_name(const char *card);
 
-// Carves cache-line aligned arrays out of one allocation.
-typedef struct rm_arena {
-  char *base;
-  size_t used, capacity;
-} rm_arena;
-void *rm_carve(rm_arena *arena, size_t count, size_t bytes); // NULL when it does not fit
-
 // Test hook: the n-th allocation from now (1 = next) fails, and all after it when `for_ever`. 0
 // switches it off.
 void rm_memory_fail_at(long n, int for_ever);

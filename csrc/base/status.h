@@ -40,11 +40,10 @@ typedef enum rm_code {
 
 typedef struct rm_error {
   rm_code code;
-  char *message; // owned, NULL or up to 64 KiB; `fixed` is used when it cannot be allocated
-  char fixed[256];
+  char *message; // owned, up to 64 KiB; NULL: it could not be allocated
 } rm_error;
 
-#define RM_ERROR_INIT {RM_OK, 0, {0}}
+#define RM_ERROR_INIT {RM_OK, 0}
 
 // Replaces code and message and returns code, so that a function can `return rm_fail(err, …)`. err
 // may be NULL.

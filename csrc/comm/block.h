@@ -45,26 +45,14 @@ static inline void rm_block_move(const rm_block *block, size_t at, char *flat, s
   }
 }
 
-static inline void rm_block_read(const rm_block *block, size_t at, void *to, size_t n) {
-  rm_block_move(block, at, to, n, 0);
-}
-static inline void rm_block_write(const rm_block *block, size_t at, const void *from, size_t n) {
-  rm_block_move(block, at, (char *)(uintptr_t)from, n, 1);
-}
-
 // Copies a block to another with the same number of bytes; does nothing if both have the same base.
 static inline void rm_block_copy(const rm_block *from, const rm_block *to) {
   if (rm_block_bytes(to) == 0 || from->base == to->base) return;
   if (rm_block_is_flat(to)) {
-    rm_block_read(from, 0, to->base, rm_block_bytes(to));
+    rm_block_move(from, 0, to->base, rm_block_bytes(to), 0);
     return;
   }
   for (int64_t row = 0; row < to->rows; row++)
-    rm_block_read(from, (size_t)row * to->row_bytes, (char *)to->base + (size_t)row * to->ld,
-                  to->row_bytes);
-}
-
-// Whether the two blocks are the same memory.
-static inline int rm_block_same(const rm_block *a, const rm_block *b) {
-  return a->base == b->base && a->rows == b->rows && a->row_bytes == b->row_bytes && a->ld == b->ld;
+    rm_block_move(from, (size_t)row * to->row_bytes, (char *)to->base + (size_t)row * to->ld,
+                  to->row_bytes, 0);
 }

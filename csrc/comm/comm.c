@@ -1,15 +1,16 @@
-// comm.c: see comm.h. The part that all transports share: checks blocks, numbers and counts calls,
-// copies the block that a rank sends to itself, and keeps the first error, which every later call
-// on a dead group returns.
+// comm.c: see comm.h. The part that all transports share: numbers and counts calls, copies the block
+// that a rank sends to itself, and keeps the first error, which every later call on a dead group
+// returns.
 //
-// For transports without headers it keeps a digest of all calls, and one for each rank and
-// direction, so that a comparison can name the ranks that differ.
+// For transports without headers it keeps a digest of all calls for each rank and direction, so that
+// a comparison can name the ranks that differ.
 //
-// Wrong arguments on one rank end the group too, since the other ranks wait in a call that this
+// A wrong argument on one rank ends the group too, since the other ranks wait in a call that this
 // rank will not join.
 #include "comm/comm.h"
 
 #include <stdatomic.h>
+#include <string.h>
 #include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
@@ -28,8 +29,7 @@ static const double AWAKE_SECONDS = 200e-6, LOOK_SECONDS = 1e-3;
 enum { NAP_NANOSECONDS = 20000 };
 
 typedef struct account { // a rank's calls so far, sent to another rank to compare them
-  uint64_t calls, digest; // number and digest of all calls
-  uint64_t between; // digest of the calls and of the bytes sent to that other rank
+  uint64_t calls, digest; // of all calls; the digest also of the bytes sent to that other rank
   int64_t epoch;
 } account;
 
@@ -42,20 +42,21 @@ struct rm_comm {
   double timeout;
   rm_comm_stats stats;
   _Atomic int aborted; // code of rm_comm_abort, which any thread may call; 0: not aborted
-  rm_code failed; // RM_OK while the group lives; else its error
-  char reason[512];
-  rm_block *send, *recv; // [size] each, carved: scratch of all_gather, broadcast, …
-  uint64_t digest; // of all calls
+  rm_error error; // owned: the group's; its code is RM_OK while the group lives
+  rm_block *send, *recv; // [size] each, carved: scratch of all_gather, barrier, …
   // [size] each, carved: digests of all calls with the bytes sent to, or received from, each rank.
   uint64_t *given, *taken;
   account *accounts; // [2][size], carved: sent and received
 };
 
 static const char *const op_names[RM_N_COMM_OP] = {
-    [RM_COMM_BARRIER] = "barrier",   [RM_COMM_BROADCAST] = "broadcast",
-    [RM_COMM_GATHER] = "all_gather", [RM_COMM_ALL_TO_ALL] = "all_to_all",
-    [RM_COMM_DISPATCH] = "dispatch", [RM_COMM_COMBINE] = "combine",
-    [RM_COMM_STEP] = "step",         [RM_COMM_VOTE] = "vote",
+    [RM_COMM_BARRIER] = "barrier",
+    [RM_COMM_GATHER] = "all_gather",
+    [RM_COMM_ALL_TO_ALL] = "all_to_all",
+    [RM_COMM_DISPATCH] = "dispatch",
+    [RM_COMM_COMBINE] = "combine",
+    [RM_COMM_STEP] = "step",
+    [RM_COMM_VOTE] = "vote",
 };
 
 const char *rm_comm_op_name(rm_comm_op op) {
@@ -68,12 +69,15 @@ static double clamp_timeout(double seconds) {
 
 static int is_here(const rm_comm *comm) { return getpid() == comm->owner; }
 
-static rm_code refuse_child(const rm_comm *comm, rm_error *err) {
-  return rm_fail(
-      err, RM_E_STATE,
-      "this endpoint belongs to process %d, and this is process %d; create a new one in a forked "
-      "child",
-      (int)comm->owner, (int)getpid());
+// Fails in a forked child, and if the group is dead.
+static rm_code check_usable(const rm_comm *comm, rm_error *err) {
+  if (!is_here(comm))
+    return rm_fail(err, RM_E_STATE,
+                   "this endpoint belongs to process %d, and this is process %d; create a new one "
+                   "in a forked child",
+                   (int)comm->owner, (int)getpid());
+  return comm->error.code ? rm_fail(err, comm->error.code, "%s", rm_error_message(&comm->error))
+                          : RM_OK;
 }
 
 // --------------------------------------------------------------------------------------- creation
@@ -104,6 +108,7 @@ void rm_comm_destroy(rm_comm *comm) {
   if (!comm) return;
   if (comm->transport.leave && is_here(comm)) comm->transport.leave(comm->transport.self);
   if (comm->transport.destroy) comm->transport.destroy(comm->transport.self);
+  rm_error_clear(&comm->error);
   rm_free(comm);
 }
 
@@ -115,9 +120,8 @@ void rm_comm_set_timeout(rm_comm *comm, double seconds) { comm->timeout = clamp_
 void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
 
 rm_code rm_comm_check(rm_comm *comm, rm_error *err) {
-  if (!is_here(comm)) return refuse_child(comm, err);
-  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
-  return comm->transport.check ? comm->transport.check(comm->transport.self, err) : RM_OK;
+  const rm_code code = check_usable(comm, err);
+  return code || !comm->transport.check ? code : comm->transport.check(comm->transport.self, err);
 }
 
 void rm_comm_abort(rm_comm *comm, rm_code why) {
@@ -127,64 +131,12 @@ void rm_comm_abort(rm_comm *comm, rm_code why) {
 }
 
 // --------------------------------------------------------------------------------------- one call
-static rm_code check_block(const rm_block *block, const char *what, int peer, size_t *total,
-                           rm_error *err) {
-  size_t bytes, last;
-  if (block->rows < 0)
-    return rm_fail(err, RM_E_LAYOUT, "the block %s rank %d: expected at least 0 rows, got %lld",
-                   what, peer, (long long)block->rows);
-  if (!rm_mul_size((size_t)block->rows, block->row_bytes, &bytes) ||
-      !rm_add_size(*total, bytes, total) || *total > INT64_MAX)
-    return rm_fail(err, RM_E_LAYOUT,
-                   "the block %s rank %d: expected blocks of less than 2^63 bytes in all, got %lld "
-                   "rows of %zu bytes more",
-                   what, peer, (long long)block->rows, block->row_bytes);
-  if (bytes == 0) return RM_OK;
-  if (!block->base)
-    return rm_fail(err, RM_E_LAYOUT,
-                   "the block %s rank %d: expected an address for %zu bytes, got NULL", what, peer,
-                   bytes);
-  if (block->rows > 1 &&
-      (block->ld < block->row_bytes || !rm_mul_size((size_t)block->rows, block->ld, &last)))
-    return rm_fail(err, RM_E_LAYOUT,
-                   "the block %s rank %d: expected rows of %zu bytes at least that far apart, got "
-                   "a distance of %zu",
-                   what, peer, block->row_bytes, block->ld);
-  return RM_OK;
-}
-
-static rm_code check_call(const rm_comm *comm, rm_comm_op op, const rm_block send[],
-                          const rm_block recv[], rm_error *err) {
-  size_t sent = 0, received = 0;
-  const rm_block *one = NULL; // the block of a gather or broadcast, the same for every receiver
-  int n_others = 0; // other ranks that receive it
-  const int same = op == RM_COMM_GATHER || op == RM_COMM_BROADCAST;
-  rm_code code;
-  if ((unsigned)op >= RM_N_COMM_OP)
-    return rm_fail(err, RM_E_LAYOUT, "op: expected 0 to %d, got %d", RM_N_COMM_OP - 1, (int)op);
-  for (int r = 0; r < comm->size; r++) {
-    if ((code = check_block(&send[r], "for", r, &sent, err)) ||
-        (code = check_block(&recv[r], "from", r, &received, err)))
-      return code;
-    if (!same || rm_block_bytes(&send[r]) == 0) continue;
-    if (one && !rm_block_same(one, &send[r]))
-      return rm_fail(err, RM_E_LAYOUT,
-                     "%s: expected the same block for all ranks, got another one for rank %d",
-                     rm_comm_op_name(op), r);
-    one = &send[r];
-    n_others += r != comm->rank;
-  }
-  if (op == RM_COMM_GATHER && n_others > 0 && n_others < comm->size - 1)
-    return rm_fail(err, RM_E_LAYOUT,
-                   "%s: expected a block for all or none of %d other ranks, got blocks for %d",
-                   rm_comm_op_name(op), comm->size - 1, n_others);
-  const rm_block *out = &send[comm->rank], *in = &recv[comm->rank];
-  if (rm_block_bytes(out) != rm_block_bytes(in))
-    return rm_fail(err, RM_E_LAYOUT,
-                   "%s: rank %d sends itself %zu bytes: expected a receive block of as many, got "
-                   "%zu",
-                   rm_comm_op_name(op), comm->rank, rm_block_bytes(out), rm_block_bytes(in));
-  return RM_OK;
+static rm_code check_own(const rm_comm *comm, rm_comm_op op, const rm_block *send,
+                         const rm_block *recv, rm_error *err) {
+  if (rm_block_bytes(send) == rm_block_bytes(recv)) return RM_OK;
+  return rm_fail(err, RM_E_LAYOUT,
+                 "%s: rank %d sends itself %zu bytes: expected a receive block of as many, got %zu",
+                 rm_comm_op_name(op), comm->rank, rm_block_bytes(send), rm_block_bytes(recv));
 }
 
 static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
@@ -206,27 +158,17 @@ static void add_to_digests(rm_comm *comm, rm_comm_op op, const rm_block send[],
                            const rm_block recv[]) {
   const uint64_t call =
       rm_hash_word(rm_hash_word(comm->sequence, (uint64_t)op), (uint64_t)comm->epoch);
-  comm->digest = rm_hash_word(comm->digest, call);
   for (int r = 0; r < comm->size; r++) {
     const uint64_t given = r == comm->rank ? 0 : rm_block_bytes(&send[r]),
                    taken = r == comm->rank ? 0 : rm_block_bytes(&recv[r]);
     comm->given[r] = rm_hash_word(rm_hash_word(comm->given[r], call), given);
     comm->taken[r] = rm_hash_word(rm_hash_word(comm->taken[r], call), taken);
-    if (op == RM_COMM_GATHER)
-      comm->digest = rm_hash_word(
-          comm->digest, r == comm->rank ? rm_block_bytes(&send[(r + 1) % comm->size]) : taken);
   }
 }
 
 // Keeps the error, which later calls return.
 static rm_code keep(rm_comm *comm, rm_code code, const rm_error *err) {
-  const char *text = rm_error_message(err);
-  size_t length = strnlen(text, sizeof comm->reason - 1);
-  while (length > 0 && text[length] && ((unsigned char)text[length] & 0xC0) == 0x80)
-    length--; // at a UTF-8 boundary
-  memcpy(comm->reason, text, length);
-  comm->reason[length] = 0;
-  return comm->failed = code;
+  return rm_fail(&comm->error, code, "%s", rm_error_message(err));
 }
 
 // Ends the group after wrong arguments, since this rank does not make the call.
@@ -238,15 +180,15 @@ static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
 rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
                          rm_error *err) {
   const double start = rm_now();
-  if (!is_here(comm)) return refuse_child(comm, err);
-  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
+  rm_code code = check_usable(comm, err);
+  if (code) return code;
   comm->sequence++;
-  rm_code code = check_call(comm, op, send, recv, err);
+  code = check_own(comm, op, &send[comm->rank], &recv[comm->rank], err);
   if (code) return refuse(comm, code, err);
   code = move(comm, op, send, recv, err);
   if (code) return keep(comm, code, err);
   add_to_digests(comm, op, send, recv);
-  comm->stats.calls[op]++;
+  comm->stats.calls++;
   comm->stats.seconds += rm_now() - start;
   return RM_OK;
 }
@@ -279,17 +221,6 @@ rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, size_t by
   return rm_comm_gather(comm, flat(send, bytes), comm->recv, err);
 }
 
-rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err) {
-  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
-  const rm_code code = rm_check_range(err, RM_E_LAYOUT, "root", root, 0, comm->size - 1);
-  if (code) return refuse(comm, code, err);
-  for (int r = 0; r < comm->size; r++) {
-    comm->send[r] = comm->rank == root ? flat(data, bytes) : flat(NULL, 0);
-    comm->recv[r] = r == root ? flat(data, bytes) : flat(NULL, 0);
-  }
-  return rm_comm_exchange(comm, RM_COMM_BROADCAST, comm->send, comm->recv, err);
-}
-
 rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
   memset(comm->send, 0, 2 * (size_t)comm->size * sizeof comm->send[0]);
   return rm_comm_exchange(comm, RM_COMM_BARRIER, comm->send, comm->recv, err);
@@ -300,7 +231,7 @@ rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
 // aborted, since that work may have ended early. A rank that left normally had done its part.
 static rm_code check_completed(rm_comm *const comms[], int n, rm_error *err) {
   for (int i = 0; i < n; i++) {
-    if (!comms[i] || !(comms[i]->failed || atomic_load(&comms[i]->aborted))) continue;
+    if (!comms[i] || !(comms[i]->error.code || atomic_load(&comms[i]->aborted))) continue;
     const rm_code code = rm_comm_check(comms[i], err),
                   why = (rm_code)atomic_load(&comms[i]->aborted);
     return code ? code
@@ -311,7 +242,7 @@ static rm_code check_completed(rm_comm *const comms[], int n, rm_error *err) {
 }
 
 static int waits_in_queue(const rm_comm *comm) {
-  return comm->transport.waits_in_queue || comm->failed || atomic_load(&comm->aborted);
+  return comm->transport.waits_in_queue || comm->error.code || atomic_load(&comm->aborted);
 }
 
 // Called while work is pending: returns a group's error, a timeout, or RM_OK.
@@ -366,7 +297,7 @@ rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int
   for (int i = 0; i < n && code; i++) {
     if (!comms[i] || !is_here(comms[i])) continue;
     rm_comm_abort(comms[i], code);
-    if (!comms[i]->failed) keep(comms[i], code, err);
+    if (!comms[i]->error.code) keep(comms[i], code, err);
   }
   return code;
 }
@@ -383,20 +314,18 @@ static rm_code judge_account(const rm_comm *comm, int other, const account *thei
     return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
                    "after call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld", n,
                    other, (long long)theirs->epoch, me, (long long)comm->epoch);
-  if (theirs->digest != comm->digest)
+  if (theirs->digest != comm->taken[other])
     return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                   "after call %llu: rank %d has made other calls than rank %d", n, other, me);
-  if (theirs->between != comm->taken[other])
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                   "after call %llu: rank %d sends other sizes to rank %d than it expects", n,
-                   other, me);
+                   "after call %llu: rank %d has made other calls than rank %d, or sends other "
+                   "sizes to it than it expects",
+                   n, other, me);
   return RM_OK;
 }
 
 static rm_code compare(rm_comm *comm, rm_comm *host, account *mine, account *theirs,
                        rm_error *err) {
   for (int r = 0; r < comm->size; r++) {
-    mine[r] = (account){comm->sequence, comm->digest, comm->given[r], comm->epoch};
+    mine[r] = (account){comm->sequence, comm->given[r], comm->epoch};
     comm->send[r] = (rm_block){&mine[r], r != comm->rank, sizeof *mine, sizeof *mine};
     comm->recv[r] = (rm_block){&theirs[r], r != comm->rank, sizeof *theirs, sizeof *theirs};
   }
@@ -407,12 +336,8 @@ static rm_code compare(rm_comm *comm, rm_comm *host, account *mine, account *the
 }
 
 rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err) {
-  if (!is_here(comm)) return refuse_child(comm, err);
-  if (comm->failed) return rm_fail(err, comm->failed, "%s", comm->reason);
-  if (rm_comm_size(host) != comm->size || rm_comm_rank(host) != comm->rank)
-    return rm_fail(err, RM_E_CONFIG,
-                   "host: expected a group in which this is rank %d of %d, got rank %d of %d",
-                   comm->rank, comm->size, rm_comm_rank(host), rm_comm_size(host));
-  const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, err);
+  rm_code code = check_usable(comm, err);
+  if (code) return code;
+  code = compare(comm, host, comm->accounts, comm->accounts + comm->size, err);
   return code ? refuse(comm, code, err) : RM_OK;
 }

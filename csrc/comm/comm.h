@@ -40,7 +40,6 @@ typedef struct rm_comm rm_comm; // one rank's endpoint of one group
 // The purpose of an exchange, for the header and for messages. All ranks must pass the same one.
 typedef enum rm_comm_op {
   RM_COMM_BARRIER,
-  RM_COMM_BROADCAST,
   RM_COMM_GATHER, // all_gather of rows or columns: every receiver gets the same block
   RM_COMM_ALL_TO_ALL,
   RM_COMM_DISPATCH, // tokens to experts
@@ -64,10 +63,10 @@ static inline size_t rm_block_bytes(const rm_block *block) {
 }
 
 // Sends send[r] to rank r and receives recv[r] from it, for every rank r including this one.
-// recv[r] has as many bytes as rank r sends here; its rows may have another length. send and recv
-// must not overlap, except that this rank's own two blocks may be the same. With RM_COMM_BROADCAST
-// and RM_COMM_GATHER all entries of send are the same block, sent once; with RM_COMM_BROADCAST some
-// entries may be empty.
+// recv[r] has as many bytes as rank r sends here; its rows may have another length. This rank's own
+// two blocks may be the same block; else one of them is flat, or their rows have the same length.
+// Other blocks, and the rows of a block, must not overlap. With RM_COMM_GATHER all entries of send
+// are the same block, sent once.
 rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
                          rm_error *err);
 
@@ -82,8 +81,6 @@ rm_code rm_comm_gather_rows(rm_comm *comm, const void *mine, void *out, const in
                             size_t bytes, rm_error *err);
 // Concatenates `bytes` bytes of each rank in `out` on every rank.
 rm_code rm_comm_all_gather(rm_comm *comm, const void *send, void *out, size_t bytes, rm_error *err);
-// Copies rank `root`'s data to all ranks, in place.
-rm_code rm_comm_broadcast(rm_comm *comm, void *data, size_t bytes, int root, rm_error *err);
 rm_code rm_comm_barrier(rm_comm *comm, rm_error *err);
 // Ends the group with the error code `why`: waiting calls of the other ranks fail, or their next
 // call fails.
@@ -105,8 +102,8 @@ rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int
 // Whether calls only enqueue work, so that a graph can capture them. Barriers cannot be captured.
 int rm_comm_can_be_captured(const rm_comm *comm);
 
-// For transports without headers (nccl): compares all calls so far (op, sequence, epoch, sizes of
-// gathers) and the bytes between each two ranks, over `host`, another group of the same ranks in
+// For transports without headers (nccl): compares all calls so far (op, sequence, epoch, bytes
+// between each two ranks) over `host`, another group of the same ranks in
 // the same order. Captured calls count once, at capture; the engine compares which graph a step
 // replays. RM_E_COLLECTIVE_MISMATCH names two ranks that differ and ends `comm` on all ranks. All
 // ranks call it at the same steps.
@@ -120,7 +117,7 @@ void rm_comm_set_timeout(rm_comm *comm, double seconds);
 double rm_comm_timeout(const rm_comm *comm);
 
 typedef struct rm_comm_stats {
-  int64_t calls[RM_N_COMM_OP];
+  int64_t calls;
   uint64_t bytes_sent, bytes_received; // to and from other ranks
   double seconds; // inside calls
 } rm_comm_stats;
@@ -131,7 +128,6 @@ void rm_comm_destroy(rm_comm *comm); // safe on NULL
 // The functions of a transport. comm.c checks arguments, counts, and copies this rank's block to
 // itself.
 typedef struct rm_transport {
-  const char *name; // "threads", "shm", "torch", "staged", "nccl"
   int moves_own; // for device memory: exchange also copies the block that this rank sends to itself
   // Calls wait for other ranks in the device's queue; rm_comm_wait checks the group.
   int waits_in_queue;

@@ -120,21 +120,25 @@ void rm_device_free(const rm_device *device, void *block, size_t bytes) {
   if (block) device->free(device->self, block, bytes);
 }
 
+rm_code rm_device_alloc_pinned(const rm_device *device, size_t bytes, const char *what, void **out,
+                               rm_error *err) {
+  const rm_device_status status = device->alloc_pinned(device->self, bytes, out);
+  if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
+  return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes of %s: %s", bytes, what,
+                 device->message(device->self));
+}
+
 // ------------------------------------------------------------------------------- mirrored buffers
 rm_code rm_mirrored_create(const rm_device *device, size_t bytes, const char *what,
                            rm_mirrored_buffer *out, rm_error *err) {
-  void *there = NULL, *here = NULL;
+  void *there = NULL;
   *out = (rm_mirrored_buffer){0};
-  const rm_code code = rm_device_alloc(device, bytes, what, &there, err);
-  if (code) return code;
-  if (device->on_host) here = there;
-  else {
-    const rm_device_status status = device->alloc_pinned(device->self, bytes, &here);
-    if (status != RM_DEVICE_OK) device->free(device->self, there, bytes);
-    if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err);
-    if (status != RM_DEVICE_OK)
-      return rm_fail(err, RM_E_MEMORY, "no host memory for %zu bytes of %s: %s", bytes, what,
-                     device->message(device->self));
+  rm_code code = rm_device_alloc(device, bytes, what, &there, err);
+  void *here = there;
+  if (!code && !device->on_host) code = rm_device_alloc_pinned(device, bytes, what, &here, err);
+  if (code) {
+    rm_device_free(device, there, bytes);
+    return code;
   }
   *out = (rm_mirrored_buffer){device, here, there, bytes};
   return RM_OK;

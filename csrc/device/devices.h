@@ -14,6 +14,9 @@ rm_device rm_device_cpu(const rm_kernels *kernels);
 rm_code rm_device_alloc(const rm_device *device, size_t bytes, const char *what, void **out,
                         rm_error *err);
 void rm_device_free(const rm_device *device, void *block, size_t bytes); // safe on NULL
+// Pinned host memory of a device that is not the CPU. RM_E_MEMORY, RM_E_DEVICE.
+rm_code rm_device_alloc_pinned(const rm_device *device, size_t bytes, const char *what, void **out,
+                               rm_error *err);
 rm_code rm_device_wait(const rm_device *device, rm_error *err);
 // Returns RM_OK, or RM_E_DEVICE with the device's message.
 rm_code rm_device_check(const rm_device *device, rm_device_status status, rm_error *err);

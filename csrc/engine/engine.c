@@ -189,7 +189,7 @@ static rm_code allocate(rm_engine *engine, rm_error *err) {
   };
   const size_t n = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n);
   if (!(engine->memory = rm_alloc(1, bytes))) return rm_no_memory(err, "the engine", bytes);
-  rm_fields_place(fields, n, engine->memory, bytes);
+  rm_fields_place(fields, n, engine->memory);
   if (eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
   engine->options.eos_ids = eos;
   for (int w = 0; w < engine->n_workers; w++) {

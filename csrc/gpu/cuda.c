@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <string.h>
 
+#include "cuda/rm_cuda.h"
 #include "gpu/gpu.h"
 
 // Sets the function pointer at `slot` to a function of the library.
@@ -16,10 +17,14 @@ static rm_code find(const char *library, const char *name, void *slot, rm_error 
   return RM_OK;
 }
 
+// Declares `call`, a function of the library by its name, and `code`, the result of finding it.
+#define FIND(name) \
+  __typeof__(&(name)) call = NULL; \
+  rm_code code = find(library, #name, &call, err)
+
 rm_code rm_cuda_count(const char *library, int *count, rm_error *err) {
-  int (*devices)(void) = NULL;
-  const rm_code code = find(library, "rm_cuda_devices", &devices, err);
-  if (!code) *count = devices();
+  FIND(rm_cuda_devices);
+  if (!code) *count = call();
   return code;
 }
 
@@ -38,12 +43,11 @@ rm_code rm_cuda_kernels(const char *library, const char *family, const rm_kernel
 
 rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_device *out,
                        rm_error *err) {
-  int (*open)(int, const rm_kernels *, rm_device *, char *) = NULL;
   const rm_kernels *kernels = NULL;
   char why[256];
   int count;
-  rm_code code = rm_cuda_count(library, &count, err);
-  if (!code) code = find(library, "rm_cuda_open", &open, err);
+  FIND(rm_cuda_open);
+  if (!code) code = rm_cuda_count(library, &count, err);
   if (!code) code = rm_cuda_kernels(library, family, &kernels, err);
   if (code) return code;
   if (count == -1)
@@ -55,7 +59,7 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
   if (ordinal < 0 || ordinal >= count)
     return rm_fail(err, RM_E_CONFIG, "device=\"cuda:%d\": the driver shows %d devices", ordinal,
                    count);
-  const int opened = open(ordinal, kernels, out, why);
+  const rm_device_opened opened = call(ordinal, kernels, out, why);
   if (opened == RM_DEVICE_OPENED) return RM_OK;
   code = opened == RM_DEVICE_NOT_FOUND ? RM_E_CONFIG
          : opened == RM_DEVICE_FULL    ? RM_E_CAPACITY
@@ -66,28 +70,25 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
 // ------------------------------------------------------------------------------ between processes
 rm_code rm_cuda_make_loan(const char *library, const rm_device *device, const void *address,
                           rm_device_loan *out, rm_error *err) {
-  const char *(*lend)(int, const void *, rm_device_loan *) = NULL;
-  const rm_code code = find(library, "rm_cuda_lend", &lend, err);
+  FIND(rm_cuda_lend);
   if (code) return code;
   const int saved = device->enter(device->self);
-  const char *why = lend(device->ordinal, address, out);
+  const char *why = call(device->ordinal, address, out);
   device->leave(device->self, saved);
   return why ? rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s", why) : RM_OK;
 }
 
 rm_code rm_cuda_bus_id(const char *library, int ordinal, char id[32], rm_error *err) {
-  const char *(*bus)(int, char *, int) = NULL;
-  const rm_code code = find(library, "rm_cuda_bus", &bus, err);
+  FIND(rm_cuda_bus);
   if (code) return code;
-  const char *why = bus(ordinal, id, 32);
+  const char *why = call(ordinal, id, 32);
   return why ? rm_fail(err, RM_E_CONFIG, "cuda:%d: %s", ordinal, why) : RM_OK;
 }
 
 rm_code rm_cuda_ordinal(const char *library, const char *bus, int *ordinal, rm_error *err) {
-  const char *(*look)(const char *, int *) = NULL;
-  const rm_code code = find(library, "rm_cuda_find", &look, err);
+  FIND(rm_cuda_find);
   if (code) return code;
-  const char *why = look(bus, ordinal);
+  const char *why = call(bus, ordinal);
   return why ? rm_fail(err, RM_E_CONFIG, "GPU %.31s is not among the devices of this process: %s",
                        bus, why)
              : RM_OK;
@@ -95,11 +96,10 @@ rm_code rm_cuda_ordinal(const char *library, const char *bus, int *ordinal, rm_e
 
 rm_code rm_cuda_open_loan(const char *library, const rm_device *device, rm_device_loan *loan,
                           rm_error *err) {
-  const char *(*borrow)(rm_device_loan *) = NULL;
-  const rm_code code = find(library, "rm_cuda_borrow", &borrow, err);
+  FIND(rm_cuda_borrow);
   if (code) return code;
   const int saved = device->enter(device->self);
-  const char *why = borrow(loan);
+  const char *why = call(loan);
   device->leave(device->self, saved);
   return why ? rm_fail(err, RM_E_DEVICE, "%s: memory of another process: %s", device->name, why)
              : RM_OK;
@@ -107,11 +107,10 @@ rm_code rm_cuda_open_loan(const char *library, const rm_device *device, rm_devic
 
 rm_code rm_cuda_close_loan(const char *library, const rm_device *device, void *block,
                            rm_error *err) {
-  const char *(*give_back)(void *) = NULL;
-  const rm_code code = find(library, "rm_cuda_give_back", &give_back, err);
+  FIND(rm_cuda_give_back);
   if (code) return code;
   const int saved = device->enter(device->self);
-  const char *why = give_back(block);
+  const char *why = call(block);
   device->leave(device->self, saved);
   return why ? rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, why) : RM_OK;
 }

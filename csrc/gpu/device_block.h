@@ -19,31 +19,13 @@ static inline void rm_device_unpack(const rm_device *device, const char *run,
                   block->row_bytes, block->row_bytes, (size_t)block->rows);
 }
 
-// Whether rm_device_own needs a buffer of the block's bytes: when both blocks are strided and their
-// rows differ in length.
-static inline int rm_device_own_needs_run(const rm_block *from, const rm_block *to) {
-  return rm_block_bytes(to) > 0 && from->base != to->base && !rm_block_is_flat(from) &&
-         !rm_block_is_flat(to) && from->row_bytes != to->row_bytes;
-}
-
-// rm_block_copy in device memory. `run`: the buffer, if rm_device_own_needs_run.
-static inline void rm_device_own(const rm_device *device, const rm_block *from, const rm_block *to,
-                                 char *run) {
+// rm_block_copy in device memory.
+static inline void rm_device_own(const rm_device *device, const rm_block *from,
+                                 const rm_block *to) {
+  const size_t width = rm_block_is_flat(to) ? from->row_bytes : to->row_bytes;
   if (rm_block_bytes(to) == 0 || from->base == to->base) return;
-  if (rm_block_is_flat(to)) rm_device_pack(device, from, to->base);
-  else if (rm_block_is_flat(from)) rm_device_unpack(device, from->base, to);
-  else if (from->row_bytes == to->row_bytes)
-    device->copy_2d(device->self, to->base, to->ld, from->base, from->ld, to->row_bytes,
-                    (size_t)to->rows);
-  else {
-    rm_device_pack(device, from, run);
-    rm_device_unpack(device, run, to);
-  }
-}
-
-// Whether all ranks get one block.
-static inline int rm_is_one_block(rm_comm_op op) {
-  return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST;
+  device->copy_2d(device->self, to->base, rm_block_is_flat(to) ? width : to->ld, from->base,
+                  rm_block_is_flat(from) ? width : from->ld, width, rm_block_bytes(to) / width);
 }
 
 // Sets at[r] to the contiguous bytes of the block of each other rank: a range of `run`, or the

@@ -21,8 +21,7 @@ rm_exchanged rm_exchanged_tp(const rm_spec *spec, const rm_model_options *option
   const rm_mesh *mesh = &options->rank->mesh;
   const size_t elem = rm_dtype_bytes(options->dtype), rows = (size_t)options->max_rows,
                hidden = (size_t)spec->hidden_size * elem;
-  const size_t heads = (size_t)(spec->n_heads * spec->head_dim) * elem,
-               choices = rows * (size_t)spec->top_k;
+  const size_t heads = (size_t)(spec->n_heads * spec->head_dim) * elem;
   const size_t inner =
       spec->n_moe_layers < spec->n_layers ? (size_t)spec->intermediate_size * elem : 0;
   const size_t routed = (size_t)(spec->n_moe_layers * spec->top_k) * sizeof(int16_t);
@@ -34,11 +33,10 @@ rm_exchanged rm_exchanged_tp(const rm_spec *spec, const rm_model_options *option
                               : 0;
   const size_t apart =
       MOST(rows * hidden, rows * heads, rows * inner, (size_t)options->max_out_rows * logits,
-           mesh->ep == 1 ? choices * (size_t)spec->moe_intermediate_size * elem : 0,
+           mesh->ep == 1 ? rows * (size_t)(spec->top_k * spec->moe_intermediate_size) * elem : 0,
            stays ? slots * hidden : 0);
-  const size_t all =
-      MOST(apart, rows * routed, (size_t)(mesh->tp * options->static_rows) * hidden,
-           shares && stays ? choices * hidden : 0, shares ? rm_exchanged_ep(spec, options).all : 0);
+  const size_t all = MOST(apart, rows * routed, (size_t)(mesh->tp * options->static_rows) * hidden,
+                          shares ? rm_exchanged_ep(spec, options).all : 0);
   return (rm_exchanged){all, apart};
 }
 

@@ -11,6 +11,5 @@ typedef struct rm_exchanged { // bytes, in one direction
 
 // In the tp group, which is also the ep group where ep = tp.
 rm_exchanged rm_exchanged_tp(const rm_spec *spec, const rm_model_options *options);
-// In an ep group that is not the tp group: exchanges of fixed sizes only, since exchanges of
-// counted sizes use the host group.
+// In an ep group that is not the tp group.
 rm_exchanged rm_exchanged_ep(const rm_spec *spec, const rm_model_options *options);

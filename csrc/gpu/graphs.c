@@ -42,11 +42,7 @@ struct rm_graphs {
 
 // --------------------------------------------------------------------------------------- creation
 static int64_t next_size(int64_t rows) {
-  return rows < 4     ? 2 * rows
-         : rows < 8   ? 8
-         : rows < 64  ? rows + 8
-         : rows < 256 ? rows + 16
-                      : rows + 32;
+  return rows < 8 ? 2 * rows : rows < 64 ? rows + 8 : rows < 256 ? rows + 16 : rows + 32;
 }
 
 rm_code rm_graphs_create(const rm_device *device, const rm_rank *rank, int64_t most_rows,

@@ -62,13 +62,11 @@ static rm_code pass(transfer *p, rm_code (*way)(const transfer *, rm_error *), r
   const rm_device *device = p->device;
   void *halves;
   p->half_bytes = (size_t)rm_min64(rm_max64((int64_t)p->bytes / 4, MIN_HALF_BYTES), MAX_HALF_BYTES);
-  const rm_device_status status = device->alloc_pinned(device->self, 2 * p->half_bytes, &halves);
-  if (status == RM_DEVICE_NO_MEMORY)
-    return rm_fail(err, RM_E_MEMORY, "no host memory for a staging buffer of %zu bytes: %s",
-                   2 * p->half_bytes, device->message(device->self));
-  if (status != RM_DEVICE_OK) return rm_device_check(device, status, err);
+  rm_code code =
+      rm_device_alloc_pinned(device, 2 * p->half_bytes, "a staging buffer", &halves, err);
+  if (code) return code;
   p->halves = halves;
-  const rm_code code = way(p, err);
+  code = way(p, err);
   device->free_pinned(device->self, halves, 2 * p->half_bytes); // waits for enqueued copies
   return code;
 }

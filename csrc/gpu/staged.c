@@ -40,12 +40,9 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
   staged *s = self;
   (void)sequence; // the host group counts its own calls
   const size_t sent =
-      rm_device_place(send, s->size, s->rank, rm_is_one_block(op), 0, s->out.on_device, s->from);
+      rm_device_place(send, s->size, s->rank, op == RM_COMM_GATHER, 0, s->out.on_device, s->from);
   const size_t received = rm_device_place(recv, s->size, s->rank, 0, 0, s->in.on_device, s->to);
-  const rm_block *from = &send[s->rank], *to = &recv[s->rank];
-  const size_t own = rm_device_own_needs_run(from, to) ? rm_block_bytes(to) : 0;
-  rm_code code = rm_device_check_room(op, "bytes", s->rank, s->capacity, sent > own ? sent : own,
-                                      received, err);
+  rm_code code = rm_device_check_room(op, "bytes", s->rank, s->capacity, sent, received, err);
   if (!code) code = copy_to_host(s, send, sent, err);
   if (code) {
     rm_comm_abort(s->host, code); // other ranks wait in the call that this rank will not join
@@ -59,7 +56,7 @@ static rm_code exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t ep
   if (received > 0)
     s->device->copy_to_device(s->device->self, s->in.on_device, s->in.host, received);
   rm_device_unpack_all(s->device, recv, s->size, s->to);
-  rm_device_own(s->device, from, to, s->out.on_device);
+  rm_device_own(s->device, &send[s->rank], &recv[s->rank]);
   return RM_OK;
 }
 
@@ -83,8 +80,6 @@ rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t cap
                               rm_comm **out, rm_error *err) {
   const int size = rm_comm_size(host), rank = rm_comm_rank(host);
   *out = NULL;
-  if (capacity < 1 || capacity > INT64_MAX)
-    return rm_fail(err, RM_E_CONFIG, "capacity: expected 1 to 2^63 - 1 bytes, got %zu", capacity);
   staged *s = rm_alloc(1, sizeof *s + 2 * (size_t)size * (sizeof *s->send + sizeof *s->from));
   if (!s) return rm_fail(err, RM_E_MEMORY, "no memory for a group of %d ranks", size);
   *s = (staged){.host = host,
@@ -96,8 +91,7 @@ rm_code rm_comm_create_staged(rm_comm *host, const rm_device *device, size_t cap
   s->recv = s->send + size;
   s->from = (char **)(s->recv + size);
   s->to = s->from + size;
-  const rm_transport transport = {.name = "staged",
-                                  .moves_own = 1,
+  const rm_transport transport = {.moves_own = 1,
                                   .self = s,
                                   .exchange = exchange,
                                   .abort = give_up,

@@ -87,41 +87,38 @@ static rm_code stage_from_host(rm_staging *staging, rm_pack_args *args, size_t b
   return RM_OK;
 }
 
-// Copies a source from another GPU. Contiguous rows (or columns) are copied by one pitched
-// copy. If neither rows nor columns are contiguous, or if the source is nearly dense, the whole
-// byte range that it spans is copied and keeps its strides.
+// Copies a source from another GPU. Contiguous rows (or columns) are copied by one pitched copy. In
+// any other layout the whole byte range that the source spans is copied and keeps its strides.
 static rm_code stage_from_gpu(rm_staging *staging, const rm_staged_tensor *tensor,
                               rm_pack_args *args, size_t bytes, rm_error *err) {
   const rm_device *device = staging->device;
   const int64_t elem = (int64_t)rm_src_bytes(args->src_dtype),
-                down = (args->rows - 1) * args->row_stride;
-  const int64_t right = (args->cols - 1) * args->col_stride,
-                low = rm_min64(down, 0) + rm_min64(right, 0);
-  const int64_t span = (rm_max64(down, 0) + rm_max64(right, 0) - low + 1) * elem,
-                half = (int64_t)staging->half_bytes;
+                down = (args->rows - 1) * args->row_stride,
+                right = (args->cols - 1) * args->col_stride;
+  const int64_t low = rm_min64(down, 0) + rm_min64(right, 0),
+                span = (rm_max64(down, 0) + rm_max64(right, 0) - low + 1) * elem;
   const int by_rows = args->col_stride == 1;
   int64_t *stride = by_rows ? &args->row_stride : &args->col_stride; // from run to run
-  const int64_t n = by_rows ? args->rows : args->cols, run = by_rows ? args->cols : args->rows;
-  const int has_runs = by_rows || args->row_stride == 1, ascend = *stride >= run;
-  const int is_whole = span <= (has_runs && ascend ? rm_min64(half, 2 * (int64_t)bytes) : half);
-  const char *from = args->src;
+  const int64_t run = by_rows ? args->cols : args->rows;
+  const int has_runs = (by_rows || args->row_stride == 1) && *stride >= run;
   char *here;
-  if (!is_whole && !has_runs)
+  if (!has_runs && span > (int64_t)staging->half_bytes)
     return rm_fail(
         err, RM_E_LAYOUT,
         "%.*s: strides [%lld, %lld] spread %lld elements on cuda:%d over %lld bytes; send "
         ".contiguous()",
         (int)tensor->length, tensor->name, (long long)args->row_stride, (long long)args->col_stride,
         (long long)(args->rows * args->cols), tensor->ordinal, (long long)span);
-  const rm_code code = reserve(staging, is_whole ? (size_t)span : bytes, &here, err);
+  const size_t width = (size_t)(has_runs ? run * elem : span), n = has_runs ? bytes / width : 1,
+               pitch = has_runs ? (size_t)(*stride * elem) : width;
+  const rm_code code = reserve(staging, n * width, &here, err);
   if (code) return code;
   char *there = rm_mirrored_on_device(&staging->halves, here);
-  args->src = is_whole ? there - low * elem : there;
-  const size_t width = (size_t)(is_whole ? span : run * elem),
-               pitch = is_whole ? width : (size_t)(*stride * elem);
-  device->copy_2d_from_peer(device->self, there, width, from + (is_whole ? low * elem : 0),
-                            tensor->ordinal, pitch, width, is_whole ? 1 : (size_t)n);
-  if (!is_whole) *stride = run;
+  device->copy_2d_from_peer(device->self, there, width,
+                            (const char *)args->src + (has_runs ? 0 : low * elem), tensor->ordinal,
+                            pitch, width, n);
+  args->src = has_runs ? there : there - low * elem;
+  if (has_runs) *stride = run;
   return RM_OK;
 }
 

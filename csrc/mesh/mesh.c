@@ -1,19 +1,12 @@
 // mesh.c: see mesh.h.
 #include "mesh/mesh.h"
 
-rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out,
-                       rm_error *err) {
+rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, rm_mesh *out, rm_error *err) {
   rm_code code;
   if ((code = rm_check_range(err, RM_E_CONFIG, "tp", tp, 1, RM_MAX_WORLD)) ||
       (code = rm_check_range(err, RM_E_CONFIG, "dp", dp, 1, RM_MAX_WORLD)) ||
       (code = rm_check_range(err, RM_E_CONFIG, "ep", ep, 1, RM_MAX_WORLD)))
     return code;
-  if (cp != 1)
-    return rm_fail(err, RM_E_CONFIG, "cp: expected 1 (rollmesh has only tp, dp and ep), got %lld",
-                   (long long)cp);
-  if (pp != 1)
-    return rm_fail(err, RM_E_CONFIG, "pp: expected 1 (rollmesh has only tp, dp and ep), got %lld",
-                   (long long)pp);
   if (tp * dp > RM_MAX_WORLD)
     return rm_fail(err, RM_E_CONFIG,
                    "dp*tp: expected at most %d ranks, got %lld (dp=%lld, tp=%lld)", RM_MAX_WORLD,

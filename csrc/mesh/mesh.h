@@ -25,10 +25,8 @@ typedef enum rm_axis { RM_AXIS_TP, RM_AXIS_DP, RM_AXIS_EP } rm_axis;
 
 enum { RM_MAX_WORLD = 4096, RM_MAX_TP = 256 };
 
-// RM_E_CONFIG states the rule that is broken. cp and pp (context and pipeline parallelism) must be
-// 1; they are parameters so that the error can name them.
-rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, int64_t cp, int64_t pp, rm_mesh *out,
-                       rm_error *err);
+// RM_E_CONFIG states the rule that is broken.
+rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, rm_mesh *out, rm_error *err);
 
 static inline int32_t rm_mesh_world(const rm_mesh *mesh) { return mesh->tp * mesh->dp; }
 

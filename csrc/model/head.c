@@ -61,24 +61,17 @@ static rm_code compute_shard(rm_model *model, const char *weights, const rm_head
 
 static rm_code gather_pairs(rm_model *model, int64_t rows, rm_error *err) {
   rm_shard *shard = &model->shard;
-  const size_t each = (size_t)rows * 2 * sizeof(float);
-  rm_block *recv = rm_comm_blocks(shard->comm) + shard->size;
-  for (int r = 0; r < shard->size; r++) {
-    const rm_range its = shard->placements[r].vocab;
-    recv[r] =
-        (rm_block){model->pairs + block_of(its.first) * rows * 2, block_of(its.n), each, each};
-  }
-  return rm_comm_gather(shard->comm, recv[shard->me], recv, err);
+  int64_t counts[RM_MAX_TP];
+  for (int r = 0; r < shard->size; r++) counts[r] = block_of(shard->placements[r].vocab.n);
+  return rm_comm_gather_rows(shard->comm, NULL, model->pairs, counts,
+                             (size_t)rows * 2 * sizeof(float), err);
 }
 
 // Gathers each target's logit from the rank that holds it, into own_logits.
 static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *err) {
   rm_shard *shard = &model->shard;
-  const size_t each = (size_t)head->rows * sizeof(float);
-  rm_block *recv = rm_comm_blocks(shard->comm) + shard->size;
-  for (int r = 0; r < shard->size; r++)
-    recv[r] = (rm_block){model->target_logits + r * head->rows, 1, each, each};
-  rm_code code = rm_comm_gather(shard->comm, recv[shard->me], recv, err);
+  rm_code code = rm_comm_all_gather(shard->comm, model->target_logits + shard->me * head->rows,
+                                    model->target_logits, (size_t)head->rows * sizeof(float), err);
   if (code || (code = rm_indices_begin(model, err))) return code;
   for (int64_t i = 0; i < head->rows; i++)
     model->from_targets[i] =

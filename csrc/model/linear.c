@@ -29,25 +29,17 @@ static rm_gemm_args args_of(const rm_pass *pass, rm_param_kind kind, const void 
   return args;
 }
 
-// Whether cuBLASLt computes a gemm.
-static int is_vendors(const rm_model *model, rm_param_kind kind) {
-  return model->vendor_gemm.self && rm_kind_is_dense(kind);
-}
+static int is_swiglu(rm_param_kind kind) { return kind == RM_P_GATE || kind == RM_P_SHARED_GATE; }
 
 void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y) {
   rm_model *model = pass->model;
+  const rm_kernels *kernels = model->kernels;
+  const rm_vendor_gemm *vendor = &model->vendor_gemm;
   const rm_gemm_args args = args_of(pass, kind, x, y);
   if (!args.m || !args.n) return;
-  if (is_vendors(model, kind)) model->vendor_gemm.gemm(model->vendor_gemm.self, &args);
-  else model->kernels->gemm(&model->ctx, &args);
-}
-
-void rm_linear_swiglu(const rm_pass *pass, rm_param_kind kind, const void *x, char *y) {
-  rm_model *model = pass->model;
-  const rm_gemm_args args = args_of(pass, kind, x, y);
-  if (!args.m || !args.n) return;
-  if (is_vendors(model, kind)) model->vendor_gemm.gemm_swiglu(model->vendor_gemm.self, &args);
-  else model->kernels->gemm_swiglu(&model->ctx, &args);
+  if (vendor->self && rm_kind_is_dense(kind))
+    (is_swiglu(kind) ? vendor->gemm_swiglu : vendor->gemm)(vendor->self, &args);
+  else (is_swiglu(kind) ? kernels->gemm_swiglu : kernels->gemm)(&model->ctx, &args);
 }
 
 // --------------------------------------------------------------------------------------- cuBLASLt
@@ -64,9 +56,9 @@ static int list_shapes(rm_model *model, rm_gemm_shape list[RM_MAX_GEMM_SHAPES]) 
       .model = model, .weights = nowhere, .rows = 1, .layer = &model->params->layers[dense]};
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
     const rm_gemm_args args = args_of(&pass, kinds[i], nowhere, nowhere);
-    const int swiglu = kinds[i] == RM_P_GATE;
     if (!args.w || !args.n || (kinds[i] == RM_P_UP && !spec->ungated)) continue;
-    list[n++] = (rm_gemm_shape){args.n, args.k, args.ldx, args.ldy, args.bias != NULL, swiglu};
+    list[n++] =
+        (rm_gemm_shape){args.n, args.k, args.ldx, args.ldy, args.bias != NULL, is_swiglu(kinds[i])};
   }
   return n;
 }

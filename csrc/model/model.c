@@ -43,7 +43,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   const rm_spec *spec = model->spec;
   const int parallel = model->shard.comm != NULL;
   const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype),
-               half = (size_t)spec->rotary_dim / 2;
+               half = (size_t)spec->rotary_dim / 2, row = (size_t)spec->hidden_size * elem;
   const size_t table = (size_t)options->max_positions * sizeof(float),
                wide = (size_t)(spec->n_heads * spec->head_dim) * elem;
   const size_t looked_up =
@@ -54,9 +54,9 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
       {&model->cos, table, half},
       {&model->sin, table, half},
-      {&model->residual, rows, (size_t)spec->hidden_size * elem},
-      {&model->x, rows, (size_t)spec->hidden_size * elem},
-      {&model->out_residual, rows, (size_t)spec->hidden_size * elem},
+      {&model->residual, rows, row},
+      {&model->x, rows, row},
+      {&model->out_residual, rows, row},
       {&model->qkv, rows, (size_t)rm_qkv_width(model->params) * elem},
       {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers || shared_rows ? rows : 0,
@@ -66,11 +66,11 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
            sizeof(float)},
       {&model->all_squares, parallel ? normed_rows : 0,
        (size_t)(spec->n_heads + spec->n_kv_heads) * sizeof(float)},
-      {&model->shared, shared_rows, (size_t)spec->hidden_size * elem},
-      {&model->shared_home, parallel ? shared_rows : 0, (size_t)spec->hidden_size * elem},
+      {&model->shared, shared_rows, row},
+      {&model->shared_home, parallel ? shared_rows : 0, row},
       {&model->shared_switch, spec->shared_switch ? shared_rows : 0, elem},
       {&model->attended, parallel ? rows : 0, wide},
-      {&model->home, parallel ? looked_up : 0, (size_t)spec->hidden_size * elem},
+      {&model->home, parallel ? looked_up : 0, row},
       {workspace, workspace_bytes, 1},
       {&model->vendor_gemm_workspace, rm_model_gemm_workspace(model), 1},
   };
@@ -82,7 +82,7 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   snprintf(what, sizeof what, "activations (%lld rows a step, %lld positions)",
            (long long)options->max_rows, (long long)options->max_positions);
   const rm_code code = rm_device_alloc(model->device, model->block_bytes, what, &model->block, err);
-  if (!code) rm_fields_place(fields, n_fields, model->block, model->block_bytes);
+  if (!code) rm_fields_place(fields, n_fields, model->block);
   return code;
 }
 
@@ -129,7 +129,7 @@ static rm_code create_indices(rm_model *model, rm_error *err) {
   if (!model->shard.comm) return RM_OK;
   const rm_code code = rm_mirrored_create(model->device, rm_fields_bytes(fields, n), "indices",
                                           &model->indices, err);
-  if (!code) rm_fields_place(fields, n, model->indices.host, model->indices.bytes);
+  if (!code) rm_fields_place(fields, n, model->indices.host);
   return code;
 }
 
@@ -143,7 +143,7 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   if (code) return code;
   if (spec->n_moe_layers &&
       (code = rm_moe_create(&model->moe, model->params, model->device, options->rank, &model->shard,
-                            &model->ctx, options->max_rows, options->static_rows, err)))
+                            &model->ctx, options->max_rows, err)))
     return code;
   if ((code = create_buffers(model, &workspace, workspace_bytes, err)) ||
       (code = create_indices(model, err)))
@@ -491,9 +491,8 @@ static rm_code mlp_block(const rm_pass *pass, int is_shared) {
   char *out = is_shared ? model->shared : model->x;
   rm_code code = complete_rows(pass);
   if (code) return code;
-  if (is_shared) rm_linear_swiglu(pass, RM_P_SHARED_GATE, model->x, model->inner);
-  else if (model->spec->ungated) ungated_up(pass);
-  else rm_linear_swiglu(pass, RM_P_GATE, model->x, model->inner);
+  if (!is_shared && model->spec->ungated) ungated_up(pass);
+  else rm_linear(pass, is_shared ? RM_P_SHARED_GATE : RM_P_GATE, model->x, model->inner);
   if ((code = rm_shard_gather_columns(&model->shard, is_shared ? RM_DIM_SHARED_INNER : RM_DIM_INNER,
                                       model->inner, pass->rows, pass->err)))
     return code;

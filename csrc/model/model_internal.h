@@ -85,10 +85,9 @@ typedef struct rm_pass {
 } rm_pass;
 
 // linear.c. y ← x · the layer's matrix `kind` (q: q, k and v), for this rank's columns of y; the
-// matrix y is whole, but that of q, k and v has this rank's columns only. With rm_linear_swiglu the
-// matrix is gate and up, and y ← activation(gate) · up.
+// matrix y is whole, but that of q, k and v has this rank's columns only. For a gate the matrix is
+// gate and up, and y ← activation(gate) · up.
 void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
-void rm_linear_swiglu(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
 // Elements of q, k and v of one token on this rank.
 static inline int64_t rm_qkv_width(const rm_params *params) {
   return (params->placement.heads.n + 2 * params->placement.kv_heads.n) * params->spec->head_dim;

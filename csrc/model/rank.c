@@ -53,7 +53,7 @@ rm_traffic rm_rank_traffic(const rm_rank *rank) {
     rm_comm_statistics(groups[i], &its);
     traffic.bytes += its.bytes_sent;
     traffic.seconds += its.seconds;
-    for (int op = 0; op < RM_N_COMM_OP; op++) traffic.calls += its.calls[op];
+    traffic.calls += its.calls;
   }
   return traffic;
 }

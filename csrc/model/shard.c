@@ -73,9 +73,8 @@ rm_code rm_shard_columns_to_rows(rm_shard *shard, rm_dim dim, const void *whole,
 
 rm_code rm_shard_gather_rows(rm_shard *shard, void *whole, int64_t rows, size_t bytes,
                              rm_error *err) {
+  int64_t counts[RM_MAX_TP];
   if (!shard->comm) return RM_OK;
-  rm_block *recv = rm_comm_blocks(shard->comm) + shard->size;
-  for (int r = 0; r < shard->size; r++)
-    recv[r] = block(whole, bytes, 1, rm_shard_rows(shard, rows, r), (rm_range){0, 1});
-  return rm_comm_gather(shard->comm, recv[shard->me], recv, err);
+  for (int r = 0; r < shard->size; r++) counts[r] = rm_shard_rows(shard, rows, r).n;
+  return rm_comm_gather_rows(shard->comm, NULL, whole, counts, bytes, err);
 }

@@ -17,30 +17,40 @@ enum {
 };
 _Static_assert(MAX_EXPERTS <= INT16_MAX, "routing is recorded as int16");
 
+typedef struct bound {
+  const char *name;
+  int64_t value, least, most;
+} bound;
+
+static rm_code check_bounds(const bound list[], size_t n, rm_error *err) {
+  rm_code code = RM_OK;
+  for (size_t i = 0; i < n && !code; i++)
+    code =
+        rm_check_range(err, RM_E_CONFIG, list[i].name, list[i].value, list[i].least, list[i].most);
+  return code;
+}
+
+static rm_code check_even(const char *name, int64_t value, rm_error *err) {
+  if (value % 2 == 0) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "%s: expected an even number (rope rotates pairs), got %lld",
+                 name, (long long)value);
+}
+
+static rm_code check_positive(const char *name, float value, rm_error *err) {
+  if (isfinite(value) && value > 0) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "%s: expected a finite number > 0, got %g", name, (double)value);
+}
+
 static rm_code check_attention(const rm_spec *s, rm_error *err) {
   rm_code code;
-  if ((code = rm_check_range(err, RM_E_CONFIG, "num_attention_heads", s->n_heads, 1, MAX_HEADS)) ||
-      (code =
-           rm_check_range(err, RM_E_CONFIG, "num_key_value_heads", s->n_kv_heads, 1, s->n_heads)))
-    return code;
   if (s->n_heads % s->n_kv_heads)
     return rm_fail(err, RM_E_CONFIG,
                    "num_key_value_heads: expected a divisor of num_attention_heads=%lld, got %lld",
                    (long long)s->n_heads, (long long)s->n_kv_heads);
-  if ((code = rm_check_range(err, RM_E_CONFIG, "head_dim", s->head_dim, 2, MAX_HEAD_DIM)))
+  if ((code = check_even("head_dim", s->head_dim, err)) ||
+      (code = rm_check_range(err, RM_E_CONFIG, "rotary_dim", s->rotary_dim, 0, s->head_dim)) ||
+      (code = check_even("rotary_dim", s->rotary_dim, err)))
     return code;
-  if (s->head_dim % 2)
-    return rm_fail(err, RM_E_CONFIG,
-                   "head_dim: expected an even number (rope rotates pairs), got "
-                   "%lld",
-                   (long long)s->head_dim);
-  if ((code = rm_check_range(err, RM_E_CONFIG, "rotary_dim", s->rotary_dim, 0, s->head_dim)))
-    return code;
-  if (s->rotary_dim % 2)
-    return rm_fail(err, RM_E_CONFIG,
-                   "rotary_dim: expected an even number (rope rotates pairs), got "
-                   "%lld",
-                   (long long)s->rotary_dim);
   if (s->n_heads * s->head_dim > MAX_WIDTH)
     return rm_fail(err, RM_E_CONFIG, "num_attention_heads·head_dim: expected at most %d, got %lld",
                    MAX_WIDTH, (long long)(s->n_heads * s->head_dim));
@@ -48,9 +58,8 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
 }
 
 static rm_code check_rope(const rm_spec *s, rm_error *err) {
-  if (!(isfinite(s->rope_scale) && s->rope_scale > 0))
-    return rm_fail(err, RM_E_CONFIG, "rope_scale: expected a finite number > 0, got %g",
-                   (double)s->rope_scale);
+  const rm_code code = check_positive("rope_scale", s->rope_scale, err);
+  if (code) return code;
   if (!s->inv_freq)
     return rm_fail(err, RM_E_CONFIG, "inv_freq: expected rotary_dim/2=%lld values, got none",
                    (long long)s->rotary_dim / 2);
@@ -62,9 +71,6 @@ static rm_code check_rope(const rm_spec *s, rm_error *err) {
 }
 
 static rm_code check_experts(const rm_spec *s, rm_error *err) {
-  rm_code code;
-  if ((code = rm_check_range(err, RM_E_CONFIG, "num_experts", s->n_experts, 0, MAX_EXPERTS)))
-    return code;
   if (s->n_experts == 0) {
     if (s->top_k || s->moe_intermediate_size)
       return rm_fail(
@@ -76,13 +82,17 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
   }
   if (s->top_k > s->n_experts)
     return rm_fail(err, RM_E_CONFIG,
-                   "num_experts_per_tok: expected at most num_experts=%lld, got "
-                   "%lld",
+                   "num_experts_per_tok: expected at most num_experts=%lld, got %lld",
                    (long long)s->n_experts, (long long)s->top_k);
-  if ((code = rm_check_range(err, RM_E_CONFIG, "num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K)) ||
-      (code = rm_check_range(err, RM_E_CONFIG, "n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS)) ||
-      (code = rm_check_range(err, RM_E_CONFIG, "topk_group", s->top_groups, 1, s->n_groups)))
-    return code;
+  const bound bounds[] = {
+      {"num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K},
+      {"n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS},
+      {"topk_group", s->top_groups, 1, s->n_groups},
+      {"shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH},
+      {"moe_intermediate_size", s->moe_intermediate_size, 1, MAX_WIDTH},
+  };
+  const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
+  if (code) return code;
   const int64_t each = s->n_experts / s->n_groups;
   if (s->n_groups > 1 &&
       (s->n_experts % s->n_groups || each < 2 || s->top_groups * each < s->top_k))
@@ -91,20 +101,10 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
                    "num_experts=%lld in each, with num_experts_per_tok=%lld in topk_group of them",
                    (long long)s->n_groups, (long long)s->top_groups, (long long)s->n_experts,
                    (long long)s->top_k);
-  if (!(isfinite(s->route_scale) && s->route_scale > 0))
-    return rm_fail(err, RM_E_CONFIG, "routed_scaling_factor: expected a finite number > 0, got %g",
-                   (double)s->route_scale);
-  if ((code = rm_check_range(err, RM_E_CONFIG, "shared_intermediate_size",
-                             s->shared_intermediate_size, 0, MAX_WIDTH)))
-    return code;
-  return rm_check_range(err, RM_E_CONFIG, "moe_intermediate_size", s->moe_intermediate_size, 1,
-                        MAX_WIDTH);
+  return check_positive("routed_scaling_factor", s->route_scale, err);
 }
 
 static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
-  rm_code code;
-  if ((code = rm_check_range(err, RM_E_CONFIG, "num_hidden_layers", s->n_layers, 1, MAX_LAYERS)))
-    return code;
   if (!s->layers)
     return rm_fail(err, RM_E_CONFIG, "layers: expected num_hidden_layers=%lld entries, got none",
                    (long long)s->n_layers);
@@ -128,21 +128,27 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
 
 rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   *out = NULL;
-  rm_code code;
   int64_t n_moe = 0;
-  if ((code = rm_check_range(err, RM_E_CONFIG, "vocab_size", values->vocab_size, 1, MAX_VOCAB)) ||
-      (code = rm_check_range(err, RM_E_CONFIG, "hidden_size", values->hidden_size, 1, MAX_WIDTH)) ||
+  const bound bounds[] = {
+      {"vocab_size", values->vocab_size, 1, MAX_VOCAB},
+      {"hidden_size", values->hidden_size, 1, MAX_WIDTH},
+      {"num_attention_heads", values->n_heads, 1, MAX_HEADS},
+      {"num_key_value_heads", values->n_kv_heads, 1, values->n_heads},
+      {"head_dim", values->head_dim, 2, MAX_HEAD_DIM},
+      {"num_experts", values->n_experts, 0, MAX_EXPERTS},
+      {"num_hidden_layers", values->n_layers, 1, MAX_LAYERS},
+  };
+  rm_code code;
+  if ((code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err)) ||
       (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
-      (code = check_experts(values, err)) || (code = check_layers(values, &n_moe, err)))
+      (code = check_experts(values, err)) || (code = check_layers(values, &n_moe, err)) ||
+      (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)))
     return code;
   if (!values->norm_before && !values->norm_after)
     return rm_fail(
         err, RM_E_CONFIG,
         "norm_before, norm_after: expected norms of a block's input, of its output, or of both, "
         "got neither");
-  if (!(isfinite(values->rms_norm_eps) && values->rms_norm_eps > 0))
-    return rm_fail(err, RM_E_CONFIG, "rms_norm_eps: expected a finite number > 0, got %g",
-                   (double)values->rms_norm_eps);
 
   const size_t layers_bytes = (size_t)values->n_layers * sizeof *values->layers;
   size_t names_bytes = 0;

@@ -80,7 +80,7 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
     rm_kv_destroy(cache);
     return rm_no_memory(err, "the records of KV pages", bytes);
   }
-  rm_fields_place(fields, n_fields, cache->block, bytes);
+  rm_fields_place(fields, n_fields, cache->block);
   *out = cache;
   return RM_OK;
 }

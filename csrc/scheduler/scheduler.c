@@ -53,7 +53,7 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
   if (!scheduler->memory)
     return rm_no_memory(err, "a batch (max_num_batched_tokens, max_num_seqs)",
                         scheduler->memory_bytes);
-  rm_fields_place(fields, N_FIELDS(fields), scheduler->memory, scheduler->memory_bytes);
+  rm_fields_place(fields, N_FIELDS(fields), scheduler->memory);
   for (scheduler->n_free_table_rows = 0; scheduler->n_free_table_rows < options->max_num_seqs;
        scheduler->n_free_table_rows++)
     scheduler->free_table_rows[scheduler->n_free_table_rows] =

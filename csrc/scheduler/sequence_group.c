@@ -234,11 +234,11 @@ static rm_sequence_group *allocate(const rm_sequence_group *values, const rm_req
   *group = model;
   char *at = (char *)(group + 1);
   group_fields(group, request, limits, fields);
-  rm_fields_place(fields, GROUP_FIELDS, at, own);
+  rm_fields_place(fields, GROUP_FIELDS, at);
   at += own;
   for (int32_t i = 0; i < group->n; i++, at += part) {
     sequence_fields(&group->sequences[i], group, request, limits, fields);
-    rm_fields_place(fields, SEQUENCE_FIELDS, at, part);
+    rm_fields_place(fields, SEQUENCE_FIELDS, at);
   }
   return group;
 }

@@ -87,7 +87,7 @@ static void fill(rm_runner *runner) {
   const size_t rows = (size_t)plan->n_rows, outs = (size_t)plan->n_out;
   list_fields(runner, b, (size_t)shape->n_rows, (size_t)shape->n_out, fields);
   // The buffer is sized for the largest step.
-  rm_fields_place(fields, STEP_FIELDS, runner->buffer, runner->buffer_bytes);
+  rm_fields_place(fields, STEP_FIELDS, runner->buffer);
 #define COPY(member, n) memcpy(b->member, plan->member, (n) * sizeof *b->member)
   COPY(slots, rows);
   COPY(ids, rows);

@@ -82,9 +82,9 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
   if (!code)
     code = rm_results_create(runner->device, &runner->rank, results, &runner->results, err);
   if (code) return code;
-  rm_fields_place(host, N_FIELDS(host), runner->host, runner->host_bytes);
-  rm_fields_place(device, N_FIELDS(device), runner->scratch, runner->scratch_bytes);
-  rm_fields_place(both, N_FIELDS(both), runner->mirrored.host, runner->mirrored.bytes);
+  rm_fields_place(host, N_FIELDS(host), runner->host);
+  rm_fields_place(device, N_FIELDS(device), runner->scratch);
+  rm_fields_place(both, N_FIELDS(both), runner->mirrored.host);
   return RM_OK;
 }
 

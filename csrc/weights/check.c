@@ -17,31 +17,26 @@ rm_dims_text rm_show_dims(const int64_t *shape, int n_dims) {
   return out;
 }
 
-static int shape_is(const rm_tensor *t, int n_dims, int64_t a, int64_t b, int64_t c) {
-  const int64_t want[3] = {a, b, c};
-  return t->n_dims == n_dims && memcmp(t->shape, want, (size_t)n_dims * sizeof *want) == 0;
-}
-
 // Returns the probable cause of a wrong shape; "" if unknown.
 static const char *shape_hint(const rm_params *params, const rm_target *want,
                               const rm_tensor *tensor) {
   const rm_param *first = &params->list[want->pieces[0].param];
-  const int64_t *w = want->shape;
+  const int64_t *w = want->shape, *t = tensor->shape;
+  const int n = want->n_dims, stacked = n == 3;
   const int fused = want->n_pieces > 1 && want->pieces[1].outer == want->pieces[0].outer;
-  if (want->n_dims == 2 && shape_is(tensor, 2, w[1], w[0], 0)) return "; it is transposed";
-  if (want->n_dims == 3 && shape_is(tensor, 3, w[0], w[2], w[1]))
-    return "; its experts are transposed";
-  if (want->n_dims == 3 && tensor->n_dims == 2)
-    return "; this name holds all experts in one tensor";
-  if (want->n_dims == 2 && tensor->n_dims == 3 && first->expert >= 0)
-    return "; this name holds one expert";
-  if (fused && want->n_dims == 2 && shape_is(tensor, 2, first->rows, first->cols, 0))
-    return "; this name holds a fused tensor and one part was sent";
-  if (fused && want->n_dims == 3 && shape_is(tensor, 3, w[0], first->rows, first->cols))
-    return "; this name holds gate and up fused and one of them was sent";
-  if (!fused && want->n_dims == 2 && tensor->n_dims == 2 && tensor->shape[1] == w[1] &&
-      tensor->shape[0] > w[0])
-    return "; this name holds one part and a fused tensor was sent";
+  if (n < 2) return "";
+  if (tensor->n_dims == n && (!stacked || t[0] == w[0])) {
+    const int64_t rows = t[n - 2], cols = t[n - 1];
+    if (rows == w[n - 1] && cols == w[n - 2])
+      return stacked ? "; its experts are transposed" : "; it is transposed";
+    if (fused && rows == first->rows && cols == first->cols)
+      return stacked ? "; this name holds gate and up fused and one of them was sent"
+                     : "; this name holds a fused tensor and one part was sent";
+    if (!fused && !stacked && cols == w[1] && rows > w[0])
+      return "; this name holds one part and a fused tensor was sent";
+  }
+  if (stacked && tensor->n_dims == 2) return "; this name holds all experts in one tensor";
+  if (!stacked && tensor->n_dims == 3 && first->expert >= 0) return "; this name holds one expert";
   return "";
 }
 

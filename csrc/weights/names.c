@@ -83,36 +83,12 @@ static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_m
                                        "_checkpoint_wrapped_module."};
 
 // ----------------------------------------------------------------------------------------- bounds
-static int is_continuation(unsigned char c) { return (c & 0xC0) == 0x80; }
-
-// Returns 1 when the bytes are UTF-8 without NUL or surrogates, so that a message can contain them.
-static int is_text(const char *name, size_t length) {
-  const unsigned char *p = (const unsigned char *)name, *end = p + length;
-  while (p < end) {
-    const int more = *p == 0      ? -1
-                     : *p < 0x80  ? 0
-                     : *p >= 0xF5 ? -1
-                     : *p >= 0xF0 ? 3
-                     : *p >= 0xE0 ? 2
-                     : *p >= 0xC2 ? 1
-                                  : -1;
-    if (more < 0 || end - p <= more) return 0;
-    if ((*p == 0xED && p[1] >= 0xA0) || (*p == 0xE0 && p[1] < 0xA0) ||
-        (*p == 0xF0 && p[1] < 0x90) || (*p == 0xF4 && p[1] >= 0x90))
-      return 0;
-    for (int i = 1; i <= more; i++)
-      if (!is_continuation(p[i])) return 0;
-    p += more + 1;
-  }
-  return 1;
-}
-
 static rm_code check_name(const char *name, size_t length, rm_error *err) {
   if (length > RM_NAME_MAX)
     return rm_fail(err, RM_E_LIMIT, "expected a tensor name of at most %d bytes, got %zu",
                    RM_NAME_MAX, length);
-  if (!is_text(name, length))
-    return rm_fail(err, RM_E_LIMIT, "a tensor name of %zu bytes has a NUL byte or is not UTF-8",
+  if (memchr(name, 0, length))
+    return rm_fail(err, RM_E_LIMIT, "expected a tensor name without NUL, got one of %zu bytes",
                    length);
   return RM_OK;
 }
@@ -189,27 +165,6 @@ static int matches(const char *pattern, rm_param_kind kind, bare name, int32_t *
 }
 
 // ---------------------------------------------------------------------------------------- targets
-static rm_code add_piece(rm_target *target, int64_t param, int64_t outer, int64_t row0,
-                         rm_error *err) {
-  if (!target->capacity) {
-    target->pieces = target->few;
-    target->capacity = RM_FEW_PIECES;
-  }
-  if (target->n_pieces == target->capacity) {
-    const int is_few = target->pieces == target->few;
-    const int64_t capacity = 4 * target->capacity;
-    rm_param_rows *grown =
-        rm_realloc(is_few ? NULL : target->pieces, (size_t)capacity, sizeof *grown);
-    if (!grown) return rm_no_memory(err, "the pieces of a tensor", 0);
-    if (is_few) memcpy(grown, target->few, sizeof target->few);
-    target->pieces = grown;
-    target->capacity = capacity;
-  }
-  target->pieces[target->n_pieces++] =
-      (rm_param_rows){.param = param, .outer = outer, .row0 = row0};
-  return RM_OK;
-}
-
 // Fills the target of a spelling: its kinds, which are adjacent, concatenated along the rows.
 static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, int32_t expert,
                     rm_target *out, rm_error *err) {
@@ -220,18 +175,20 @@ static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, i
   const int64_t copies = stacked ? params->spec->n_experts : 1;
   int64_t rows = 0;
   if (s->form == NOTHING) return RM_OK;
-  if (s->form == TURNED && params->spec->wq_rows == RM_WQ_NONE) return RM_E_UNEXPECTED_KEY;
+  if (!copies || (s->form == TURNED && params->spec->wq_rows == RM_WQ_NONE))
+    return RM_E_UNEXPECTED_KEY;
+  if (!(out->pieces = rm_alloc((size_t)(n * copies), sizeof *out->pieces)))
+    return rm_no_memory(err, "the pieces of a tensor", 0);
   for (int32_t e = 0; e < copies; e++) {
     rows = 0;
     for (int i = 0; i < n; i++) {
       const int64_t index = rm_params_find(params, s->kind + i, layer, stacked ? e : expert);
       if (index < 0) return RM_E_UNEXPECTED_KEY;
-      const rm_code code = add_piece(out, index, stacked ? e : 0, rows, err);
-      if (code) return code;
+      out->pieces[out->n_pieces++] =
+          (rm_param_rows){.param = index, .outer = stacked ? e : 0, .row0 = rows};
       rows += rm_param_extent(&params->list[index]);
     }
   }
-  if (!out->n_pieces) return RM_E_UNEXPECTED_KEY;
   const rm_param *first = &params->list[out->pieces[0].param];
   int64_t *shape = out->shape;
   if (stacked) *shape++ = copies;
@@ -308,28 +265,28 @@ static int find_spelling(const rm_params *params, bare name, spelling *out, int3
   return 0;
 }
 
-rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, rm_target *out,
-                         rm_error *err) {
+rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, int skip_unknown,
+                         rm_target *out, rm_error *err) {
   rm_code code = check_name(name, length, err);
   if (code) return code;
-  char shown[RM_NAME_MAX + 1], buffer[RM_NAME_MAX + 1];
-  memcpy(shown, name, length);
-  shown[length] = 0;
+  char buffer[RM_NAME_MAX + 1];
   const bare rest = split_layer(bare_name(buffer, name, length));
   spelling found;
   int32_t expert;
-  out->n_pieces = 0;
-  out->n_dims = 0;
   if (!find_spelling(params, rest, &found, &expert))
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model",
-                   length ? shown : "''");
-  code = fill(params, &found, rest.layer, expert, out, err);
-  if (!code) set_pairs(params, &found, out);
-  return code == RM_E_UNEXPECTED_KEY ? fail_absent(params, shown, &found, rest.layer, expert, err)
-                                     : code;
+    code = rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model",
+                   length ? name : "''");
+  else if (!(code = fill(params, &found, rest.layer, expert, out, err)))
+    set_pairs(params, &found, out);
+  else if (code == RM_E_UNEXPECTED_KEY)
+    code = fail_absent(params, name, &found, rest.layer, expert, err);
+  if (code != RM_E_UNEXPECTED_KEY || !skip_unknown) return code;
+  rm_error_clear(err);
+  rm_target_clear(out);
+  return RM_OK;
 }
 
 void rm_target_clear(rm_target *target) {
-  if (target->pieces != target->few) rm_free(target->pieces);
+  rm_free(target->pieces);
   *target = (rm_target){0};
 }

@@ -17,20 +17,18 @@ typedef struct rm_param_rows {
   int64_t head_dim, turned;
 } rm_param_rows;
 
-enum { RM_FEW_PIECES = 3 }; // q, k and v in one tensor
-
-typedef struct rm_target { // not to be copied: pieces may point into it
-  rm_param_rows *pieces; // `few`, or owned; rm_target_clear
-  int64_t n_pieces, capacity;
+typedef struct rm_target {
+  rm_param_rows *pieces; // owned; rm_target_clear
+  int64_t n_pieces;
   int64_t shape[4]; // the shape that the tensor must have
   int n_dims;
-  rm_param_rows few[RM_FEW_PIECES]; // so that most names need no memory
 } rm_target;
 
 enum { RM_NAME_MAX = 1024 };
 
-// Finds the parameters of a name. RM_E_UNEXPECTED_KEY: not a parameter of this model; RM_E_LIMIT: a
-// name over RM_NAME_MAX bytes, with NUL bytes, or not UTF-8. `out` can be reused without clearing.
-rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, rm_target *out,
-                         rm_error *err);
+// Finds the parameters of a name: UTF-8, [length] and a NUL. RM_E_UNEXPECTED_KEY: not a parameter of
+// this model; with skip_unknown `out` stays empty instead. RM_E_LIMIT: a name over RM_NAME_MAX bytes
+// or with NUL bytes. `out` must be empty.
+rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, int skip_unknown,
+                         rm_target *out, rm_error *err);
 void rm_target_clear(rm_target *target);

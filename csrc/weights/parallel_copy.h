@@ -16,8 +16,6 @@ typedef struct rm_copy_task {
   const rm_entry *entry; // view
   rm_param_rows piece;
   int64_t twin; // the tied parameter to compare with; −1: write
-  // The tied parameter that was sent as the same memory: it gets this task's digest too. −1: none.
-  int64_t also;
   int counted; // this rank counts it in the mesh's digest
   int ordinal; // CUDA device whose memory holds args.src; −1: the host
 } rm_copy_task;

@@ -15,7 +15,23 @@
 #include "weights/store_internal.h"
 
 enum { MAX_ENTRIES = 1000000 };
-enum { SEEN = 1, DIRTY = 2 }; // fully pushed; some of its staged values were written
+// Pushed in full; pushed in full as a tied lm_head; some of its staged values were written.
+enum { SEEN = 1, SEEN_AS_HEAD = 2, DIRTY = 4 };
+
+// Where a parameter's flags, digests and count are. A tied lm_head and the embedding are one matrix,
+// so the lm_head uses those of the embedding; its own stay 0.
+static int64_t matrix_of(const rm_store *store, int64_t index) {
+  return index == store->tied_head ? store->tied_embed : index;
+}
+
+// The flag of a parameter that was pushed in full.
+static uint8_t seen_flag(const rm_store *store, int64_t index) {
+  return index == store->tied_head ? SEEN_AS_HEAD : SEEN;
+}
+
+static int was_pushed(const rm_store *store, int64_t index) {
+  return store->flags[index] & (SEEN | SEEN_AS_HEAD);
+}
 
 // ------------------------------------------------------------------------------------------ begin
 static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
@@ -90,19 +106,10 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
 }
 
 // ------------------------------------------------------------------------------------------ check
-rm_code rm_entry_resolve(const rm_params *params, int skip_unknown, rm_entry *entry,
-                         rm_error *err) {
-  const rm_code code = rm_names_resolve(params, entry->name, entry->length, &entry->target, err);
-  if (code != RM_E_UNEXPECTED_KEY || !skip_unknown) return code;
-  rm_error_clear(err);
-  entry->target.n_pieces = 0;
-  return RM_OK;
-}
-
 static rm_code check_new(const rm_store *store, const rm_entry *entry, rm_error *err) {
   for (int64_t i = 0; i < entry->target.n_pieces; i++) {
     const int64_t index = entry->target.pieces[i].param;
-    if (!(store->flags[index] & SEEN)) continue;
+    if (!(store->flags[matrix_of(store, index)] & seen_flag(store, index))) continue;
     const rm_param_text earlier = rm_param_name(store->params, &store->params->list[index]);
     if (strcmp(entry->name, earlier.text) == 0)
       return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", earlier.text);
@@ -158,7 +165,7 @@ static int64_t tied_twin(const rm_store *store, int64_t index) {
   const int64_t twin = index == store->tied_head    ? store->tied_embed
                        : index == store->tied_embed ? store->tied_head
                                                     : -1;
-  return twin >= 0 && (store->flags[twin] & SEEN) ? twin : -1;
+  return twin >= 0 && (store->flags[store->tied_embed] & seen_flag(store, twin)) ? twin : -1;
 }
 
 // Returns the row of the tensor that contains this row of a piece's parameter.
@@ -227,7 +234,6 @@ static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_ent
                          .entry = entry,
                          .piece = *piece,
                          .twin = twin,
-                         .also = -1,
                          .counted = counted};
     task.ordinal = entry->tensor.on_device ? entry->tensor.ordinal : -1;
     task.args.compare = twin >= 0;
@@ -244,17 +250,13 @@ static int is_same_view(const rm_tensor *a, const rm_tensor *b) {
 }
 
 // Returns whether the tied twin of this parameter is copied from the same memory in this call. Then
-// this one gets the digests of those copies, and the memory is not read again to compare.
-static int shares_copies(rm_store *store, int64_t index, const rm_entry *entry) {
-  const int64_t twin = tied_twin(store, index);
-  int shares = 0;
+// the memory is not read again to compare.
+static int shares_copies(const rm_store *store, int64_t twin, const rm_entry *entry) {
   for (int64_t i = 0; i < store->tasks.n && twin >= 0; i++) {
-    rm_copy_task *task = &store->tasks.list[i];
-    if (task->piece.param != twin || !is_same_view(&task->entry->tensor, &entry->tensor)) continue;
-    task->also = index;
-    shares = 1;
+    const rm_copy_task *task = &store->tasks.list[i];
+    if (task->piece.param == twin && is_same_view(&task->entry->tensor, &entry->tensor)) return 1;
   }
-  return shares;
+  return 0;
 }
 
 // Adds the copies of this rank's shard of one parameter: the rows that another rank counts, then
@@ -266,15 +268,14 @@ static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_e
   const rm_dim rows = rm_kind_rows(params->spec, param->kind);
   const rm_range counted =
       param->held ? rm_placement_counted(params->spec, &params->placement, rows) : (rm_range){0, 0};
-  const int64_t twin = tied_twin(store, piece->param);
+  const int64_t twin = tied_twin(store, piece->param), index = matrix_of(store, piece->param);
   const rm_range others = {param->first, param->held - counted.n};
+  if (shares_copies(store, twin, entry)) return RM_OK;
   if (twin < 0) {
-    store->flags[piece->param] |= DIRTY;
-    if (piece->param == store->tied_head) store->flags[store->tied_embed] |= DIRTY; // one matrix
+    store->flags[index] |= DIRTY;
+    store->staged.sums[index] = store->staged.sums[params->n + index] = 0;
+    store->staged.counts[index] = 1;
   }
-  store->staged.sums[piece->param] = store->staged.sums[store->params->n + piece->param] = 0;
-  store->staged.counts[piece->param] = piece->param != store->tied_head; // a tied matrix once
-  if (shares_copies(store, piece->param, entry)) return RM_OK;
   const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
   return code ? code
               : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin,
@@ -307,11 +308,10 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
     const rm_copy_task *task = &tasks->list[i];
     store->report.bytes +=
         (uint64_t)(task->args.rows * task->args.cols) * rm_src_bytes(task->args.src_dtype);
-    const int64_t params[2] = {task->piece.param, task->also};
-    for (int p = 0; p < 2 && params[p] >= 0; p++) {
-      if (task->counted) store->staged.sums[params[p]] += task->args.digest;
-      store->staged.sums[store->params->n + params[p]] += task->args.digest;
-    }
+    const int64_t index = matrix_of(store, task->piece.param);
+    if (task->twin >= 0) continue; // the values that it was compared with have this digest
+    if (task->counted) store->staged.sums[index] += task->args.digest;
+    store->staged.sums[store->params->n + index] += task->args.digest;
   }
   return RM_OK;
 }
@@ -329,6 +329,16 @@ static rm_code run_tasks(rm_store *store, int64_t most, rm_error *err) {
   return code;
 }
 
+// Counts an entry as pushed (change 1), or takes that back (−1).
+static void count_entry(rm_store *store, const rm_target *target, int change) {
+  rm_sync_report *report = &store->report;
+  for (int64_t i = 0; i < target->n_pieces; i++) // the flag is clear, or set
+    store->flags[matrix_of(store, target->pieces[i].param)] ^=
+        seen_flag(store, target->pieces[i].param);
+  report->n_parameters += change * target->n_pieces;
+  *(target->n_pieces ? &report->n_tensors : &report->n_skipped) += change;
+}
+
 // Adds the copies of an entry.
 static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err) {
   const rm_target *target = &entry->target;
@@ -336,23 +346,17 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   if (store->n_entries >= MAX_ENTRIES)
     return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
   store->n_entries++;
-  if (!target->n_pieces) {
-    store->report.n_skipped++;
-    return RM_OK;
-  }
   rm_code code = check_new(store, entry, err); // it may come twice in one push
-  for (int64_t i = 0; i < target->n_pieces && !code; i++)
-    compares |= tied_twin(store, target->pieces[i].param) >= 0 &&
-                !shares_copies(store, target->pieces[i].param, entry);
+  for (int64_t i = 0; i < target->n_pieces && !code; i++) {
+    const int64_t twin = tied_twin(store, target->pieces[i].param);
+    compares |= twin >= 0 && !shares_copies(store, twin, entry);
+  }
   // The values to compare with must be copied first.
   if (compares) code = run_tasks(store, INT64_MAX, err);
   for (int64_t i = 0; i < target->n_pieces && !code; i++)
     code = add_piece(store, &target->pieces[i], entry, err);
-  if (code) return code;
-  store->report.n_tensors++;
-  store->report.n_parameters += target->n_pieces;
-  for (int64_t i = 0; i < target->n_pieces; i++) store->flags[target->pieces[i].param] |= SEEN;
-  return RM_OK;
+  if (!code) count_entry(store, target, 1);
+  return code;
 }
 
 static rm_code check_open(const rm_store *store, rm_error *err) {
@@ -381,14 +385,8 @@ rm_code rm_sync_copy(rm_store *store, int64_t most, rm_error *err) {
 int rm_sync_is_copied(const rm_store *store) { return store->tasks.n == 0; }
 
 void rm_sync_undo(rm_store *store) {
-  for (int64_t e = 0; e < store->n_pushed && store->open; e++) {
-    const rm_target *target = &store->pushed[e]->target;
-    for (int64_t i = 0; i < target->n_pieces; i++)
-      store->flags[target->pieces[i].param] &= (uint8_t)~SEEN;
-    store->report.n_parameters -= target->n_pieces;
-    store->report.n_tensors -= target->n_pieces > 0;
-    store->report.n_skipped -= target->n_pieces == 0;
-  }
+  for (int64_t e = 0; e < store->n_pushed && store->open; e++)
+    count_entry(store, &store->pushed[e]->target, -1);
   if (store->n_pushed) store->report.bytes = store->read_before;
   store->tasks.n = store->tasks.done = store->n_pushed = 0;
 }
@@ -400,17 +398,10 @@ static int keeps_value(const rm_store *store, int64_t index) {
   return store->has_base && !(store->flags[index] & DIRTY);
 }
 
-// Whether this is a tied embedding that was pushed under the name of lm_head alone.
-static int came_as_head(const rm_store *store, int64_t index) {
-  if (index != store->tied_embed || (store->flags[index] & SEEN)) return 0;
-  return (store->flags[store->tied_head] & SEEN) != 0;
-}
-
 // Whether a parameter is missing. An optional one is missing if its push failed half way.
 static int is_absent(const rm_store *store, int64_t index) {
   const int wanted = store->params->list[index].required || (store->flags[index] & DIRTY);
-  if (came_as_head(store, index)) return 0;
-  return wanted && !(store->flags[index] & SEEN) && !keeps_value(store, index);
+  return wanted && !was_pushed(store, index) && !keeps_value(store, index);
 }
 
 int rm_sync_complete(const rm_store *store) {
@@ -478,15 +469,9 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (!rm_sync_is_copied(store)) rm_sync_undo(store);
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
-  const int64_t n = store->params->n, embed = store->tied_embed;
-  if (!code && embed >= 0 && came_as_head(store, embed)) {
-    uint64_t *sums = store->staged.sums;
-    for (int half = 0; half < 2; half++) sums[half * n + embed] = sums[half * n + store->tied_head];
-    store->staged.counts[embed] = 1;
-    store->flags[embed] |= SEEN;
-  }
+  const int64_t n = store->params->n;
   for (int64_t i = 0; i < n && !code; i++) // clear the sums of an earlier sync
-    if (!(store->flags[i] & SEEN) && !keeps_value(store, i))
+    if (!was_pushed(store, i) && !keeps_value(store, i))
       store->staged.sums[i] = store->staged.sums[n + i] = 0;
   return code;
 }

@@ -3,7 +3,7 @@
 //   begin ──► resolve, check, push … ──► commit     one sync at a time; begin resets an open sync
 //                                  └───► abort
 //
-// A push is a list of entries. rm_entry_resolve finds out once where the values of a name go and in
+// A push is a list of entries. rm_names_resolve finds out once where the values of a name go and in
 // which order (rm_target); check, push and undo work on that list. check compares shape, dtype,
 // strides and place of the tensor; push copies the values into the store's staged allocation in the
 // kernels' layout and checks that they are finite. commit checks that every required parameter was
@@ -34,7 +34,7 @@ typedef struct rm_tensor {
   int on_device, ordinal; // data is in the memory of CUDA device `ordinal`
 } rm_tensor;
 
-typedef struct rm_entry { // not to be copied
+typedef struct rm_entry {
   const char *name; // [length] and a NUL, UTF-8; a view
   size_t length;
   rm_target target; // owned: rm_target_clear. No pieces: push counts the entry as skipped
@@ -60,9 +60,6 @@ typedef struct rm_sync_report {
 } rm_sync_report;
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err);
-// Fills entry->target from the entry's name. skip_unknown: a name that the model does not have
-// becomes an entry to skip; otherwise the errors of rm_names_resolve.
-rm_code rm_entry_resolve(const rm_params *params, int skip_unknown, rm_entry *entry, rm_error *err);
 // Compares a tensor with the target of an entry; reads and writes no values.
 rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err);

@@ -57,13 +57,11 @@ static rm_code tally(const ballot *b, int me, rm_error *err) {
 }
 
 // Returns RM_OK if ranks that hold the same rows of a parameter have the same values; compares the
-// first such rank with each other one. A tied lm_head is skipped: it is the embedding, and may have
-// been pushed on some ranks only.
+// first such rank with each other one.
 static rm_code compare(const ballot *b, const rm_params *params, rm_error *err) {
   const int64_t n = params->n;
   for (int64_t i = 0; i < n; i++) {
     const rm_param *param = &params->list[i];
-    if (param->kind == RM_P_LM_HEAD && params->spec->tie_word_embeddings) continue;
     for (int r = 1; r < b->size; r++) {
       const rm_range mine = rm_param_rows_of(params, &b->placements[r], param);
       for (int q = 0; q < r && mine.n; q++) {

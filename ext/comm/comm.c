@@ -66,23 +66,19 @@ static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
                    PySequence_Size(got));
     return -1;
   }
-  for (int r = 0; r < c->size; r++) {
-    Py_buffer view;
-    PyObject *part = r == c->rank ? NULL : PySequence_GetItem(got, r);
+  for (int r = 0; r < c->size && !PyErr_Occurred(); r++) {
     if (r == c->rank) continue;
-    if (!part) return -1;
-    const int failed = PyObject_GetBuffer(part, &view, PyBUF_SIMPLE);
-    Py_DECREF(part);
-    if (failed) return -1;
+    Py_buffer view;
+    RM_OWNED *part = PySequence_GetItem(got, r);
+    if (!part || PyObject_GetBuffer(part, &view, PyBUF_SIMPLE)) return -1;
     const size_t expected = rm_block_bytes(&recv[r]);
     if ((size_t)view.len == expected) rm_block_move(&recv[r], 0, view.buf, expected, 1);
     else
       PyErr_Format(PyExc_RuntimeError, "rank %d: expected %zu bytes, got %zd", r, expected,
                    view.len);
     PyBuffer_Release(&view);
-    if (PyErr_Occurred()) return -1;
   }
-  return 0;
+  return PyErr_Occurred() ? -1 : 0;
 }
 
 // Returns the code of the pending exception's class; for any other class RM_E_RANK_LOST. A Ctrl-C
@@ -109,59 +105,60 @@ static rm_code code_of_exception(comm_object *c, rm_error *err) {
   return code;
 }
 
+static PyObject *exchanged(const comm_object *c, rm_comm_op op, uint64_t sequence, int64_t epoch,
+                           double timeout, const rm_block send[], const rm_block recv[]) {
+  RM_OWNED *sent = NULL, *sizes = NULL;
+  if (lists_of(c, send, recv, &sent, &sizes)) return NULL;
+  return PyObject_CallFunction(c->exchange, "iKLdOO", (int)op, (unsigned long long)sequence,
+                               (long long)epoch, timeout, sent, sizes);
+}
+
 static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch,
                              double timeout, const rm_block send[], const rm_block recv[],
                              rm_error *err) {
   comm_object *c = self;
-  PyObject *sent = NULL, *sizes = NULL, *got = NULL;
-  rm_code code = RM_OK;
   if (!c->exchange)
     return rm_fail(err, RM_E_RANK_LOST, "the exchange of this group was garbage collected");
   const PyGILState_STATE gil = PyGILState_Ensure();
-  if (!lists_of(c, send, recv, &sent, &sizes))
-    got = PyObject_CallFunction(c->exchange, "iKLdOO", (int)op, (unsigned long long)sequence,
-                                (long long)epoch, timeout, sent, sizes);
-  if (!got || take(c, got, recv)) code = code_of_exception(c, err);
+  PyObject *got = exchanged(c, op, sequence, epoch, timeout, send, recv);
+  const rm_code code = got && !take(c, got, recv) ? RM_OK : code_of_exception(c, err);
   Py_XDECREF(got);
-  Py_XDECREF(sizes);
-  Py_XDECREF(sent);
   PyGILState_Release(gil);
   return code;
 }
 
-// Calls exchange.abort(), if it has one; else the other ranks fail at their deadline.
-static void call_abort(void *self, rm_code why) {
-  const comm_object *c = self;
-  PyObject *type, *value, *trace, *method, *done = NULL;
-  (void)why;
-  if (!c->exchange) return;
+// Calls a method of the exchange, if it has it. err: receives its exception; NULL: ignored.
+static rm_code call_method(comm_object *c, const char *name, rm_error *err) {
+  PyObject *type, *value, *trace;
+  rm_code code = RM_OK;
   const PyGILState_STATE gil = PyGILState_Ensure();
   PyErr_Fetch(&type, &value, &trace); // a failed call may have set an exception
-  if ((method = PyObject_GetAttrString(c->exchange, "abort"))) done = PyObject_CallNoArgs(method);
+  PyObject *method = PyObject_GetAttrString(c->exchange, name),
+           *done = method ? PyObject_CallNoArgs(method) : NULL;
+  if (method && !done && err) code = code_of_exception(c, err);
   PyErr_Clear();
   Py_XDECREF(done);
   Py_XDECREF(method);
   PyErr_Restore(type, value, trace);
   PyGILState_Release(gil);
+  return code;
 }
 
-// Calls exchange.look(), if it has one, at most every 100 ms, since each call waits for the GIL.
+// Without exchange.abort the other ranks fail at their deadline.
+static void call_abort(void *self, rm_code why) {
+  comm_object *c = self;
+  (void)why;
+  if (c->exchange) call_method(c, "abort", NULL);
+}
+
+// Calls exchange.look at most every 100 ms, since each call waits for the GIL.
 static rm_code call_look(void *self, rm_error *err) {
   static const double EVERY_SECONDS = 0.1;
   comm_object *c = self;
   const double now = rm_now();
   if (!c->exchange || (c->looked > 0 && now - c->looked < EVERY_SECONDS)) return RM_OK;
   c->looked = now;
-  rm_code code = RM_OK;
-  const PyGILState_STATE gil = PyGILState_Ensure();
-  PyObject *method = PyObject_GetAttrString(c->exchange, "look"),
-           *done = method ? PyObject_CallNoArgs(method) : NULL;
-  if (method && !done) code = code_of_exception(c, err);
-  PyErr_Clear();
-  Py_XDECREF(done);
-  Py_XDECREF(method);
-  PyGILState_Release(gil);
-  return code;
+  return call_method(c, "look", err);
 }
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -177,11 +174,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   self->exchange = Py_NewRef(exchange);
   self->size = size;
   self->rank = rank;
-  const rm_transport transport = {.name = "torch",
-                                  .self = self,
-                                  .exchange = call_exchange,
-                                  .abort = call_abort,
-                                  .check = call_look};
+  const rm_transport transport = {
+      .self = self, .exchange = call_exchange, .abort = call_abort, .check = call_look};
   rm_error err = RM_ERROR_INIT;
   if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
   Py_DECREF(self);
@@ -235,10 +229,8 @@ static int buffers_of(PyObject *list, int size, int flags, Py_buffer views[], rm
     return -1;
   }
   for (*n = 0; *n < size; ++*n) {
-    PyObject *part = PySequence_GetItem(list, *n);
-    const int failed = !part || PyObject_GetBuffer(part, &views[*n], flags);
-    Py_XDECREF(part);
-    if (failed) return -1;
+    RM_OWNED *part = PySequence_GetItem(list, *n);
+    if (!part || PyObject_GetBuffer(part, &views[*n], flags)) return -1;
     const size_t bytes = (size_t)views[*n].len;
     blocks[*n] = (rm_block){views[*n].buf, bytes > 0, bytes, bytes};
   }
@@ -328,7 +320,7 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "siKLLLd:attach", &name, &rank, &nonce, &tp, &dp, &ep, &timeout))
     return NULL;
-  if (rm_mesh_create(tp, dp, ep, 1, 1, &mesh, &err)) return rm_raise(module, &err);
+  if (rm_mesh_create(tp, dp, ep, &mesh, &err)) return rm_raise(module, &err);
   const rm_code code = RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err));
   PyObject *out = code ? NULL : PyTuple_New(RM_N_GROUPS);
   for (int group = 0; out && group < RM_N_GROUPS; group++) {
@@ -344,38 +336,21 @@ static PyObject *attach(PyObject *module, PyObject *args) {
 }
 
 // --------------------------------------------------------------------------------------- the type
-#define METHOD(name, flags, doc) RM_METHOD(#name, comm_##name, flags, doc)
+#define METHOD(name, flags) RM_METHOD(#name, comm_##name, flags)
 static PyMethodDef methods[] = {
-    METHOD(all_gather, METH_VARARGS,
-           "all_gather(data): returns the bytes of every rank in a list."),
-    METHOD(
-        all_to_all, METH_VARARGS,
-        "all_to_all(give, take): sends give[r] to rank r and receives from it into take[r]; sizes "
-        "must match."),
-    METHOD(set_timeout, METH_O, "Seconds that each later call may wait for the others."),
-    METHOD(look, METH_NOARGS,
-           "Raises the exception of the next call if this rank can see that the group is dead."),
-    METHOD(abort, METH_NOARGS,
-           "Ends the group; waiting calls of the other ranks raise RankLostError."),
-    METHOD(close, METH_NOARGS, "Leaves the group. Idempotent."),
+    METHOD(all_gather, METH_VARARGS),
+    METHOD(all_to_all, METH_VARARGS),
+    METHOD(set_timeout, METH_O),
+    METHOD(look, METH_NOARGS),
+    METHOD(abort, METH_NOARGS),
+    METHOD(close, METH_NOARGS),
     {0},
 };
 
-PyMethodDef rm_comm_functions[] = {
-    {"attach", attach, METH_VARARGS,
-     "(name, rank, nonce, tp, dp, ep, timeout): this rank's Comms (tp, ep, world, control), None "
-     "for a group of one."},
-    {0},
-};
+PyMethodDef rm_comm_functions[] = {{"attach", attach, METH_VARARGS, NULL}, {0}};
 
 static PyType_Slot slots[] = {
-    {Py_tp_new, comm_new},
-    {Py_tp_dealloc, comm_dealloc},
-    {Py_tp_traverse, comm_traverse},
-    {Py_tp_clear, comm_clear},
-    {Py_tp_methods, methods},
-    {Py_tp_doc,
-     "Comm(exchange, rank, size): this rank's endpoint of a group whose bytes `exchange` moves."},
-    {0, NULL},
+    {Py_tp_new, comm_new},     {Py_tp_dealloc, comm_dealloc}, {Py_tp_traverse, comm_traverse},
+    {Py_tp_clear, comm_clear}, {Py_tp_methods, methods},      {0, NULL},
 };
 PyType_Spec rm_comm_spec = RM_TYPE("Comm", comm_object, RM_GC, slots);

@@ -14,19 +14,13 @@ PyObject *rm_engine_module(rm_engine_object *self) { return rm_module_of((PyObje
 
 int rm_engine_enter(rm_engine_object *self) {
   PyObject *module = rm_engine_module(self);
-  if (self->pid != (long)getpid()) {
-    rm_raise_code(module, RM_E_STATE,
-                  "this generator belongs to process %ld; a forked child has to make its own",
-                  self->pid);
-    return -1;
-  }
-  if (!self->engine) {
-    rm_raise_code(module, RM_E_STATE, "the generator is closed");
-    return -1;
-  }
+  if (self->pid != (long)getpid())
+    return rm_refuse(module, RM_E_STATE,
+                     "this generator belongs to process %ld; a forked child has to make its own",
+                     self->pid);
+  if (!self->engine) return rm_refuse(module, RM_E_STATE, "the generator is closed");
   if (atomic_exchange(&self->busy, 1)) {
-    rm_raise_code(module, RM_E_STATE, "another thread is inside the engine; one call at a time");
-    return -1;
+    return rm_refuse(module, RM_E_STATE, "another thread is inside the engine; one call at a time");
   }
   return 0;
 }
@@ -162,19 +156,6 @@ static const rm_attribute request_fields[] = {
 _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int),
                "`score` is read as the kind");
 
-static PyObject *remember(rm_engine_object *self, uint64_t id, const rm_request *request,
-                          PyObject *logits) {
-  PyObject *key = PyLong_FromUnsignedLongLong(id);
-  PyObject *value = Py_BuildValue("(iO)", (int)request->prompt_logprobs, logits);
-  if (key && value && !PyDict_SetItem(self->requests, key, value)) {
-    Py_DECREF(value);
-    return key;
-  }
-  Py_XDECREF(key);
-  Py_XDECREF(value);
-  return NULL;
-}
-
 // edits: (bias_ids, biases, banned, bad_words, bad_word_ends), or None. The request gets views of
 // the arrays.
 static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
@@ -195,9 +176,8 @@ static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
     return -1;
   if (request->n_bad_words == 0 || request->bad_word_ends[request->n_bad_words - 1] == n_words)
     return 0;
-  rm_raise_code(module, RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
-                (long long)n_words, request->bad_word_ends[request->n_bad_words - 1]);
-  return -1;
+  return rm_refuse(module, RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
+                   (long long)n_words, request->bad_word_ends[request->n_bad_words - 1]);
 }
 
 PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
@@ -222,15 +202,15 @@ PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
   request.logits_out = data;
   if (rm_engine_add(self->engine, &request, &id, &err)) return rm_raise(module, &err);
   rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
-  PyObject *result = rm_find_sequence_group(scheduler, id, NULL)
-                         ? remember(self, id, &request, logits)
-                         : PyLong_FromUnsignedLongLong(id);
-  // Without a record the logits array has no owner, so the request must not write to it.
-  if (!result) {
-    if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
-      rm_error_clear(&err);
-  }
-  return result;
+  PyObject *key = PyLong_FromUnsignedLongLong(id);
+  if (key && (!rm_find_sequence_group(scheduler, id, NULL) ||
+              !PyDict_SetItem(self->requests, key, logits)))
+    return key;
+  // Without an owner of the logits array the request must not write to it.
+  Py_XDECREF(key);
+  if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
+    rm_error_clear(&err);
+  return NULL;
 }
 
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_id_call call) {
@@ -292,9 +272,8 @@ PyObject *rm_engine_py_finished(rm_engine_object *self) {
   PyObject *set = ids ? PySet_New(NULL) : PyErr_NoMemory();
   const int64_t n = set ? rm_engine_finished(self->engine, ids, most) : 0;
   for (int64_t i = 0; i < n && set; i++) {
-    PyObject *id = PyLong_FromUnsignedLongLong(ids[i]);
+    RM_OWNED *id = PyLong_FromUnsignedLongLong(ids[i]);
     if (!id || PySet_Add(set, id)) Py_CLEAR(set);
-    Py_XDECREF(id);
   }
   PyMem_Free(ids);
   return set;
@@ -362,8 +341,8 @@ PyObject *rm_engine_py_host_room(rm_engine_object *self) {
   }
 RM_ENGINE_METHODS(ENTERED)
 
-#define METHOD(name, flags) RM_METHOD(#name, entered_##name, METH_##flags, ""),
-#define OWN_METHOD(name, flags) RM_METHOD(#name, rm_engine_py_##name, flags, "")
+#define METHOD(name, flags) RM_METHOD(#name, entered_##name, METH_##flags),
+#define OWN_METHOD(name, flags) RM_METHOD(#name, rm_engine_py_##name, flags)
 static PyMethodDef methods[] = {
     RM_ENGINE_METHODS(METHOD) OWN_METHOD(close, METH_NOARGS),
     OWN_METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS),

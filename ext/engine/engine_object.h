@@ -18,7 +18,7 @@ typedef struct rm_engine_object {
   PyObject_HEAD
   rm_engine *engine; // owned; NULL once closed
   rm_spec *spec; // owned; the engine's view
-  PyObject *requests; // owned dict: id → (prompt_logprobs, logits array or None) until release
+  PyObject *requests; // owned dict: id → its logits array, or None, until release
   // Owned: (rank, tp, ep, world), the Comms that the engine has taken; None or NULL without Comms.
   PyObject *ends;
   int reads_gpus; // whether its ranks are on GPUs

@@ -2,31 +2,7 @@
 // step of n requests are arrays of n numbers, so that Python does not loop over requests.
 #include "engine_object.h"
 
-static int read_columns(PyObject *module, PyObject *const objects[6], rm_external_step *step) {
-  static const char *const names[] = {"ids", "computed", "rows", "replace", "page_counts", "pages"};
-  static const int types[] = {NPY_UINT64, NPY_INT64, NPY_INT64, NPY_UINT8, NPY_INT64, NPY_INT32};
-  void *data[6];
-  int64_t n_pages = 0, total = 0;
-  step->n = -1;
-  for (int i = 0; i < 6; i++) {
-    rm_array_want want = {names[i], types[i], 0, 1, {i == 5 ? -1 : step->n}};
-    if (rm_array_data(module, objects[i], &want, &data[i])) return -1;
-    if (i == 0) step->n = want.shape[0];
-    n_pages = want.shape[0];
-  }
-  step->ids = data[0], step->computed = data[1], step->rows = data[2], step->replace = data[3];
-  step->page_counts = data[4], step->pages = data[5];
-  for (int64_t i = 0; i < step->n && total >= 0; i++) {
-    const int64_t count = step->page_counts[i];
-    total = count < 0 || count > n_pages ? -1 : total + count;
-  }
-  if (total == n_pages) return 0;
-  rm_raise_code(module, RM_E_SHAPE,
-                "page_counts: expected numbers of at least 0 with a sum of %lld, the length of "
-                "pages",
-                (long long)n_pages);
-  return -1;
-}
+enum { ANY = -1, N = RM_ARRAY_AS_FIRST, GIVEN_OR_NONE = RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL };
 
 // Returns new arrays (tokens, logprobs, sampling_logprobs, ranks) of n requests, for the engine to
 // fill.
@@ -43,27 +19,51 @@ static PyObject *results_new(int64_t n, rm_external_results *out) {
   return tuple;
 }
 
+static int check_pages(PyObject *module, const rm_external_step *step, int64_t n_pages) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < step->n && total >= 0; i++) {
+    const int64_t count = step->page_counts[i];
+    total = count < 0 || count > n_pages ? -1 : total + count;
+  }
+  if (total == n_pages) return 0;
+  return rm_refuse(
+      module, RM_E_SHAPE,
+      "page_counts: expected numbers of at least 0 with a sum of %lld, the length of pages",
+      (long long)n_pages);
+}
+
 PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
-  PyObject *objects[6], *logits, *stats, *results = NULL, *module = rm_engine_module(self);
-  if (!PyArg_ParseTuple(args, "OOOOOOOO:external_step", &objects[0], &objects[1], &objects[2],
-                        &objects[3], &objects[4], &objects[5], &logits, &stats))
-    return NULL;
-  rm_external_step step = {0};
-  rm_array_want wants[2] = {
-      {"logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {-1, self->spec->vocab_size}},
-      {"stats", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {-1, 2}}};
-  void *data[2];
+  PyObject *results, *module = rm_engine_module(self);
+  rm_array_want wants[] = {
+      {"ids", NPY_UINT64, 0, 1, {ANY}},
+      {"computed", NPY_INT64, 0, 1, {N}},
+      {"rows", NPY_INT64, 0, 1, {N}},
+      {"replace", NPY_UINT8, 0, 1, {N}},
+      {"page_counts", NPY_INT64, 0, 1, {N}},
+      {"pages", NPY_INT32, 0, 1, {ANY}},
+      {"logits", NPY_FLOAT32, GIVEN_OR_NONE, 2, {ANY, self->spec->vocab_size}},
+      {"stats", NPY_FLOAT32, GIVEN_OR_NONE, 2, {ANY, 2}},
+  };
+  void *data[8];
   int64_t n_work = 0;
   rm_error err = RM_ERROR_INIT;
-  if (read_columns(module, objects, &step) || rm_array_data(module, logits, &wants[0], &data[0]) ||
-      rm_array_data(module, stats, &wants[1], &data[1]))
-    return NULL;
-  if (!data[0] != !data[1] || (data[0] && wants[0].shape[0] != wants[1].shape[0]))
+  if (rm_arrays_data(module, args, wants, 8, data)) return NULL;
+  if (!data[6] != !data[7] || (data[6] && wants[6].shape[0] != wants[7].shape[0]))
     return rm_raise_code(module, RM_E_CONFIG,
                          "logits, stats: expected arrays of as many rows, or None for both");
-  step.logits = data[0];
-  step.stats = data[1];
-  step.n_logits = data[0] ? wants[0].shape[0] : 0;
+  rm_external_step step = {
+      .n = wants[0].shape[0],
+      .ids = data[0],
+      .computed = data[1],
+      .rows = data[2],
+      .replace = data[3],
+      .page_counts = data[4],
+      .pages = data[5],
+      .logits = data[6],
+      .stats = data[7],
+      .n_logits = data[6] ? wants[6].shape[0] : 0,
+  };
+  if (check_pages(module, &step, wants[5].shape[0])) return NULL;
   if ((results = results_new(step.n, &step.results)) &&
       RM_UNLOCKED(rm_engine_external_step(self->engine, &step, &n_work, &err))) {
     Py_CLEAR(results);
@@ -73,21 +73,15 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
 }
 
 PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args) {
-  PyObject *objects[4], *results = NULL, *module = rm_engine_module(self);
-  if (!PyArg_ParseTuple(args, "OOOO:external_draw", &objects[0], &objects[1], &objects[2],
-                        &objects[3]))
-    return NULL;
+  PyObject *results, *module = rm_engine_module(self);
   const int64_t vocab = self->spec->vocab_size;
-  rm_array_want wants[] = {{"ids", NPY_UINT64, 0, 1, {-1}},
-                           {"raw", NPY_FLOAT32, 0, 2, {-1, vocab}},
-                           {"stats", NPY_FLOAT32, 0, 2, {-1, 2}},
-                           {"edited", NPY_FLOAT32, 0, 2, {-1, vocab}}};
+  rm_array_want wants[] = {{"ids", NPY_UINT64, 0, 1, {ANY}},
+                           {"raw", NPY_FLOAT32, 0, 2, {N, vocab}},
+                           {"stats", NPY_FLOAT32, 0, 2, {N, 2}},
+                           {"edited", NPY_FLOAT32, 0, 2, {N, vocab}}};
   void *data[4];
   rm_error err = RM_ERROR_INIT;
-  for (int i = 0; i < 4; i++) {
-    if (i) wants[i].shape[0] = wants[0].shape[0];
-    if (rm_array_data(module, objects[i], &wants[i], &data[i])) return NULL;
-  }
+  if (rm_arrays_data(module, args, wants, 4, data)) return NULL;
   rm_external_draws draws = {wants[0].shape[0], data[0], data[1], data[2], data[3], {0}};
   if ((results = results_new(draws.n, &draws.results)) &&
       rm_engine_external_draw(self->engine, &draws, &err)) {

@@ -51,7 +51,7 @@ PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_o
       rm_attributes_read(module, object, name_fields, RM_LENGTH(name_fields), &n, held) ||
       rm_array_ids(module, eos, "eos_token_ids", &out->eos_ids, &out->n_eos)) {
     Py_CLEAR(held);
-  } else if (rm_mesh_create(n.tp, n.dp, n.ep, 1, 1, &out->mesh, &err) ||
+  } else if (rm_mesh_create(n.tp, n.dp, n.ep, &out->mesh, &err) ||
              rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err) ||
              choose_dtype(n.dtype, &out->dtype, &err) ||
              choose_kernels(n.isa, &out->kernels, &err)) {

@@ -3,23 +3,24 @@
 // it.
 #include "engine_object.h"
 
+#include <structmember.h>
+
 #include "attributes.h"
 #include "base/memory.h"
 #include "tensor.h"
 #include "weights/check.h"
 #include "weights/resharding.h"
 
-// Converts a key to UTF-8; *held owns the bytes. Accepts lone surrogates, so that the engine can
-// refuse the name.
+// Converts a key to UTF-8; *held owns the bytes.
 static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text,
                      Py_ssize_t *length) {
-  if (!PyUnicode_Check(name)) {
-    rm_raise_code(module, RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
-                  (PyObject *)Py_TYPE(name));
-    return -1;
-  }
+  if (!PyUnicode_Check(name))
+    return rm_refuse(module, RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
+                     (PyObject *)Py_TYPE(name));
   char *bytes;
-  *held = PyUnicode_AsEncodedString(name, "utf-8", "surrogatepass");
+  *held = PyUnicode_AsUTF8String(name);
+  if (!*held && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
+    rm_raise_code(module, RM_E_LIMIT, "expected a tensor name in UTF-8, got %.200A", name);
   if (!*held || PyBytes_AsStringAndSize(*held, &bytes, length)) return -1;
   *text = bytes;
   return 0;
@@ -50,9 +51,21 @@ typedef struct entry_object {
   PyObject_HEAD
   rm_engine_object *engine; // owned; the target's indices refer to its parameters
   PyObject *name, *key; // owned: a str, and its bytes, which entry.name views
+  PyObject *params, *shape; // owned: the target's parameters (list), and its shape (tuple)
   PyObject *owner; // owned; keeps the tensor alive; NULL: no tensor
+  unsigned long long nbytes; // of the tensor
+  char taken; // whether there is a tensor
   rm_entry entry;
 } entry_object;
+
+static PyObject *list_of_params(const rm_target *target) {
+  PyObject *list = PyList_New((Py_ssize_t)target->n_pieces);
+  for (int64_t i = 0; list && i < target->n_pieces; i++) {
+    PyObject *index = PyLong_FromLongLong(target->pieces[i].param);
+    if (!index || PyList_SetItem(list, (Py_ssize_t)i, index)) Py_CLEAR(list);
+  }
+  return list;
+}
 
 PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   PyObject *module = rm_engine_module(self), *name;
@@ -60,23 +73,26 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   int skip_unknown = 0;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
-  entry_object *made = rm_object_make(module, RM_TYPE_SYNC_ENTRY);
-  if (!made || key_bytes(module, name, &made->key, &made->entry.name, &length)) {
-    Py_XDECREF((PyObject *)made);
-    return NULL;
-  }
+  RM_OWNED *object = rm_object_make(module, RM_TYPE_SYNC_ENTRY);
+  entry_object *made = (entry_object *)object;
+  if (!made || key_bytes(module, name, &made->key, &made->entry.name, &length)) return NULL;
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
   made->entry.length = (size_t)length;
-  if (!rm_entry_resolve(rm_engine_params(self->engine), skip_unknown, &made->entry, &err))
-    return (PyObject *)made;
-  Py_DECREF((PyObject *)made);
-  return rm_raise(module, &err);
+  if (rm_names_resolve(rm_engine_params(self->engine), made->entry.name, made->entry.length,
+                       skip_unknown, &made->entry.target, &err))
+    return rm_raise(module, &err);
+  const rm_target *target = &made->entry.target;
+  made->params = list_of_params(target);
+  made->shape = rm_tuple_of(target->shape, target->n_pieces ? target->n_dims : 0);
+  return made->params && made->shape ? Py_NewRef(object) : NULL;
 }
 
 static void drop_tensor(entry_object *self) {
   PyObject *owner = self->owner;
   self->owner = NULL;
+  self->nbytes = 0;
+  self->taken = 0;
   rm_tensor_release(owner);
 }
 
@@ -95,6 +111,8 @@ static void entry_dealloc(PyObject *object) {
   Py_XDECREF((PyObject *)self->engine);
   Py_XDECREF(self->name);
   Py_XDECREF(self->key);
+  Py_XDECREF(self->params);
+  Py_XDECREF(self->shape);
   rm_object_free(object);
 }
 
@@ -123,56 +141,24 @@ static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
   return array;
 }
 
-static PyObject *entry_name(PyObject *object, void *ignored) {
-  (void)ignored;
-  return Py_NewRef(((entry_object *)object)->name);
-}
-
-static PyObject *entry_params(PyObject *object, void *ignored) {
-  const rm_target *target = &((entry_object *)object)->entry.target;
-  PyObject *list = PyList_New((Py_ssize_t)target->n_pieces);
-  (void)ignored;
-  for (int64_t i = 0; list && i < target->n_pieces; i++) {
-    PyObject *index = PyLong_FromLongLong(target->pieces[i].param);
-    if (!index || PyList_SetItem(list, (Py_ssize_t)i, index)) Py_CLEAR(list);
-  }
-  return list;
-}
-
-static PyObject *entry_shape(PyObject *object, void *ignored) {
-  const rm_target *target = &((entry_object *)object)->entry.target;
-  (void)ignored;
-  return rm_tuple_of(target->shape, target->n_pieces ? target->n_dims : 0);
-}
-
-static PyObject *entry_nbytes(PyObject *object, void *ignored) {
-  const rm_tensor *tensor = &((entry_object *)object)->entry.tensor;
-  size_t bytes = ((entry_object *)object)->owner ? rm_src_bytes(tensor->dtype) : 0;
-  (void)ignored;
-  for (int i = 0; bytes && i < tensor->n_dims; i++) bytes *= (size_t)tensor->shape[i];
-  return PyLong_FromSize_t(bytes);
-}
-
-static PyObject *entry_taken(PyObject *object, void *ignored) {
-  (void)ignored;
-  return PyBool_FromLong(((entry_object *)object)->owner != NULL);
-}
-
 static PyMethodDef entry_methods[] = {
     {"wanted", entry_wanted, METH_NOARGS, NULL},
     {"release", entry_release, METH_NOARGS, NULL},
     {0},
 };
 
-static PyGetSetDef entry_members[] = {
-    {"name", entry_name, NULL, NULL, NULL},   {"params", entry_params, NULL, NULL, NULL},
-    {"shape", entry_shape, NULL, NULL, NULL}, {"nbytes", entry_nbytes, NULL, NULL, NULL},
-    {"taken", entry_taken, NULL, NULL, NULL}, {0},
+static PyMemberDef entry_members[] = {
+    {"name", T_OBJECT_EX, offsetof(entry_object, name), READONLY, NULL},
+    {"params", T_OBJECT_EX, offsetof(entry_object, params), READONLY, NULL},
+    {"shape", T_OBJECT_EX, offsetof(entry_object, shape), READONLY, NULL},
+    {"nbytes", T_ULONGLONG, offsetof(entry_object, nbytes), READONLY, NULL},
+    {"taken", T_BOOL, offsetof(entry_object, taken), READONLY, NULL},
+    {0},
 };
 
 static PyType_Slot entry_slots[] = {
     {Py_tp_dealloc, entry_dealloc}, {Py_tp_traverse, entry_traverse}, {Py_tp_clear, entry_clear},
-    {Py_tp_methods, entry_methods}, {Py_tp_getset, entry_members},    {0, NULL},
+    {Py_tp_methods, entry_methods}, {Py_tp_members, entry_members},   {0, NULL},
 };
 PyType_Spec rm_sync_entry_spec =
     RM_TYPE("SyncEntry", entry_object, RM_GC | RM_MADE_HERE, entry_slots);
@@ -182,9 +168,9 @@ static entry_object *entry_of(rm_engine_object *self, PyObject *object) {
   PyObject *module = rm_engine_module(self);
   if (rm_is(module, object, RM_TYPE_SYNC_ENTRY) && ((entry_object *)object)->engine == self)
     return (entry_object *)object;
-  rm_raise_code(module, RM_E_STATE, "expected a SyncEntry of this engine, got %R",
-                (PyObject *)Py_TYPE(object));
-  return NULL;
+  return (entry_object *)rm_raise_code(module, RM_E_STATE,
+                                       "expected a SyncEntry of this engine, got %R",
+                                       (PyObject *)Py_TYPE(object));
 }
 
 // -------------------------------------------------------------------- who reads tensors of a GPU
@@ -229,6 +215,9 @@ PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
     unused = entry->owner;
     entry->owner = owner;
     entry->entry.tensor = tensor;
+    entry->taken = 1;
+    entry->nbytes = rm_src_bytes(tensor.dtype);
+    for (int i = 0; i < tensor.n_dims; i++) entry->nbytes *= (size_t)tensor.shape[i];
   }
   rm_engine_leave(self);
   rm_tensor_release(unused);
@@ -240,11 +229,9 @@ static int entries_of(rm_engine_object *self, PyObject *list, Py_ssize_t n, cons
   for (Py_ssize_t i = 0; i < n; i++) {
     const entry_object *entry = entry_of(self, PyTuple_GetItem(list, i));
     if (!entry) return -1;
-    if (!entry->owner && entry->entry.target.n_pieces) {
-      rm_raise_code(rm_engine_module(self), RM_E_STATE,
-                    "%.200U: expected a tensor taken by sync_take, got none", entry->name);
-      return -1;
-    }
+    if (!entry->taken && entry->entry.target.n_pieces)
+      return rm_refuse(rm_engine_module(self), RM_E_STATE,
+                       "%.200U: expected a tensor taken by sync_take, got none", entry->name);
     out[i] = &entry->entry;
   }
   return 0;
@@ -313,9 +300,8 @@ static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {
     *out = (rm_inflight)i;
     if (PyUnicode_Check(word) && PyUnicode_CompareWithASCIIString(word, words[i]) == 0) return 0;
   }
-  rm_raise_code(module, RM_E_CONFIG,
-                "expected inflight to be refuse, restart, abort, keep or keep_kv, got %R", word);
-  return -1;
+  return rm_refuse(module, RM_E_CONFIG,
+                   "expected inflight to be refuse, restart, abort, keep or keep_kv, got %R", word);
 }
 
 #define REPORT(type, member) RM_ATTRIBUTE(rm_sync_report, type, member)

@@ -5,35 +5,17 @@
 #include "attributes.h"
 #include "weights/names.h"
 
-static const char *finish_name(rm_finish finish) {
-  switch (finish) {
-    case RM_FINISH_STOP: return "stop";
-    case RM_FINISH_LENGTH: return "length";
-    case RM_FINISH_ABORT: return "abort";
-    case RM_FINISH_ERROR: return "error";
-    default: return NULL;
-  }
-}
-
-static PyObject *finish_object(rm_finish finish) {
-  const char *name = finish_name(finish);
-  return name ? PyUnicode_FromString(name) : Py_NewRef(Py_None);
-}
+static const char *const finish_names[] = {[RM_RUNNING] = NULL,
+                                           [RM_FINISH_STOP] = "stop",
+                                           [RM_FINISH_LENGTH] = "length",
+                                           [RM_FINISH_ABORT] = "abort",
+                                           [RM_FINISH_ERROR] = "error"};
 
 // Adds a value to the dict and releases the reference. Returns −1 if it is NULL or cannot be added.
 static int put(PyObject *dict, const char *key, PyObject *value) {
   const int failed = !value || PyDict_SetItemString(dict, key, value);
   Py_XDECREF(value);
   return failed ? -1 : 0;
-}
-
-// Reads the prompt_logprobs with which the request was added: the width of the view's arrays.
-static int asked_for(rm_engine_object *self, PyObject *id, int *prompt_logprobs) {
-  PyObject *record = PyDict_GetItemWithError(self->requests, id), *logits;
-  if (record) return PyArg_ParseTuple(record, "iO", prompt_logprobs, &logits) ? 0 : -1;
-  if (!PyErr_Occurred())
-    rm_raise_code(rm_engine_module(self), RM_E_STATE, "there is no request %S", id);
-  return -1;
 }
 
 static PyObject *error_object(rm_engine_object *self, const rm_sequence_group *group) {
@@ -70,8 +52,7 @@ static int put_routed(rm_engine_object *self, PyObject *dict, const char *key, i
              has_routing ? rm_array_new(NPY_INT16, 3, shape, n ? ids : NULL) : Py_NewRef(Py_None));
 }
 
-static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_sequence_group *group,
-                      int top) {
+static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_sequence_group *group) {
   const record records[] = {
       {"prompt_logprobs", group->prompt_logprobs, NPY_FLOAT32, 0, 1},
       {"prompt_sampling_logprobs", group->prompt_sampling, NPY_FLOAT32, 0, 1},
@@ -79,34 +60,27 @@ static int put_prompt(rm_engine_object *self, PyObject *dict, const rm_sequence_
       {"prompt_top_ids", group->prompt_top_ids, NPY_INT32, 1, 1},
       {"prompt_top_logprobs", group->prompt_top_logprobs, NPY_FLOAT32, 1, 1},
   };
-  if (put_records(dict, records, RM_LENGTH(records), group->n_prompt - 1, top)) return -1;
+  if (put_records(dict, records, RM_LENGTH(records), group->n_prompt - 1, group->prompt_top))
+    return -1;
   // Only for finished requests: a stream would otherwise copy this largest record after each step.
   return put_routed(self, dict, "prompt_routed", group->n_done == group->n && group->prompt_routed,
                     group->prompt_routed, group->n_prompt);
 }
 
-static PyObject *times_object(const rm_request_times *times) {
-  return Py_BuildValue("(dddd)", times->queued, times->scheduled, times->first_token,
-                       times->last_token);
-}
-
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
   uint64_t id;
-  int prompt_logprobs;
   rm_error err = RM_ERROR_INIT;
-  if (rm_engine_id(argument, &id) || asked_for(self, argument, &prompt_logprobs)) return NULL;
+  if (rm_engine_id(argument, &id)) return NULL;
   const rm_sequence_group *group =
       rm_find_sequence_group(rm_engine_scheduler(self->engine, id), id, &err);
   if (!group) return rm_raise(rm_engine_module(self), &err);
-  PyObject *dict = PyDict_New();
-  if (dict && (put(dict, "finished", PyBool_FromLong(group->n_done == group->n)) ||
-               put(dict, "error", error_object(self, group)) ||
-               put(dict, "num_cached_tokens", PyLong_FromLongLong(group->n_cached)) ||
-               put(dict, "num_scored", PyLong_FromLongLong(group->n_scored)) ||
-               put(dict, "n", PyLong_FromLong(group->n)) ||
-               put(dict, "times", times_object(&group->times)) ||
-               put_prompt(self, dict, group, prompt_logprobs)))
-    Py_CLEAR(dict);
+  const rm_request_times *times = &group->times;
+  PyObject *dict = Py_BuildValue(
+      "{sO sN sL sL si s(dddd)}", "finished", group->n_done == group->n ? Py_True : Py_False,
+      "error", error_object(self, group), "num_cached_tokens", (long long)group->n_cached,
+      "num_scored", (long long)group->n_scored, "n", (int)group->n, "times", times->queued,
+      times->scheduled, times->first_token, times->last_token);
+  if (dict && put_prompt(self, dict, group)) Py_CLEAR(dict);
   return dict;
 }
 
@@ -135,10 +109,7 @@ static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sequence 
       {"top_logprobs", seq->top_logprobs, NPY_FLOAT32, 1, 1},
       {"kept", seq->kept, NPY_INT32, 0, 1},
   };
-  if (put(dict, "finish", finish_object(seq->finish)) ||
-      put(dict, "stop_token", PyLong_FromLong(seq->stop_token)) ||
-      put_records(dict, records, RM_LENGTH(records), n, seq->group->top_logprobs))
-    return -1;
+  if (put_records(dict, records, RM_LENGTH(records), n, seq->group->top_logprobs)) return -1;
   const int has_routing = self->spec->n_moe_layers && seq->finish != RM_RUNNING;
   return put_routed(self, dict, "routed", has_routing, seq->routed, n > 0 ? n - 1 : 0);
 }
@@ -146,7 +117,8 @@ static int put_sample(rm_engine_object *self, PyObject *dict, const rm_sequence 
 PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
   const rm_sequence *seq = read_sample(self, args, "Ki:sample", NULL);
   if (!seq) return NULL;
-  PyObject *dict = PyDict_New();
+  PyObject *dict = Py_BuildValue("{sz si}", "finish", finish_names[seq->finish], "stop_token",
+                                 (int)seq->stop_token);
   if (dict && put_sample(self, dict, seq)) Py_CLEAR(dict);
   return dict;
 }
@@ -158,7 +130,7 @@ PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
   const int64_t from = rm_min64(rm_max64(start, 0), seq->n_tokens),
                 shape[1] = {seq->n_tokens - from};
   return Py_BuildValue(
-      "(NN)", finish_object(seq->finish),
+      "(zN)", finish_names[seq->finish],
       rm_array_new(NPY_INT32, 1, shape, shape[0] ? seq->ids + seq->group->n_prompt + from : NULL));
 }
 
@@ -214,20 +186,18 @@ PyObject *rm_engine_py_profile(rm_engine_object *self) {
   rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
   for (int i = 0; list && profile && i < profile->n_entries; i++) {
-    PyObject *entry =
+    RM_OWNED *entry =
         rm_attributes_dict(&profile->entries[i], profile_fields, RM_LENGTH(profile_fields));
     if (!entry || PyList_Append(list, entry)) Py_CLEAR(list);
-    Py_XDECREF(entry);
   }
   if (list && profile) rm_profile_reset(profile);
   return list;
 }
 
 static PyObject *manifest_entry(const rm_params *params, const rm_param *param) {
-  PyObject *shape = param->n_dims == 1
-                        ? Py_BuildValue("(L)", (long long)param->cols)
-                        : Py_BuildValue("(LL)", (long long)param->rows, (long long)param->cols);
-  return Py_BuildValue("(sNsO)", rm_param_name(params, param).text, shape,
+  const int64_t shape[] = {param->rows, param->cols};
+  return Py_BuildValue("(sNsO)", rm_param_name(params, param).text,
+                       rm_tuple_of(shape + 2 - param->n_dims, param->n_dims),
                        param->dtype == RM_BF16 ? "bfloat16" : "float32",
                        param->required ? Py_True : Py_False);
 }

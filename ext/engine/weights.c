@@ -15,16 +15,11 @@ static int put_view(const serving *s, PyObject *dict, const char *name, size_t o
                     int n_dims, int64_t rows, int64_t cols) {
   npy_intp dims[2] = {(npy_intp)rows, (npy_intp)cols};
   void *data = (void *)(uintptr_t)(s->block + offset);
-  PyObject *view =
+  RM_OWNED *view =
       PyArray_New(&PyArray_Type, n_dims, dims, type, NULL, data, 0, NPY_ARRAY_CARRAY_RO, NULL);
-  if (!view) return -1;
-  if (PyArray_SetBaseObject((PyArrayObject *)view, Py_NewRef((PyObject *)s->self))) {
-    Py_DECREF(view);
+  if (!view || PyArray_SetBaseObject((PyArrayObject *)view, Py_NewRef((PyObject *)s->self)))
     return -1;
-  }
-  const int failed = PyDict_SetItemString(dict, name, view);
-  Py_DECREF(view);
-  return failed;
+  return PyDict_SetItemString(dict, name, view);
 }
 
 // Names of matrices that are several parameters; any other has its parameter's name.
@@ -45,11 +40,10 @@ static int put_matrices(const serving *s, PyObject *dict, const rm_layer_params 
     const char *name = fused_names[kind] ? fused_names[kind] : rm_kinds[kind].kind;
     // The other parameters of a fused matrix.
     if (matrix.offset == SIZE_MAX || matrix.is_rest) continue;
-    if (kind == RM_P_EMBED && !s->params->spec->tie_word_embeddings)
-      failed = put_view(s, dict, name, matrix.offset, s->type, 2, matrix.elems / hidden, hidden);
-    else
-      failed = put_view(s, dict, name, matrix.offset,
-                        kind == RM_P_ROUTER_BIAS ? NPY_FLOAT32 : s->type, 1, matrix.elems, 0);
+    const int is_table = kind == RM_P_EMBED && !s->params->spec->tie_word_embeddings;
+    failed =
+        put_view(s, dict, name, matrix.offset, kind == RM_P_ROUTER_BIAS ? NPY_FLOAT32 : s->type,
+                 is_table ? 2 : 1, is_table ? matrix.elems / hidden : matrix.elems, hidden);
   }
   return failed;
 }

@@ -25,58 +25,65 @@ typedef struct array_object {
   PyObject *owner;
   void *data; // NULL: no elements, or dropped
   size_t bytes;
-  int ordinal, dtype, n_dims, read_only, is_dropped;
+  const rm_element *element; // view
+  char device[16]; // "cuda:0"
+  int ordinal, n_dims, read_only, is_dropped;
   int64_t shape[MAX_DIMS], strides[MAX_DIMS]; // in elements
 } array_object;
 
+static size_t each(const array_object *array) { return array->element->bits / 8; }
+
 // --------------------------------------------------------------------------------------- creation
-static int dtype_named(PyObject *module, const char *name) {
-  int dtype = 0;
-  while (dtype < RM_N_ELEMENTS && strcmp(rm_elements[dtype].name, name) != 0) dtype++;
-  if (dtype < RM_N_ELEMENTS) return dtype;
+static const rm_element *element_named(PyObject *module, const char *name) {
+  for (int i = 0; i < RM_N_ELEMENTS; i++)
+    if (strcmp(rm_elements[i].name, name) == 0) return &rm_elements[i];
   rm_raise_code(module, RM_E_DTYPE, "expected dtype " RM_ELEMENTS ", got '%.64s'", name);
-  return -1;
+  return NULL;
 }
 
-// Returns −1 with an exception if it is not a 64-bit integer.
-static int64_t size_of(PyObject *module, PyObject *size) {
-  const int64_t value = PyLong_AsLongLong(size);
-  if (value != -1 || !PyErr_Occurred()) return value;
-  PyErr_Clear();
-  rm_raise_code(module, RM_E_SHAPE,
-                "expected sizes and offsets that are integers below 2^63, got %R", size);
-  return -1;
+// NULL without an exception for another type.
+static const rm_element *element_of_type(int type) {
+  for (int i = 0; i < RM_N_ELEMENTS; i++)
+    if (type >= 0 && PyArray_EquivTypenums(type, rm_elements[i].type)) return &rm_elements[i];
+  return NULL;
+}
+
+static int check_dims(PyObject *module, Py_ssize_t n) {
+  if (n <= MAX_DIMS) return 0;
+  return rm_refuse(module, RM_E_SHAPE, "expected at most %d dims, got %zd", (int)MAX_DIMS, n);
+}
+
+static array_object *made(PyObject *module, const rm_element *element, int ordinal, int n_dims) {
+  array_object *self = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
+  if (!self) return NULL;
+  self->element = element;
+  self->ordinal = ordinal;
+  self->n_dims = n_dims;
+  snprintf(self->device, sizeof self->device, "cuda:%d", ordinal);
+  return self;
 }
 
 // Makes an array without memory. Checks all sizes and their product.
-static array_object *new_array(PyObject *module, rm_op_device *op_device, int dtype,
-                               PyObject *shape) {
-  const Py_ssize_t n = PyTuple_Size(shape);
-  if (n > MAX_DIMS)
-    return (array_object *)rm_raise_code(module, RM_E_SHAPE, "expected at most %d dims, got %zd",
-                                         (int)MAX_DIMS, n);
-  array_object *self = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
-  if (!self) return NULL;
-  self->op_device = (rm_op_device *)Py_NewRef((PyObject *)op_device);
-  self->dtype = dtype, self->n_dims = (int)n;
-  int64_t bytes = rm_elements[dtype].bits / 8;
-  for (int i = 0; i < self->n_dims; i++) {
-    self->shape[i] = size_of(module, PyTuple_GetItem(shape, i));
-    if (!PyErr_Occurred() && (self->shape[i] < 0 || !rm_mul_i64(bytes, self->shape[i], &bytes)))
+static array_object *new_array(PyObject *module, rm_op_device *op_device, const rm_element *element,
+                               int n_dims, const int64_t *shape) {
+  int64_t bytes = element->bits / 8, step = 1;
+  if (check_dims(module, n_dims)) return NULL;
+  for (int i = 0; i < n_dims; i++)
+    if (shape[i] < 0 || !rm_mul_i64(bytes, shape[i], &bytes)) {
       rm_raise_code(
           module, RM_E_SHAPE,
           "expected a %s array of sizes >= 0 and fewer than 2^63 bytes, got size %lld in dim %d",
-          rm_elements[dtype].name, (long long)self->shape[i], i);
-    if (!PyErr_Occurred()) continue;
-    Py_DECREF(self);
-    return NULL;
-  }
+          element->name, (long long)shape[i], i);
+      return NULL;
+    }
+  array_object *self = made(module, element, op_device->device.ordinal, n_dims);
+  if (!self) return NULL;
+  self->op_device = (rm_op_device *)Py_NewRef((PyObject *)op_device);
   self->bytes = (size_t)bytes;
-  self->ordinal = op_device->device.ordinal;
-  int64_t step = 1;
-  for (int i = self->n_dims - 1; i >= 0; i--) {
+  for (int i = n_dims - 1; i >= 0; i--) {
+    self->shape[i] = shape[i];
     self->strides[i] = step;
-    step *= rm_max64(self->shape[i], 1);
+    step *= rm_max64(shape[i], 1);
   }
   return self;
 }
@@ -90,24 +97,20 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
   if (!PyArg_ParseTuple(args, "iKsO!O!:array", &ordinal, &address, &name, &PyTuple_Type, &shape,
                         &PyTuple_Type, &strides))
     return NULL;
-  const int dtype = dtype_named(module, name);
+  const rm_element *element = element_named(module, name);
   const Py_ssize_t n = PyTuple_Size(shape);
-  if (dtype < 0) return NULL;
-  if (n > MAX_DIMS || PyTuple_Size(strides) != n)
-    return rm_raise_code(module, RM_E_SHAPE,
-                         "expected at most %d sizes and as many strides, got %zd and %zd",
-                         (int)MAX_DIMS, n, PyTuple_Size(strides));
-  array_object *array = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
+  if (!element || check_dims(module, n)) return NULL;
+  array_object *array = made(module, element, ordinal, (int)n);
   if (!array) return NULL;
   array->gpus = Py_NewRef(gpus);
   array->data = (void *)(uintptr_t)address;
-  array->ordinal = ordinal, array->dtype = dtype, array->n_dims = (int)n, array->read_only = 1;
+  array->read_only = 1;
   if (rm_numbers_of(shape, array->shape, (int)n) ||
       rm_numbers_of(strides, array->strides, (int)n)) {
     Py_DECREF(array);
     return NULL;
   }
-  array->bytes = rm_elements[dtype].bits / 8;
+  array->bytes = each(array);
   for (int i = 0; i < array->n_dims; i++)
     array->bytes *= (size_t)array->shape[i]; // cannot overflow: it is part of an allocation
   return (PyObject *)array;
@@ -137,32 +140,34 @@ static PyObject *fill_new(PyObject *module, array_object *self, const void *from
   return rm_raise(module, &err);
 }
 
+PyObject *rm_device_array_new(PyObject *module, rm_op_device *op_device, int type, int n_dims,
+                              const int64_t *shape) {
+  return fill_new(module, new_array(module, op_device, element_of_type(type), n_dims, shape), NULL);
+}
+
 PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name,
-                                PyObject *shape) {
-  const int dtype = dtype_named(module, name);
-  return dtype < 0 ? NULL : fill_new(module, new_array(module, op_device, dtype, shape), NULL);
+                                PyObject *sizes) {
+  const rm_element *element = element_named(module, name);
+  const Py_ssize_t n = PyTuple_Size(sizes);
+  int64_t shape[MAX_DIMS];
+  if (!element || check_dims(module, n) || rm_numbers_of(sizes, shape, (int)n)) return NULL;
+  return fill_new(module, new_array(module, op_device, element, (int)n, shape), NULL);
 }
 
 PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObject *object) {
-  int dtype = 0;
-  const int type = PyArray_Check(object) ? PyArray_TYPE((PyArrayObject *)object) : -1;
-  while (dtype < RM_N_ELEMENTS &&
-         !(type >= 0 && PyArray_EquivTypenums(type, rm_elements[dtype].type)))
-    dtype++;
-  if (dtype == RM_N_ELEMENTS)
+  PyArrayObject *array = PyArray_Check(object) ? (PyArrayObject *)object : NULL;
+  const rm_element *element = array ? element_of_type(PyArray_TYPE(array)) : NULL;
+  if (!element)
     return rm_raise_code(module, RM_E_DTYPE,
                          "expected a NumPy array of uint16 (bfloat16's words), " RM_ELEMENTS
                          ", got %R",
-                         type >= 0 ? (PyObject *)PyArray_DESCR((PyArrayObject *)object)
-                                   : (PyObject *)Py_TYPE(object));
-  rm_array_want want = {.name = "the array", .type = rm_elements[dtype].type, .n_dims = -1};
+                         array ? (PyObject *)PyArray_DESCR(array) : (PyObject *)Py_TYPE(object));
+  rm_array_want want = {.name = "the array", .type = element->type, .n_dims = -1};
   void *data;
   if (rm_array_data(module, object, &want, &data)) return NULL;
-  PyObject *shape = PyObject_GetAttrString(object, "shape");
-  if (!shape) return NULL;
-  array_object *array = new_array(module, op_device, dtype, shape);
-  Py_DECREF(shape);
-  return fill_new(module, array, data);
+  return fill_new(module,
+                  new_array(module, op_device, element, PyArray_NDIM(array), PyArray_DIMS(array)),
+                  data);
 }
 
 // ------------------------------------------------------------------------ other libraries' arrays
@@ -172,31 +177,25 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
   int64_t step = 1;
   const rm_device *device = &array->op_device->device;
   for (int i = t->n_dims - 1; i >= 0; i--) {
-    if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step) {
-      rm_raise_code(
+    if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step)
+      return rm_refuse(
           module, RM_E_LAYOUT,
           "%.200U: expected a C-contiguous array, got stride %lld in dim %d; copy it first", name,
           (long long)t->strides[i], i);
-      return -1;
-    }
     step *= t->shape[i];
   }
   uintptr_t at = (uintptr_t)t->data;
   if (!array->bytes) return 0;
   if (!at || __builtin_add_overflow(at, t->byte_offset, &at) ||
       device->ordinal_of(device->self, (const void *)at) != device->ordinal ||
-      device->ordinal_of(device->self, (const char *)at + array->bytes - 1) != device->ordinal) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
-                  "%.200U: expected memory of %s, got address %zu, which is not of its memory",
-                  name, device->name, (size_t)at);
-    return -1;
-  }
-  if (at % (rm_elements[array->dtype].bits / 8)) {
-    rm_raise_code(module, RM_E_LAYOUT,
-                  "%.200U: expected an aligned array, got address %zu; copy it first", name,
-                  (size_t)at);
-    return -1;
-  }
+      device->ordinal_of(device->self, (const char *)at + array->bytes - 1) != device->ordinal)
+    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR,
+                     "%.200U: expected memory of %s, got address %zu, which is not of its memory",
+                     name, device->name, (size_t)at);
+  if (at % each(array))
+    return rm_refuse(module, RM_E_LAYOUT,
+                     "%.200U: expected an aligned array, got address %zu; copy it first", name,
+                     (size_t)at);
   array->data = (void *)at;
   return 0;
 }
@@ -212,9 +211,7 @@ PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObje
   if (t->n_dims < 0 || t->n_dims > MAX_DIMS)
     return rm_raise_code(module, RM_E_SHAPE, "%.200U: expected at most %d dims, got %d", name,
                          (int)MAX_DIMS, t->n_dims);
-  PyObject *shape = rm_tuple_of(t->shape, t->n_dims);
-  array_object *array = shape ? new_array(module, op_device, dtype, shape) : NULL;
-  Py_XDECREF(shape);
+  array_object *array = new_array(module, op_device, &rm_elements[dtype], t->n_dims, t->shape);
   if (!array) return NULL;
   array->owner = Py_NewRef(taken->owner);
   array->read_only = taken->read_only;
@@ -228,22 +225,7 @@ int rm_is_device_array(PyObject *module, PyObject *object) {
   return rm_is(module, object, RM_TYPE_DEVICE_ARRAY);
 }
 
-static const char *device_name(const array_object *array) {
-  static _Thread_local char name[16];
-  if (array->op_device) return array->op_device->device.name;
-  snprintf(name, sizeof name, "cuda:%d", array->ordinal);
-  return name;
-}
-
-int rm_device_array_type(PyObject *array) {
-  return rm_elements[((array_object *)array)->dtype].type;
-}
-
-static const char *type_name(int type) {
-  int i = 0;
-  while (i < RM_N_ELEMENTS - 1 && rm_elements[i].type != type) i++;
-  return rm_elements[i].name;
-}
+int rm_device_array_type(PyObject *array) { return ((array_object *)array)->element->type; }
 
 // The address of empty arrays, which is never read. Ops take NULL for an absent array.
 static char no_element;
@@ -251,38 +233,28 @@ static char no_element;
 int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object,
                          rm_array_want *want, void **data, size_t *bytes) {
   const array_object *array = (array_object *)object;
-  const char *where = op_device->device.name;
+  const char *where = op_device->device.name, *type = element_of_type(want->type)->name;
   *data = NULL;
-  if (object == Py_None && (want->flags & RM_ARRAY_OPTIONAL)) return 0;
-  if (!rm_is_device_array(module, object)) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R",
-                  want->name, type_name(want->type), where, (PyObject *)Py_TYPE(object));
-  } else if (array->op_device != op_device) {
-    rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array on %s, got one on %s",
-                  want->name, where, device_name(array));
-  } else if (rm_elements[array->dtype].type != want->type) {
-    rm_raise_code(module, RM_E_DTYPE, "%s: expected dtype %s, got %s", want->name,
-                  type_name(want->type), rm_elements[array->dtype].name);
-  } else if (array->n_dims != want->n_dims) {
-    rm_raise_code(module, RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims,
-                  array->n_dims);
-  } else if ((want->flags & RM_ARRAY_WRITE) && array->read_only) {
-    rm_raise_code(module, RM_E_LAYOUT,
-                  "%s: expected a writable array, got a read-only one; copy it first", want->name);
-  } else if ((want->flags & RM_ARRAY_PACKED) && (uintptr_t)array->data % 16) {
-    rm_raise_code(module, RM_E_LAYOUT,
-                  "%s: expected memory aligned to 16 bytes, got address %zu; copy it first",
-                  want->name, (size_t)(uintptr_t)array->data);
-  }
-  for (int i = 0; i < want->n_dims && !PyErr_Occurred(); i++) {
-    if (want->shape[i] >= 0 && array->shape[i] != want->shape[i])
-      rm_raise_code(module, RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name,
-                    (long long)want->shape[i], i, (long long)array->shape[i]);
-    want->shape[i] = array->shape[i];
-  }
-  if (PyErr_Occurred()) return -1;
+  if (!rm_is_device_array(module, object))
+    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R",
+                     want->name, type, where, (PyObject *)Py_TYPE(object));
+  if (array->op_device != op_device)
+    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array on %s, got one on %s",
+                     want->name, where, array->device);
+  if (array->element->type != want->type)
+    return rm_refuse(module, RM_E_DTYPE, "%s: expected dtype %s, got %s", want->name, type,
+                     array->element->name);
+  if (rm_array_check_shape(module, want, array->n_dims, array->shape)) return -1;
+  if ((want->flags & RM_ARRAY_WRITE) && array->read_only)
+    return rm_refuse(module, RM_E_LAYOUT,
+                     "%s: expected a writable array, got a read-only one; copy it first",
+                     want->name);
+  if ((want->flags & RM_ARRAY_PACKED) && (uintptr_t)array->data % 16)
+    return rm_refuse(module, RM_E_LAYOUT,
+                     "%s: expected memory aligned to 16 bytes, got address %zu; copy it first",
+                     want->name, (size_t)(uintptr_t)array->data);
   *data = array->data ? array->data : &no_element;
-  if (bytes) *bytes = array->bytes;
+  *bytes = array->bytes;
   return 0;
 }
 
@@ -329,7 +301,7 @@ static PyObject *capsule_of(array_object *self, int versioned) {
       .data = self->data,
       .device = {DL_CUDA, self->ordinal},
       .n_dims = self->n_dims,
-      .dtype = {rm_elements[self->dtype].code, rm_elements[self->dtype].bits, 1},
+      .dtype = {self->element->code, self->element->bits, 1},
       .shape = held->shape,
       .strides = held->strides,
   };
@@ -387,7 +359,7 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   if (type != DL_CUDA || number != self->ordinal || copy == Py_True)
     return PyErr_Format(PyExc_BufferError,
                         "expected dl_device of %s and copy=False: the array is not copied",
-                        device_name(self));
+                        self->device);
   if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
   if (major < 1 && self->read_only)
     return PyErr_SetString(
@@ -424,70 +396,27 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
   return code ? -1 : 0;
 }
 
-// Reads a C-contiguous array into the result. Reads a strided one as a whole range of memory, then
-// rearranges it.
+// Reads the range of memory that the elements are in. A strided array is then rearranged.
 static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
   const array_object *self = (array_object *)object;
-  const int type = rm_elements[self->dtype].type;
-  const int64_t each = rm_elements[self->dtype].bits / 8;
-  int64_t low = 0, high = each, step = 1;
-  int is_contiguous = 1;
+  const int64_t size = (int64_t)each(self);
+  int64_t low = 0, high = self->bytes ? size : 0;
   npy_intp dims[MAX_DIMS], steps[MAX_DIMS];
   (void)ignored;
   if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
-  for (int i = self->n_dims - 1; i >= 0; i--) {
-    is_contiguous = is_contiguous && (self->shape[i] == 1 || self->strides[i] == step);
-    step *= self->shape[i];
-    dims[i] = (npy_intp)self->shape[i], steps[i] = (npy_intp)(self->strides[i] * each);
+  for (int i = 0; i < self->n_dims; i++) {
+    dims[i] = (npy_intp)self->shape[i], steps[i] = (npy_intp)(self->strides[i] * size);
     const int64_t reach = self->bytes ? (self->shape[i] - 1) * steps[i] : 0;
     *(reach < 0 ? &low : &high) += reach;
   }
-  if (!self->bytes || is_contiguous) {
-    PyObject *out = rm_array_new(type, self->n_dims, self->shape, NULL);
-    if (out && self->bytes && read_bytes(self, PyArray_DATA((PyArrayObject *)out), 0, self->bytes))
-      Py_CLEAR(out);
-    return out;
-  }
-  PyObject *copy = NULL, *bytes = rm_array_new(NPY_UINT8, 1, (const int64_t[]){high - low}, NULL);
+  RM_OWNED *bytes = rm_array_new(NPY_UINT8, 1, (const int64_t[]){high - low}, NULL);
   if (!bytes) return NULL;
   char *to = PyArray_DATA((PyArrayObject *)bytes);
-  if (!read_bytes(self, to, low, (size_t)(high - low))) {
-    PyObject *view = PyArray_New(&PyArray_Type, self->n_dims, dims, type, steps, to - low, 0,
-                                 NPY_ARRAY_ALIGNED, NULL);
-    copy = view ? PyArray_NewCopy((PyArrayObject *)view, NPY_CORDER) : NULL;
-    Py_XDECREF(view);
-  }
-  Py_DECREF(bytes);
-  return copy;
-}
-
-// (first, shape): returns elements first … of the array, in C order, as an array of that shape.
-static PyObject *array_part(PyObject *object, PyObject *args) {
-  array_object *self = (array_object *)object;
-  PyObject *place, *shape, *module = rm_module_of(object);
-  if (!PyArg_ParseTuple(args, "OO:part", &place, &shape)) return NULL;
-  if (!self->op_device)
-    return rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
-                         "expected an array of an op, got one that another process lends");
-  if (!PyTuple_Check(shape))
-    return rm_raise_code(module, RM_E_SHAPE, "shape: expected a tuple of sizes, got %R", shape);
-  const long long first = size_of(module, place);
-  array_object *part =
-      PyErr_Occurred() ? NULL : new_array(module, self->op_device, self->dtype, shape);
-  if (!part) return NULL;
-  const size_t each = rm_elements[self->dtype].bits / 8;
-  if (first < 0 || (size_t)first > self->bytes / each ||
-      part->bytes > self->bytes - (size_t)first * each) {
-    rm_raise_code(module, RM_E_SHAPE,
-                  "expected elements of an array of %zu, got %zu from element %lld on",
-                  self->bytes / each, part->bytes / each, first);
-    Py_DECREF(part);
-    return NULL;
-  }
-  part->data = part->bytes ? (char *)self->data + (size_t)first * each : NULL;
-  part->owner = Py_NewRef(object);
-  part->read_only = self->read_only;
-  return (PyObject *)part;
+  if (self->bytes && read_bytes(self, to, low, (size_t)(high - low))) return NULL;
+  RM_OWNED *view = PyArray_New(&PyArray_Type, self->n_dims, dims, self->element->type, steps,
+                               to - low, 0, NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE, NULL);
+  if (!view || PyArray_SetBaseObject((PyArrayObject *)view, Py_NewRef(bytes))) return NULL;
+  return PyArray_FromArray((PyArrayObject *)view, NULL, NPY_ARRAY_C_CONTIGUOUS);
 }
 
 RM_TRAVERSE(array_traverse, array_object, (PyObject *)self->op_device, self->gpus, self->owner)
@@ -543,12 +472,7 @@ static PyObject *array_shape(PyObject *object, void *strides) {
 
 static PyObject *array_dtype(PyObject *self, void *ignored) {
   (void)ignored;
-  return PyUnicode_FromString(rm_elements[((array_object *)self)->dtype].name);
-}
-
-static PyObject *array_device(PyObject *self, void *ignored) {
-  (void)ignored;
-  return PyUnicode_FromString(device_name((array_object *)self));
+  return PyUnicode_FromString(((array_object *)self)->element->name);
 }
 
 // Arrays are never copied to the host implicitly. Without __array__ NumPy would make an object
@@ -557,7 +481,7 @@ static PyObject *refuse_host(PyObject *object, const char *what) {
   const array_object *self = (array_object *)object;
   return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
                        "%s: expected an array of the host, got %s on %s; .numpy() copies it", what,
-                       rm_elements[self->dtype].name, device_name(self));
+                       self->element->name, self->device);
 }
 
 static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
@@ -584,8 +508,6 @@ static PyMethodDef array_methods[] = {
      PyDoc_STR("Returns a copy on the host, bfloat16 as uint16 words; waits for the ops so far.")},
     {"drop", array_drop, METH_NOARGS,
      PyDoc_STR("Ends a lent array, whose memory is returned: later uses raise StateError.")},
-    {"part", array_part, METH_VARARGS,
-     PyDoc_STR("(first, shape): a view of that shape of the elements from `first` on.")},
     {0},
 };
 
@@ -593,7 +515,6 @@ static PyGetSetDef array_members[] = {
     {"shape", array_shape, NULL, PyDoc_STR("Sizes."), NULL},
     {"strides", array_shape, NULL, PyDoc_STR("In elements."), (void *)1},
     {"dtype", array_dtype, NULL, PyDoc_STR("'bfloat16', 'float32', …"), NULL},
-    {"device", array_device, NULL, PyDoc_STR("'cuda:0', …"), NULL},
     {0},
 };
 
@@ -601,6 +522,8 @@ static PyMemberDef array_fields[] = {
     {"ndim", T_INT, offsetof(array_object, n_dims), READONLY, PyDoc_STR("Number of dims.")},
     {"nbytes", T_PYSSIZET, offsetof(array_object, bytes), READONLY,
      PyDoc_STR("Bytes of its elements.")},
+    {"device", T_STRING_INPLACE, offsetof(array_object, device), READONLY,
+     PyDoc_STR("'cuda:0', …")},
     {"op_device", T_OBJECT, offsetof(array_object, op_device), READONLY,
      PyDoc_STR("Its OpDevice; None for a lent array.")},
     {0},

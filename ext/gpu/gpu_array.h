@@ -1,8 +1,8 @@
 // gpu_array.h: _core.OpDevice and _core.DeviceArray.
 //
-// `OpDevice(library, ordinal)` is a CUDA device opened for ops: a stream, a workspace and mirrored
-// buffers. A DeviceArray is an array of an OpDevice, a view of another library's tensor (a DLPack
-// producer), or a read-only view of memory that another process lends or another rank sent
+// `OpDevice(library, ordinal)` is a CUDA device opened for ops: a stream, a workspace and a
+// mirrored buffer. A DeviceArray is an array of an OpDevice, a view of another library's tensor (a
+// DLPack producer), or a read-only view of memory that another process lends or another rank sent
 // (Gpus.array). It is a DLPack producer itself.
 //
 // An OpDevice lives as long as its arrays. Between rm_op_device_enter and rm_op_device_leave its
@@ -18,18 +18,15 @@
 #include "device/devices.h"
 #include "tensor.h"
 
-enum { RM_OP_DEVICE_MIRRORED = 4 };
-
 typedef struct rm_op_device {
   PyObject_HEAD
   rm_device device; // owned
-  char *library; // owned: path of the CUDA library
+  PyObject *library; // owned str: path of the CUDA library
   pthread_mutex_t mutex; // recursive
   pid_t owner; // the process that may use it: CUDA does not survive a fork
   void *workspace; // owned, grows
   size_t workspace_bytes;
-  // Owned, grow: index arrays, parameters, small results.
-  rm_mirrored_buffer mirrored[RM_OP_DEVICE_MIRRORED];
+  rm_mirrored_buffer mirrored; // owned, grows: index arrays and parameters of an op
 } rm_op_device;
 
 // Returns 0, or −1 with ConfigError if ops cannot be ordered with that stream.
@@ -37,14 +34,17 @@ int rm_op_device_check_stream(PyObject *module, rm_op_device *op_device, void *s
 // Returns 0, or −1 with StateError in a forked child. *saved is for leave.
 int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved);
 void rm_op_device_leave(rm_op_device *op_device, int saved);
-// Grows mirrored buffer i to at least `bytes` and waits until earlier work has finished with it.
+// Grows the mirrored buffer to at least `bytes` and waits until earlier work has finished with it.
 // RM_E_CAPACITY, RM_E_MEMORY, RM_E_DEVICE.
-rm_code rm_op_device_mirrored(rm_op_device *op_device, int i, size_t bytes, rm_error *err);
+rm_code rm_op_device_mirrored(rm_op_device *op_device, size_t bytes, rm_error *err);
 // Grows the workspace to at least `bytes`. RM_E_CAPACITY, RM_E_DEVICE.
 rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes, rm_error *err);
 
-// New arrays: zeros of a dtype by its name and a shape (tuple), a copy of a NumPy array, a view of
-// a producer's tensor. CapacityError, DTypeError, ShapeError, LayoutError, UnsupportedTensorError.
+// New arrays: zeros of NumPy's type number, or of a dtype by its name and a shape (tuple); a copy
+// of a NumPy array; a view of a producer's tensor. CapacityError, DTypeError, ShapeError,
+// LayoutError, UnsupportedTensorError.
+PyObject *rm_device_array_new(PyObject *module, rm_op_device *op_device, int type, int n_dims,
+                              const int64_t *shape);
 PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name,
                                 PyObject *shape);
 PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObject *array);
@@ -55,7 +55,7 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args); // _core.Gpus.array
 
 int rm_is_device_array(PyObject *module, PyObject *object);
 // rm_array_data for a DeviceArray on `op_device`. UnsupportedTensorError for any other array; its
-// message names both devices. *bytes (may be NULL): the array's bytes.
+// message names both devices. *bytes: the array's bytes.
 int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object,
                          rm_array_want *want, void **data, size_t *bytes);
 int rm_device_array_type(PyObject *array); // NPY_UINT16 for bfloat16, NPY_FLOAT32, …

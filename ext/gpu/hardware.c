@@ -53,13 +53,9 @@ static PyObject *nccl_version(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef rm_gpu_functions[] = {
-    {"cuda_count", cuda_count, METH_O, "(library): number of devices, -1 without a driver."},
-    {"cuda_bus", cuda_bus, METH_VARARGS,
-     "(library, ordinal): the PCI bus id of a device, the same in every process of the machine."},
-    {"cuda_available", cuda_available, METH_VARARGS,
-     "(library, ordinal): free bytes of a device's memory."},
-    {"nccl_version", nccl_version, METH_VARARGS,
-     "(path): loads that libnccl.so.2, which stays loaded, and returns its version; 23203 is "
-     "2.32.3."},
+    {"cuda_count", cuda_count, METH_O, NULL},
+    {"cuda_bus", cuda_bus, METH_VARARGS, NULL},
+    {"cuda_available", cuda_available, METH_VARARGS, NULL},
+    {"nccl_version", nccl_version, METH_VARARGS, NULL},
     {0},
 };

@@ -31,29 +31,23 @@ static void gpus_dealloc(PyObject *self) {
   rm_object_free(self);
 }
 
-static const rm_device *find(gpus_object *self, int ordinal) {
+const rm_device *rm_gpus_device(PyObject *gpus, int ordinal) {
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
-  if (rm_ready_streams_find(&self->readers, ordinal, &device, &err))
-    rm_raise(rm_module_of((PyObject *)self), &err);
+  if (rm_ready_streams_find(&((gpus_object *)gpus)->readers, ordinal, &device, &err))
+    rm_raise(rm_module_of(gpus), &err);
   return device;
-}
-
-const rm_device *rm_gpus_device(PyObject *gpus, int ordinal) {
-  return find((gpus_object *)gpus, ordinal);
 }
 
 static const rm_device *take_reader(void *self, PyObject *name, int ordinal) {
   (void)name;
-  return find(self, ordinal);
+  return rm_gpus_device(self, ordinal);
 }
-
-static void give_reader(void *self) { (void)self; }
 
 static PyObject *gpus_lend(PyObject *object, PyObject *args) {
   gpus_object *self = (gpus_object *)object;
-  const rm_tensor_reader reader = {take_reader, give_reader, self};
-  PyObject *name, *given, *owner = NULL, *out = NULL, *shape = NULL, *strides = NULL;
+  const rm_tensor_reader reader = {take_reader, NULL, self};
+  PyObject *name, *given, *owner = NULL, *out = NULL;
   rm_tensor tensor;
   if (!PyArg_ParseTuple(args, "UO:lend", &name, &given)) return NULL;
   if (rm_tensor_from_object(rm_module_of(object), given, name, &reader, &tensor, &owner))
@@ -61,12 +55,10 @@ static PyObject *gpus_lend(PyObject *object, PyObject *args) {
   if (!tensor.on_device)
     rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
                   "%.200U: expected a tensor on a GPU, got one on the CPU", name);
-  else if ((shape = rm_tuple_of(tensor.shape, tensor.n_dims)) &&
-           (strides = rm_tuple_of(tensor.strides, tensor.n_dims)))
-    out = Py_BuildValue("(iKsOOO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data,
-                        rm_elements[tensor.dtype].name, shape, strides, owner);
-  Py_XDECREF(shape);
-  Py_XDECREF(strides);
+  else
+    out = Py_BuildValue("(iKsNNO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data,
+                        rm_elements[tensor.dtype].name, rm_tuple_of(tensor.shape, tensor.n_dims),
+                        rm_tuple_of(tensor.strides, tensor.n_dims), owner);
   rm_tensor_release(owner);
   return out;
 }
@@ -88,7 +80,7 @@ static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   rm_device_loan loan;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "iK:loan", &ordinal, &address)) return NULL;
-  const rm_device *device = find(self, ordinal);
+  const rm_device *device = rm_gpus_device(object, ordinal);
   if (!device) return NULL;
   const rm_code code = RM_UNLOCKED(rm_cuda_make_loan(
       self->readers.library, device, (const void *)(uintptr_t)address, &loan, &err));
@@ -112,7 +104,7 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
   memcpy(loan.handle, handle, sizeof loan.handle);
   if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err))
     return rm_raise(rm_module_of(object), &err);
-  const rm_device *device = find(self, ordinal);
+  const rm_device *device = rm_gpus_device(object, ordinal);
   if (!device) return NULL;
   const rm_code code = RM_UNLOCKED(rm_cuda_open_loan(self->readers.library, device, &loan, &err));
   if (code) return rm_raise(rm_module_of(object), &err);
@@ -126,7 +118,7 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   unsigned long long block;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "iK:give_back", &ordinal, &block)) return NULL;
-  const rm_device *device = find(self, ordinal);
+  const rm_device *device = rm_gpus_device(object, ordinal);
   if (!device) return NULL;
   return rm_none(rm_module_of(object),
                  RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device,
@@ -135,20 +127,12 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
 }
 
 static PyMethodDef gpus_methods[] = {
-    {"lend", gpus_lend, METH_VARARGS,
-     PyDoc_STR("(name, tensor): (ordinal, address, dtype, shape, strides, owner of the memory).")},
-    {"wait", gpus_wait, METH_VARARGS,
-     PyDoc_STR("(ordinal): waits until the writes of the tensors lent so far are complete.")},
-    {"loan", gpus_loan, METH_VARARGS,
-     PyDoc_STR("(ordinal, address): the allocation there: (bus id, handle, address, bytes).")},
-    {"borrow", gpus_borrow, METH_VARARGS,
-     PyDoc_STR("(bus id, handle): opens another process's memory: (ordinal, address, bytes).")},
-    {"give_back", gpus_give_back, METH_VARARGS,
-     PyDoc_STR("(ordinal, address): closes memory of another process.")},
-    {"array", rm_gpu_array_lent, METH_VARARGS,
-     PyDoc_STR(
-         "(ordinal, address, dtype, shape, strides): a read-only DeviceArray over part of an open "
-         "allocation.")},
+    {"lend", gpus_lend, METH_VARARGS, NULL},
+    {"wait", gpus_wait, METH_VARARGS, NULL},
+    {"loan", gpus_loan, METH_VARARGS, NULL},
+    {"borrow", gpus_borrow, METH_VARARGS, NULL},
+    {"give_back", gpus_give_back, METH_VARARGS, NULL},
+    {"array", rm_gpu_array_lent, METH_VARARGS, NULL},
     {0},
 };
 
@@ -156,7 +140,6 @@ static PyType_Slot gpus_slots[] = {
     {Py_tp_new, gpus_new},
     {Py_tp_dealloc, gpus_dealloc},
     {Py_tp_methods, gpus_methods},
-    {Py_tp_doc, "Gpus(library): the GPUs of this process, for memory shared between processes."},
     {0, NULL},
 };
 PyType_Spec rm_gpus_spec = RM_TYPE("Gpus", gpus_object, 0, gpus_slots);

@@ -1,20 +1,18 @@
 // op_device.c: _core.OpDevice. See gpu_array.h.
 #include "gpu_array.h"
 
-#include <string.h>
+#include <structmember.h>
 
 #include "base/memory.h"
 #include "gpu/gpu.h"
 
 int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved) {
-  if (getpid() != op_device->owner) {
-    rm_raise_code(
+  if (getpid() != op_device->owner)
+    return rm_refuse(
         module, RM_E_STATE,
         "%s: expected arrays made in this process, got arrays of process %d; a forked child has to "
         "make its own",
         op_device->device.name, (int)op_device->owner);
-    return -1;
-  }
   Py_BEGIN_ALLOW_THREADS
     pthread_mutex_lock(&op_device->mutex);
   Py_END_ALLOW_THREADS
@@ -29,9 +27,9 @@ void rm_op_device_leave(rm_op_device *op_device, int saved) {
 
 static size_t grown(size_t bytes) { return bytes < 4096 ? 4096 : bytes + bytes / 4; }
 
-rm_code rm_op_device_mirrored(rm_op_device *op_device, int i, size_t bytes, rm_error *err) {
+rm_code rm_op_device_mirrored(rm_op_device *op_device, size_t bytes, rm_error *err) {
   const rm_device *device = &op_device->device;
-  rm_mirrored_buffer *mirrored = &op_device->mirrored[i];
+  rm_mirrored_buffer *mirrored = &op_device->mirrored;
   const rm_code code = rm_device_check(device, device->wait_event(device->self, 0), err);
   if (code || (mirrored->device && bytes <= mirrored->bytes)) return code;
   rm_mirrored_destroy(mirrored);
@@ -50,11 +48,12 @@ rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes, rm_error *
 
 static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"library", "ordinal", NULL};
-  const char *library;
+  PyObject *library, *module = PyType_GetModule(type);
+  const char *path;
   int ordinal;
   rm_error err = RM_ERROR_INIT;
-  PyObject *module = PyType_GetModule(type);
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si:OpDevice", names, &library, &ordinal))
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Ui:OpDevice", names, &library, &ordinal) ||
+      !(path = PyUnicode_AsUTF8AndSize(library, NULL)))
     return NULL;
   rm_op_device *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
@@ -64,13 +63,8 @@ static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwa
   pthread_mutex_init(&self->mutex, &recursive);
   pthread_mutexattr_destroy(&recursive);
   self->owner = getpid();
-  const size_t length = strlen(library) + 1;
-  if (!(self->library = rm_alloc(length, 1))) {
-    Py_DECREF(self);
-    return PyErr_NoMemory();
-  }
-  memcpy(self->library, library, length);
-  const rm_code code = RM_UNLOCKED(rm_cuda_device(library, ordinal, NULL, &self->device, &err));
+  self->library = Py_NewRef(library);
+  const rm_code code = RM_UNLOCKED(rm_cuda_device(path, ordinal, NULL, &self->device, &err));
   if (!code) return (PyObject *)self;
   Py_DECREF(self);
   return rm_raise(module, &err);
@@ -79,7 +73,7 @@ static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 static void close_op_device(rm_op_device *self) {
   const rm_device *device = &self->device;
   const int saved = device->enter(device->self);
-  for (int i = 0; i < RM_OP_DEVICE_MIRRORED; i++) rm_mirrored_destroy(&self->mirrored[i]);
+  rm_mirrored_destroy(&self->mirrored);
   rm_device_free(device, self->workspace, self->workspace_bytes);
   device->leave(device->self, saved);
   device->close(device->self);
@@ -95,7 +89,7 @@ static void op_device_dealloc(PyObject *object) {
     }
     pthread_mutex_destroy(&self->mutex);
   }
-  rm_free(self->library);
+  Py_XDECREF(self->library);
   rm_object_free(object);
 }
 
@@ -120,8 +114,6 @@ static const rm_device *take_device(void *self, PyObject *name, int ordinal) {
   return NULL;
 }
 
-static void give_device(void *self) { (void)self; }
-
 static PyObject *op_device_take(PyObject *object, PyObject *args) {
   rm_op_device *self = (rm_op_device *)object;
   PyObject *name, *given, *module = rm_module_of(object);
@@ -129,7 +121,7 @@ static PyObject *op_device_take(PyObject *object, PyObject *args) {
   int saved;
   if (!PyArg_ParseTuple(args, "UO:take", &name, &given) || rm_op_device_enter(module, self, &saved))
     return NULL;
-  const rm_tensor_reader reader = {take_device, give_device, self};
+  const rm_tensor_reader reader = {take_device, NULL, self};
   PyObject *array = NULL;
   if (!rm_dlpack_take(module, given, name, &reader, &taken)) {
     if (taken.on_device) array = rm_device_array_over(module, self, name, &taken);
@@ -142,20 +134,14 @@ static PyObject *op_device_take(PyObject *object, PyObject *args) {
   return array;
 }
 
-static PyObject *op_device_name(PyObject *self, void *ignored) {
-  (void)ignored;
-  return PyUnicode_FromString(((rm_op_device *)self)->device.name);
-}
-
 int rm_op_device_check_stream(PyObject *module, rm_op_device *self, void *stream) {
   int saved;
   if (rm_op_device_enter(module, self, &saved)) return -1;
   const char *why = self->device.check_stream(self->device.self, stream);
   rm_op_device_leave(self, saved);
-  if (why)
-    rm_raise_code(module, RM_E_CONFIG, "expected a stream of %s, got %llu: %s", self->device.name,
-                  (unsigned long long)(uintptr_t)stream, why);
-  return why ? -1 : 0;
+  if (!why) return 0;
+  return rm_refuse(module, RM_E_CONFIG, "expected a stream of %s, got %llu: %s", self->device.name,
+                   (unsigned long long)(uintptr_t)stream, why);
 }
 
 static PyObject *op_device_check_stream(PyObject *self, PyObject *number) {
@@ -168,18 +154,15 @@ static PyObject *op_device_check_stream(PyObject *self, PyObject *number) {
 }
 
 static PyMethodDef op_device_methods[] = {
-    {"check_stream", op_device_check_stream, METH_O,
-     PyDoc_STR("(handle): raises ConfigError if ops cannot be ordered with that stream.")},
-    {"zeros", op_device_zeros, METH_VARARGS, PyDoc_STR("(shape, dtype): a DeviceArray of zeros.")},
-    {"to_device", op_device_copy, METH_O, PyDoc_STR("(array): a copy of a NumPy array.")},
-    {"take", op_device_take, METH_VARARGS,
-     PyDoc_STR("(name, tensor): a view of a DLPack producer's tensor; ops wait for the producer's "
-               "stream.")},
+    {"check_stream", op_device_check_stream, METH_O, NULL},
+    {"zeros", op_device_zeros, METH_VARARGS, NULL},
+    {"to_device", op_device_copy, METH_O, NULL},
+    {"take", op_device_take, METH_VARARGS, NULL},
     {0},
 };
 
-static PyGetSetDef op_device_members[] = {
-    {"device", op_device_name, NULL, PyDoc_STR("'cuda:0', …"), NULL},
+static PyMemberDef op_device_members[] = {
+    {"device", T_STRING, offsetof(rm_op_device, device.name), READONLY, NULL},
     {0},
 };
 
@@ -187,8 +170,7 @@ static PyType_Slot slots[] = {
     {Py_tp_new, op_device_new},
     {Py_tp_dealloc, op_device_dealloc},
     {Py_tp_methods, op_device_methods},
-    {Py_tp_getset, op_device_members},
-    {Py_tp_doc, "OpDevice(library, ordinal): a CUDA device opened for ops over arrays."},
+    {Py_tp_members, op_device_members},
     {0, NULL},
 };
 PyType_Spec rm_op_device_spec = RM_TYPE("OpDevice", rm_op_device, 0, slots);

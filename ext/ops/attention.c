@@ -24,7 +24,27 @@ static void same_size(rm_op_call *c, const char *name, int dim, int64_t seen, in
                 (long long)wanted, dim, (long long)seen);
 }
 
+// ------------------------------------------------------------------------------------- rope_table
+#define OP a.rope_table
+static void run_rope_table(rm_op_call *c) {
+  const rm_rope_table_args *a = &c->a.rope_table;
+  rm_rope_table(a->cos, a->sin, a->inv_freq, c->s.n_positions, c->s.half, a->scale,
+                a->bfloat16 ? RM_BF16 : RM_F32);
+}
+
+#define TABLE(name) ARRAY(name, F32, RM_OP_OUT | RM_ARRAY_OF_HOST, n_positions, half)
+static const rm_op_argument rope_table[] = {
+    SIZE_AT(num_positions, n_positions, 0),
+    REAL(scale, -1),
+    FLAG(bfloat16),
+    ARRAY(inv_freq, F32, RM_ARRAY_OF_HOST, half),
+    TABLE(cos),
+    TABLE(sin),
+    {0},
+};
+
 // ----------------------------------------------------------------------------------- head_squares
+#undef OP
 #define OP a.head_squares
 static void split_heads(rm_op_call *c) {
   rm_head_squares_args *a = &c->a.head_squares;
@@ -73,22 +93,17 @@ static void rope_sizes(rm_op_call *c) {
   same_size(c, "k_cache", 2, taken.k_elems, c->s.k_elems);
   same_size(c, "v_cache", 2, taken.v_elems, c->s.v_elems);
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
+  c->s.n_slots = c->s.n_pages * a->page_size;
   same_size(c, "qkv", 1, taken.width, rm_op_product(c, "qkv", columns, a->head_dim));
   c->limits = (rm_limits){.max_rows = a->rows, .head_dim = a->head_dim};
 }
 
 static void rope_check(rm_op_call *c) {
   rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
-  const int64_t n_slots = c->s.n_pages * a->page_size;
   a->rotary_dim = 2 * c->s.half;
   if (c->s.half > a->head_dim / 2)
     rm_op_refuse(c, RM_E_SHAPE, "cos.shape[1]", c->s.half,
                  "at most head_dim / 2 =", a->head_dim / 2);
-  rm_op_in_range(c, "positions", a->positions, a->rows, 0, c->s.n_positions);
-  const int64_t *slots = rm_op_seen(c, a->slots);
-  for (int64_t r = 0; slots && r < a->rows && !c->failed; r++)
-    if (slots[r] < -1 || slots[r] >= n_slots)
-      rm_op_refuse(c, RM_E_REQUEST, "a slot", slots[r], "-1 or less than", n_slots);
   if (a->q_squares) rm_op_at_least(c, "q_squares.shape[1]", a->all_heads, a->n_heads);
   if (a->k_squares) rm_op_at_least(c, "k_squares.shape[1]", a->all_kv_heads, a->n_kv_heads);
 }
@@ -116,8 +131,8 @@ static const rm_op_argument qk_rope_kv[] = {
     OUT_AT(out, q_out, T, rows, n_heads, head_dim),
     IN(cos, F32, n_positions, half),
     IN(sin, F32, n_positions, half),
-    IN(positions, I32, rows),
-    IN(slots, I64, rows),
+    INDICES(positions, I32, 0, n_positions, rows),
+    INDICES(slots, I64, -1, n_slots, rows),
     ROW_FLAGS,
     ADJUSTED(squares_needed, q_squares, F32, RM_ARRAY_OPTIONAL, rows, all_heads),
     ADJUSTED(squares_needed, k_squares, F32, RM_ARRAY_OPTIONAL, rows, all_kv_heads),
@@ -148,16 +163,11 @@ static void check_group(rm_op_call *c) {
 // Checks that every page that a row may read exists.
 static void check_tables(rm_op_call *c) {
   const rm_attention_args *a = &c->a.attention;
-  const int32_t *positions = rm_op_seen(c, a->positions), *seqs = rm_op_seen(c, a->seq_of_row);
   for (int64_t r = 0; r < a->rows && !c->failed; r++) {
-    const int64_t last = positions[r],
-                  first = a->window > 0 ? rm_max64(0, last - a->window + 1) : 0;
-    if (last / a->page_size >= a->max_pages)
-      rm_op_refuse(c, RM_E_REQUEST, "a position", last, "less than", a->max_pages * a->page_size);
-    if (!c->failed)
-      rm_op_in_range_from(c, "block_tables", a->block_tables,
-                          seqs[r] * a->max_pages + first / a->page_size,
-                          last / a->page_size - first / a->page_size + 1, 0, c->s.n_pages);
+    const int64_t position = a->positions[r], last = position / a->page_size,
+                  first = a->window > 0 ? rm_max64(0, position - a->window + 1) / a->page_size : 0;
+    rm_op_in_range(c, "block_tables", RM_OP_I32, a->block_tables,
+                   a->seq_of_row[r] * a->max_pages + first, last - first + 1, 0, c->s.n_pages);
   }
 }
 
@@ -165,21 +175,18 @@ static void attention_pages(rm_op_call *c) {
   page_elems(c, c->a.attention.page_size, c->a.attention.head_dim);
 }
 
-static void attention_check(rm_op_call *c) {
+static void attention_sizes(rm_op_call *c) {
   const rm_attention_args *a = &c->a.attention;
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
   check_group(c);
-  const int64_t positions = rm_op_product(c, "a row of block_tables", a->max_pages, a->page_size);
-  rm_op_size(c, "block_tables' pages * page_size", positions, 0);
-  rm_op_in_range(c, "positions", a->positions, a->rows, 0, INT32_MAX);
-  rm_op_in_range(c, "seq_of_row", a->seq_of_row, a->rows, 0, a->n_seqs);
-  check_tables(c);
+  c->s.n_positions = rm_op_product(c, "a row of block_tables", a->max_pages, a->page_size);
+  rm_op_size(c, "block_tables' pages * page_size", c->s.n_positions, 0);
   c->limits = (rm_limits){.max_rows = a->rows,
                           .n_heads = a->n_heads,
                           .n_kv_heads = a->n_kv_heads,
                           .head_dim = a->head_dim,
                           .group = a->group,
-                          .max_positions = positions};
+                          .max_positions = c->s.n_positions};
 }
 
 static const rm_op_argument attention[] = {
@@ -192,13 +199,19 @@ static const rm_op_argument attention[] = {
     STEP(attention_pages),
     PACKED(k_cache, n_pages, n_kv_heads, k_elems),
     PACKED(v_cache, n_pages, n_kv_heads, v_elems),
-    IN(positions, I32, rows),
-    IN(seq_of_row, I32, rows),
     IN(block_tables, I32, n_seqs, max_pages),
+    STEP(attention_sizes),
+    INDICES(positions, I32, 0, n_positions, rows),
+    INDICES(seq_of_row, I32, 0, n_seqs, rows),
+    STEP(check_tables),
     OUT(out, T, rows, n_heads, head_dim),
-    STEP(attention_check),
     {0},
 };
 
 const rm_op rm_ops_attention[] = {
-    OP_OF_T(head_squares), OP_OF_T(qk_rope_kv), OP_OF_T(attention), {0}};
+    {"rope_table", rope_table, run_rope_table, 0, NULL},
+    OP_OF_T(head_squares),
+    OP_OF_T(qk_rope_kv),
+    OP_OF_T(attention),
+    {0},
+};

@@ -14,17 +14,12 @@ static void embed_table(rm_op_call *c, rm_op_argument *table) {
   table->dims[1] = 0;
 }
 
-static void embed_check(rm_op_call *c) {
-  rm_op_in_range(c, "ids", c->a.embed.ids, c->a.embed.rows, 0, c->s.x_rows);
-}
-
 static const rm_op_argument embed[] = {
     FLAG(packed),
     NUMBER(vocab, x_rows, SIZE, RM_ARRAY_OPTIONAL, 0, RM_OP_MAX_SIZE),
     NUMBER(hidden, hidden, SIZE, RM_ARRAY_OPTIONAL, 0, RM_OP_MAX_SIZE),
-    IN(ids, I32, rows),
     ADJUSTED(embed_table, table, T, RM_ARRAY_IN, x_rows, hidden),
-    STEP(embed_check),
+    INDICES(ids, I32, 0, x_rows, rows),
     OUT(out, T, rows, hidden),
     {0},
 };
@@ -32,19 +27,15 @@ static const rm_op_argument embed[] = {
 // ------------------------------------------------------------------------------------ gather_rows
 #undef OP
 #define OP a.gather_rows
-static void gather_check(rm_op_call *c) {
-  rm_gather_rows_args *a = &c->a.gather_rows;
-  a->row_bytes = (size_t)c->s.width * rm_dtype_bytes(c->dtype);
-  rm_op_in_range(c, "rows", a->from, a->rows, 0, c->s.x_rows);
-  rm_op_apart(c, "out", a->out, (size_t)a->rows * a->row_bytes, a->x,
-              (size_t)c->s.x_rows * a->row_bytes);
+static void gather_bytes(rm_op_call *c) {
+  c->a.gather_rows.row_bytes = (size_t)c->s.width * rm_dtype_bytes(c->dtype);
 }
 
 static const rm_op_argument gather_rows[] = {
     IN(x, T, x_rows, width),
-    {ARRAY_AT(rows, from, I32, RM_ARRAY_IN, rows)},
-    OUT(out, T, rows, width),
-    STEP(gather_check),
+    {ARRAY_AT(rows, from, I32, RM_ARRAY_IN, rows), .below = AT(x_rows)},
+    ARRAY(out, T, RM_OP_OUT | RM_OP_APART, rows, width),
+    STEP(gather_bytes),
     {0},
 };
 
@@ -87,23 +78,18 @@ static void swiglu_weights(rm_op_call *c) {
   weights_of(c, rm_gate_up_rows(c->a.gemm.n));
 }
 
-// A new output has the requested dtype; an existing output determines it.
 static void gemm_out(rm_op_call *c, rm_op_argument *out) {
-  PyObject *given = rm_op_given(c, out->name);
-  const int is_new = !given || given == Py_Ellipsis;
-  c->out_dtype = !is_new            ? rm_op_dtype_of(c, given, out->name)
-                 : c->s.float32_out ? RM_F32
-                                    : c->dtype;
+  rm_op_out_dtype(c, out);
   if (c->dtype == RM_F32 && c->out_dtype == RM_BF16)
     rm_op_raise(c, RM_E_DTYPE, "out: expected float32, got bfloat16: x is float32");
 }
 
 // Checks that every row belongs to a group; other rows would not be written.
 static void check_groups(rm_op_call *c) {
-  const int32_t *bounds = rm_op_seen(c, c->a.gemm.group_rows);
+  const int32_t *bounds = c->a.gemm.group_rows;
   const int64_t n = c->a.gemm.n_groups, rows = c->a.gemm.m;
   if (!bounds) return;
-  rm_op_in_range(c, "group_rows", c->a.gemm.group_rows, n + 1, 0, rows + 1);
+  rm_op_in_range(c, "group_rows", RM_OP_I32, bounds, 0, n + 1, 0, rows + 1);
   if (bounds[0] != 0)
     rm_op_refuse(c, RM_E_SHAPE, "the first of group_rows", bounds[0], "exactly", 0);
   if (bounds[n] != rows)
@@ -115,32 +101,23 @@ static void check_groups(rm_op_call *c) {
 
 static void gemm_check(rm_op_call *c) {
   rm_gemm_args *a = &c->a.gemm;
-  const size_t each = rm_dtype_bytes(c->dtype), rows = (size_t)a->m, x = rows * (size_t)a->k * each,
-               y = rows * (size_t)a->n * rm_dtype_bytes(c->out_dtype),
-               both = a->gate_up ? rows * (size_t)c->s.both * each : 0;
   a->ldx = a->k;
   a->ldy = a->n;
   a->y_dtype = c->out_dtype;
   c->limits = (rm_limits){.max_rows = a->m, .max_k = a->k, .max_n = a->n};
   if (a->bias && a->group_rows) rm_op_refuse(c, RM_E_SHAPE, "bias with groups", 1, "at most", 0);
-  rm_op_apart(c, "out", a->y, y, a->x, x);
-  rm_op_apart(c, "gate_up", a->gate_up, both, a->x, x);
-  rm_op_apart(c, "gate_up", a->gate_up, both, a->y, y);
   check_groups(c);
 }
 
 static const rm_op_argument gemm[] = {
     SIZE(n, 0),
-    {.name = "float32_out",
-     .type = RM_OP_FLAG,
-     .flags = RM_ARRAY_OPTIONAL,
-     .value = offsetof(rm_op_call, s.float32_out)},
+    FLAG(float32_out),
     IN(x, T, m, k),
     OPTIONAL(group_rows, I32, bounds),
     STEP(gemm_weights),
     PACKED(w, elems),
     OPTIONAL(bias, T, n),
-    {ARRAY_AT(out, y, OUT_T, RM_OP_OUT, m, n), .adjust = gemm_out},
+    {ARRAY_AT(out, y, OUT_T, RM_OP_OUT | RM_OP_APART, m, n), .adjust = gemm_out},
     STEP(gemm_check),
     {0},
 };
@@ -152,8 +129,8 @@ static const rm_op_argument gemm_swiglu[] = {
     OPTIONAL(group_rows, I32, bounds),
     STEP(swiglu_weights),
     PACKED(w, elems),
-    OUT_AT(out, y, T, m, n),
-    OPTIONAL_OUT(gate_up, T, m, both),
+    {ARRAY_AT(out, y, T, RM_OP_OUT | RM_OP_APART, m, n)},
+    ARRAY(gate_up, T, RM_OP_OUT | RM_OP_APART | RM_ARRAY_OPTIONAL, m, both),
     STEP(gemm_check),
     {0},
 };
@@ -161,18 +138,13 @@ static const rm_op_argument gemm_swiglu[] = {
 // --------------------------------------------------------------------------------------- activate
 #undef OP
 #define OP a.activate
-static void activate_check(rm_op_call *c) {
-  rm_activate_args *a = &c->a.activate;
-  const size_t bytes = (size_t)(a->rows * a->n) * rm_dtype_bytes(c->dtype);
-  a->ld = a->n;
-  if (a->out != a->x) rm_op_apart(c, "out", a->out, bytes, a->x, bytes);
-}
+static void activate_sizes(rm_op_call *c) { c->a.activate.ld = c->a.activate.n; }
 
 static const rm_op_argument activate[] = {
     CHOICE(activation, RM_RELU2),
     IN(x, T, rows, n),
-    OUT(out, T, rows, n),
-    STEP(activate_check),
+    ARRAY(out, T, RM_OP_OUT | RM_OP_APART | RM_OP_SAME, rows, n),
+    STEP(activate_sizes),
     {0},
 };
 

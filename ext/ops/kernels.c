@@ -19,7 +19,8 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                          op_device);
   const rm_kernels *table = NULL;
   if (op_device != Py_None &&
-      rm_cuda_kernels(((rm_op_device *)op_device)->library, isa, &table, &err))
+      rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL), isa,
+                      &table, &err))
     return rm_raise(module, &err);
   if (op_device == Py_None && !(table = rm_kernels_named(isa)))
     return rm_raise_code(
@@ -40,10 +41,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   return (PyObject *)self;
 }
 
-RM_TRAVERSE(kernels_traverse, rm_kernels_object, (PyObject *)self->op_device)
-
 static void kernels_dealloc(PyObject *object) {
-  PyObject_GC_UnTrack(object);
   rm_kernels_object *self = (rm_kernels_object *)object;
   rm_team_destroy(self->team);
   rm_unmap(self->workspace, self->workspace_bytes);
@@ -53,55 +51,23 @@ static void kernels_dealloc(PyObject *object) {
 }
 
 static PyMethodDef kernels_methods[] = {
-    RM_METHOD("run", rm_op_run, METH_VARARGS,
-              "run(op, {argument: value}): the outputs of an op of op_arguments()."),
-    RM_METHOD("pack", rm_op_pack, METH_VARARGS,
-              "pack(dst, src, layout, dst_row0, index0): (digest, nonfinite_index)."),
+    RM_METHOD("run", rm_op_run, METH_VARARGS),
     {0},
 };
 
 static PyType_Slot slots[] = {
     {Py_tp_new, kernels_new},
     {Py_tp_dealloc, kernels_dealloc},
-    {Py_tp_traverse, kernels_traverse},
     {Py_tp_methods, kernels_methods},
-    {Py_tp_doc,
-     "Kernels(isa, threads, op_device = None, stream = 0): one variant of the ops over arrays; "
-     "rollmesh.ops is its public face."},
     {0, NULL},
 };
 
-PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, RM_GC, slots);
+PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, 0, slots);
 
 // -------------------------------------------------------------------------------------- functions
-// (cos, sin, inv_freq, scale, bfloat16)
-static PyObject *rope_table(PyObject *module, PyObject *args) {
-  PyObject *cos_object, *sin_object, *inv_freq_object;
-  rm_op_call c = {.module = module};
-  float scale;
-  int bf16;
-  int64_t positions = -1, half = -1;
-  if (!PyArg_ParseTuple(args, "OOOfp:rope_table", &cos_object, &sin_object, &inv_freq_object,
-                        &scale, &bf16))
-    return NULL;
-  const float *inv_freq = VIEW(&c, inv_freq_object, "inv_freq", NPY_FLOAT32, RM_ARRAY_IN, &half);
-  float *cos = VIEW(&c, cos_object, "cos", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
-  float *sin = VIEW(&c, sin_object, "sin", NPY_FLOAT32, RM_ARRAY_WRITE, &positions, &half);
-  if (c.failed) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-    rm_rope_table(cos, sin, inv_freq, positions, half, scale, bf16 ? RM_BF16 : RM_F32);
-  Py_END_ALLOW_THREADS
-  Py_RETURN_NONE;
-}
-
 static PyObject *op_arguments(PyObject *module, PyObject *ignored) {
   (void)ignored;
   return Py_NewRef(rm_state(module)->op_arguments);
 }
 
-PyMethodDef rm_ops_functions[] = {
-    {"rope_table", rope_table, METH_VARARGS, "(cos, sin, inv_freq, scale, bfloat16)"},
-    {"op_arguments", op_arguments, METH_NOARGS,
-     "op_arguments(): {op: {argument: 'number', 'in', 'index', 'host', 'inout' or 'out'}}."},
-    {0},
-};
+PyMethodDef rm_ops_functions[] = {{"op_arguments", op_arguments, METH_NOARGS, NULL}, {0}};

@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "base/memory.h"
-
 // ---------------------------------------------------------------------------------------- lm_head
 #define OP a.lm_head
 static void head_sizes(rm_op_call *c) {
@@ -16,24 +14,21 @@ static void head_sizes(rm_op_call *c) {
   c->limits = (rm_limits){.max_rows = a->rows, .max_k = a->hidden, .vocab = a->vocab};
 }
 
-static void head_targets(rm_op_call *c) {
-  rm_op_in_range(c, "targets", c->a.lm_head.targets, c->a.lm_head.rows, -1, c->a.lm_head.vocab);
-}
-
 // Outputs of targets are computed from targets.
 static void targets_needed(rm_op_call *c, rm_op_argument *targets) {
   if (rm_op_given(c, "target_logprobs") || rm_op_given(c, "target_logits"))
     targets->flags = RM_ARRAY_IN;
 }
 
-#define TARGETS ADJUSTED(targets_needed, targets, I32, RM_ARRAY_OPTIONAL, rows)
+#define TARGETS(below_) \
+  {ARRAY_AT(targets, targets, I32, RM_ARRAY_OPTIONAL, rows), .adjust = targets_needed, .low = -1, \
+   .below = AT(below_)}
 static const rm_op_argument lm_head[] = {
     SIZE(vocab, 1),
     IN(x, T, rows, hidden),
     STEP(head_sizes),
     PACKED(w, elems),
-    TARGETS,
-    STEP(head_targets),
+    TARGETS(vocab),
     OPTIONAL_OUT(logits, F32, rows, vocab),
     OUT(stats, F32, rows, two),
     OPTIONAL_OUT(target_logprobs, F32, rows),
@@ -46,8 +41,7 @@ static const rm_op_argument lm_head_pairs[] = {
     IN(x, T, rows, hidden),
     STEP(head_sizes),
     PACKED(w, elems),
-    TARGETS,
-    STEP(head_targets),
+    TARGETS(vocab),
     OPTIONAL_OUT(logits, F32, rows, vocab),
     OUT(pairs, F32, n_blocks, rows, two),
     OPTIONAL_OUT(target_logits, F32, rows),
@@ -59,10 +53,10 @@ static const rm_op_argument lm_head_pairs[] = {
 #undef OP
 #define OP a.merge_pairs
 #define SIZE_block_count ~, a.merge_pairs.n_blocks
-static void merge_check(rm_op_call *c) {
+static void merge_sizes(rm_op_call *c) {
   const rm_merge_pairs_args *a = &c->a.merge_pairs;
   rm_op_at_least(c, "the blocks of pairs", a->n_blocks, 1);
-  rm_op_in_range(c, "targets", a->targets, a->rows, -1, a->n_blocks * RM_VOCAB_BLOCK);
+  c->s.bounds = a->n_blocks * RM_VOCAB_BLOCK;
 }
 
 static void logits_needed(rm_op_call *c, rm_op_argument *target_logits) {
@@ -71,9 +65,9 @@ static void logits_needed(rm_op_call *c, rm_op_argument *target_logits) {
 
 static const rm_op_argument merge_pairs[] = {
     IN(pairs, F32, block_count, rows, two),
-    TARGETS,
+    STEP(merge_sizes),
+    TARGETS(bounds),
     ADJUSTED(logits_needed, target_logits, F32, RM_ARRAY_OPTIONAL, rows),
-    STEP(merge_check),
     OUT(stats, F32, rows, two),
     OPTIONAL_OUT(target_logprobs, F32, rows),
     ROW_FLAGS,
@@ -94,8 +88,7 @@ static void sample_sizes(rm_op_call *c) {
 static void check_columns(rm_op_call *c) {
   const rm_op_sizes *s = &c->s;
   const int32_t *starts = s->banned_starts;
-  rm_op_in_range(c, "forced", s->forced, c->a.sample.rows, -1, c->a.sample.vocab);
-  rm_op_in_range(c, "banned_starts", starts, s->bounds, 0, s->n_banned + 1);
+  rm_op_in_range(c, "banned_starts", RM_OP_I32, starts, 0, s->bounds, 0, s->n_banned + 1);
   for (int64_t r = 0; r < c->a.sample.rows && !c->failed; r++) {
     if (starts[r + 1] < starts[r])
       rm_op_refuse(c, RM_E_REQUEST, "banned_starts", starts[r + 1], "ascending, at least",
@@ -109,26 +102,23 @@ static void check_columns(rm_op_call *c) {
   }
 }
 
-// The parameters of each row from their columns; on a device in a mirrored buffer.
+// Makes the block of the parameters: of each row, and then the banned tokens of all rows.
+static void sample_check(rm_op_call *c) {
+  check_columns(c);
+  c->s.params = rm_op_block_new(
+      c, (size_t)c->s.bounds * sizeof *c->s.params + (size_t)c->s.n_banned * sizeof *c->s.banned,
+      offsetof(rm_op_call, a.sample.params));
+  c->a.sample.params = c->s.params;
+}
+
+// Fills the block from the columns.
 static void sample_params(rm_op_call *c) {
   const rm_op_sizes *s = &c->s;
-  const int on_host = !c->self->op_device;
-  const size_t of_params = (size_t)s->bounds * sizeof *c->a.sample.params,
-               of_banned = (size_t)s->n_banned * sizeof *s->banned;
-  const int32_t *banned = s->banned, *starts = s->banned_starts;
-  check_columns(c);
-  if (c->failed) return;
-  if (on_host) c->block = rm_alloc(of_params, 1);
-  rm_sample_params *params = on_host ? c->block : rm_op_mirrored(c, of_params + of_banned);
-  if (!params) {
-    if (!c->failed) PyErr_NoMemory();
-    c->failed = 1;
-    return;
-  }
-  if (!on_host && of_banned)
-    banned = rm_op_there(c, memcpy((char *)params + of_params, banned, of_banned));
+  const int32_t *starts = s->banned_starts,
+                *banned = (const int32_t *)(c->a.sample.params + s->bounds);
+  memcpy(s->params + s->bounds, s->banned, (size_t)s->n_banned * sizeof *banned);
   for (int64_t r = 0; r < c->a.sample.rows; r++)
-    params[r] = (rm_sample_params){
+    s->params[r] = (rm_sample_params){
         .temperature = s->temperature[r],
         .top_p = s->top_p[r],
         .min_p = s->min_p[r],
@@ -139,14 +129,12 @@ static void sample_params(rm_op_call *c) {
         .n_banned = starts[r + 1] - starts[r],
         .forced = s->forced[r],
     };
-  c->a.sample.params = on_host ? params : rm_op_there(c, params);
 }
 
-#define COLUMN(name_, type_, size) \
-  { \
-    .name = #name_, .type = RM_OP_##type_, .flags = RM_ARRAY_OF_HOST, \
-    .value = offsetof(rm_op_call, s.name_), .dims = {AT(size)} \
-  }
+#define COLUMN_AT(name_, type_, size) \
+  .name = #name_, .type = RM_OP_##type_, .flags = RM_ARRAY_OF_HOST, \
+  .value = offsetof(rm_op_call, s.name_), .dims = {AT(size)}
+#define COLUMN(name, type, size) {COLUMN_AT(name, type, size)}
 static const rm_op_argument sample[] = {
     IN(logits, F32, rows, vocab),
     STEP(sample_sizes),
@@ -162,10 +150,10 @@ static const rm_op_argument sample[] = {
     COLUMN(top_k, I32, rows),
     COLUMN(seed, U64, rows),
     COLUMN(counter, U64, rows),
-    COLUMN(forced, I32, rows),
+    {COLUMN_AT(forced, I32, rows), .low = -1, .below = AT(vocab)},
     COLUMN(banned_starts, I32, bounds),
     COLUMN(banned, I32, n_banned),
-    STEP(sample_params),
+    STEP(sample_check),
     {0},
 };
 
@@ -192,26 +180,25 @@ static const rm_op_argument top_logprobs[] = {
 // ------------------------------------------------------------------------------------------ ranks
 #undef OP
 #define OP a.ranks
-static void ranks_check(rm_op_call *c) {
+static void ranks_sizes(rm_op_call *c) {
   rm_ranks_args *a = &c->a.ranks;
-  rm_op_in_range(c, "tokens", a->tokens, a->rows, -1, a->vocab);
   a->ld_logits = a->vocab;
   c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
 }
 
 static const rm_op_argument ranks[] = {
     IN(logits, F32, rows, vocab),
-    IN(tokens, I32, rows),
-    STEP(ranks_check),
+    INDICES(tokens, I32, -1, vocab, rows),
+    STEP(ranks_sizes),
     OUT(ranks, I32, rows),
     {0},
 };
 
 const rm_op rm_ops_logits[] = {
     OP_OF_T(lm_head),
-    {"lm_head_pairs", lm_head_pairs, run_lm_head, offsetof(rm_op_call, a.lm_head.dtype)},
+    {"lm_head_pairs", lm_head_pairs, run_lm_head, offsetof(rm_op_call, a.lm_head.dtype), NULL},
     OP_OF_F32(merge_pairs),
-    OP_OF_F32(sample),
+    {"sample", sample, run_sample, 0, sample_params},
     OP_OF_F32(top_logprobs),
     OP_OF_F32(ranks),
     {0},

@@ -58,14 +58,17 @@ static void permute_sizes(rm_op_call *c) {
   c->s.choices = rm_op_product(c, "x_out", a->rows, a->top_k);
   c->s.bounds = a->n_experts + 1;
   c->limits = (rm_limits){.max_rows = a->rows, .n_experts = a->n_experts, .top_k = a->top_k};
-  rm_op_in_range(c, "ids", a->ids, c->s.choices, 0, a->n_experts);
 }
 
 static const rm_op_argument permute[] = {
-    SIZE_AT(num_experts, n_experts, 0), IN(x, T, rows, hidden),
-    IN(ids, I32, rows, top_k),          STEP(permute_sizes),
-    OUT(x_out, T, choices, hidden),     OUT(group_rows, I32, bounds),
-    OUT(place, I32, rows, top_k),       {0},
+    SIZE_AT(num_experts, n_experts, 0),
+    IN(x, T, rows, hidden),
+    INDICES(ids, I32, 0, n_experts, rows, top_k),
+    STEP(permute_sizes),
+    OUT(x_out, T, choices, hidden),
+    OUT(group_rows, I32, bounds),
+    OUT(place, I32, rows, top_k),
+    {0},
 };
 
 // ---------------------------------------------------------------------------------------- combine
@@ -73,7 +76,7 @@ static const rm_op_argument permute[] = {
 #define OP a.combine
 // A row's experts are distinct: the tree that adds their outputs up has one leaf for each.
 static void distinct_in_rows(rm_op_call *c) {
-  const int32_t *ids = rm_op_seen(c, c->a.combine.ids);
+  const int32_t *ids = c->a.combine.ids;
   const int64_t rows = c->a.combine.rows, n = c->a.combine.top_k;
   for (int64_t r = 0; r < rows && !c->failed; r++)
     for (int64_t i = 1; i < n && !c->failed; i++)
@@ -85,26 +88,20 @@ static void distinct_in_rows(rm_op_call *c) {
 }
 
 static void combine_sizes(rm_op_call *c) {
-  c->s.choices = rm_op_product(c, "y", c->a.combine.rows, c->a.combine.top_k);
-}
-
-static void combine_check(rm_op_call *c) {
   const rm_combine_args *a = &c->a.combine;
+  c->s.choices = rm_op_product(c, "y", a->rows, a->top_k);
   check_top_k(c, a->top_k, a->n_experts);
-  rm_op_in_range(c, "ids", a->ids, c->s.choices, 0, a->n_experts);
-  rm_op_in_range(c, "place", a->place, c->s.choices, 0, c->s.choices);
   distinct_in_rows(c);
   c->limits = (rm_limits){.max_rows = a->rows, .n_experts = a->n_experts, .top_k = a->top_k};
 }
 
 static const rm_op_argument combine[] = {
     SIZE_AT(num_experts, n_experts, 0),
-    IN(place, I32, rows, top_k),
-    IN(ids, I32, rows, top_k),
-    IN(gates, F32, rows, top_k),
+    INDICES(ids, I32, 0, n_experts, rows, top_k),
     STEP(combine_sizes),
+    INDICES(place, I32, 0, choices, rows, top_k),
+    IN(gates, F32, rows, top_k),
     IN(y, T, choices, hidden),
-    STEP(combine_check),
     OUT(out, T, rows, hidden),
     {0},
 };

@@ -5,21 +5,21 @@
 // DeviceArrays, on the OpDevice's stream. Its method run(op, {argument: value}) returns the tuple
 // of the op's outputs. rollmesh.ops is the public interface.
 //
-// The table (dense.c, attention.c, moe.c, logits.c) has an entry for each op. The entry lists the
-// arguments in the order in which they are taken: name, type, flags and shape. An argument is a
-// member of the kernel's argument struct; a size of a shape is a member of that struct or of
-// rm_op_sizes. The first array that has a size sets it. A step between two arguments computes a
-// member or checks a value. Python reads names and roles from _core.op_arguments().
+// The table (dense.c, attention.c, moe.c, logits.c, pack.c) has an entry for each op. The entry
+// lists the arguments in the order in which they are taken: name, type, flags and shape. An
+// argument is a member of the kernel's argument struct; a size of a shape is a member of that
+// struct or of rm_op_sizes. The first array that has a size sets it. A step between two arguments
+// computes a member or checks a value. Python reads names and roles from _core.op_arguments().
 //
 // A call (call.c) takes the arguments, begins, runs the op and finishes. The first error sets the
 // exception; later checks do nothing, and begin ends the call. Everything that kernels rely on is
 // checked here: dtypes, sizes, ranges of indices. Checks hold the GIL; the op runs without it,
-// under the object's mutex. Indices are copied before they are checked, since another thread may
-// write to the array, or an output may overlap it.
+// under the object's mutex. Indices are copied to a block of host memory before they are checked,
+// since another thread may write to the array, or an output may overlap it. On a device, begin
+// moves the blocks to the device, so that the op reads the checked indices.
 //
 // With a caller's stream the op waits for that stream, and later work of that stream waits for the
-// op. Without a stream (0) the call returns when the op is done. Indices are copied to pinned
-// memory and checked there; the op reads a device copy of the checked indices.
+// op. Without a stream (0) the call returns when the op is done.
 #pragma once
 
 #include "arrays.h"
@@ -47,21 +47,32 @@ typedef struct rm_kernels_object {
 
 // The largest size: sums of sizes and rounding up are exact in int64_t; products are checked.
 enum { RM_OP_MAX_SIZE = INT32_MAX };
-// Index arrays and arguments of one op; dims of an array.
-enum { RM_OP_MAX_INDICES = 4, RM_OP_MAX_ARGUMENTS = 20, RM_OP_MAX_DIMS = 3 };
+// Blocks and arguments of one op; dims of an array.
+enum { RM_OP_MAX_BLOCKS = 5, RM_OP_MAX_ARGUMENTS = 20, RM_OP_MAX_DIMS = 3 };
 
 // -------------------------------------------------------------------------------------- the table
 // The argument struct of every op.
+typedef struct rm_rope_table_args {
+  const float *inv_freq;
+  float *cos, *sin;
+  float scale;
+  int bfloat16;
+} rm_rope_table_args;
 #define RM_OP_ARGS(name, args) args name;
 typedef union rm_op_args {
   RM_OPS(RM_OP_ARGS)
+  rm_pack_args pack;
+  rm_rope_table_args rope_table;
 } rm_op_args;
 
 // Values of a call outside its argument struct: sizes, and the columns of rm_sample_params.
 typedef struct rm_op_sizes {
   int64_t x_rows, width, elems, k_elems, v_elems, q_width, k_width, both, n_blocks, n_banned, two;
-  int64_t bounds, choices, n_pages, n_positions, half;
-  int float32_out;
+  int64_t bounds, choices, n_pages, n_positions, half, n_slots, groups, group_elems, dst_first,
+      three;
+  int float32_out, grouped;
+  rm_pack_found *found; // of pack
+  rm_sample_params *params; // the block of a.sample.params on the host
   const float *temperature, *top_p, *min_p;
   const int32_t *top_k, *forced, *banned_starts, *banned;
   const uint64_t *seed, *counter;
@@ -70,6 +81,7 @@ typedef struct rm_op_sizes {
 typedef enum rm_op_type {
   RM_OP_T, // an array of the op's dtype: bfloat16 or float32, decided by the first such array
   RM_OP_OUT_T, // an array of out_dtype, which `adjust` decides
+  RM_OP_WEIGHT, // an array of the element type a.pack.src_dtype, which `adjust` decides
   RM_OP_F32,
   RM_OP_I32,
   RM_OP_I64,
@@ -83,8 +95,15 @@ typedef enum rm_op_type {
 
 // Flags in addition to those of arrays.h. NEW: an output. The call makes it if it is absent, None
 // or `...`; an output that is also OPTIONAL is made only for `...`. ZERO: a new output is filled
-// with zeros. An absent OPTIONAL number is 0, or the value from the arrays.
-enum { RM_OP_NEW = 16, RM_OP_ZERO = 32, RM_OP_OUT = RM_OP_NEW | RM_ARRAY_WRITE };
+// with zeros. An absent OPTIONAL number is 0, or the value from the arrays. APART: the array must
+// not overlap the arrays before it; SAME: but it may be one of them.
+enum {
+  RM_OP_NEW = 16,
+  RM_OP_ZERO = 32,
+  RM_OP_OUT = RM_OP_NEW | RM_ARRAY_WRITE,
+  RM_OP_APART = 64,
+  RM_OP_SAME = 128
+};
 
 typedef struct rm_op_call rm_op_call;
 typedef struct rm_op_argument rm_op_argument;
@@ -94,6 +113,7 @@ struct rm_op_argument {
   int flags;
   size_t value, dims[RM_OP_MAX_DIMS]; // offsets in rm_op_call; dims end with 0
   int64_t low, high;
+  size_t below; // of indices: offset of the size that they are below, from `low` on; 0: unchecked
   void (*step)(rm_op_call *);
   void (*adjust)(rm_op_call *, rm_op_argument *); // changes a copy of the entry, which is then used
 };
@@ -117,6 +137,12 @@ struct rm_op_argument {
 #define SIZE_n_pages ~, s.n_pages
 #define SIZE_n_positions ~, s.n_positions
 #define SIZE_half ~, s.half
+#define SIZE_n_slots ~, s.n_slots
+#define SIZE_groups ~, s.groups
+#define SIZE_three ~, s.three
+#define SIZE_dst_first ~, s.dst_first
+#define SIZE_grouped ~, s.grouped
+#define SIZE_float32_out ~, s.float32_out
 #define SECOND(a, b, ...) b
 #define SECOND_OF(...) SECOND(__VA_ARGS__)
 #define AT(member) offsetof(rm_op_call, SECOND_OF(SIZE_##member, OP.member, ))
@@ -133,6 +159,8 @@ struct rm_op_argument {
 #define ARRAY(name, type, flags, ...) {ARRAY_AT(name, name, type, flags, __VA_ARGS__)}
 #define IN(name, type, ...) ARRAY(name, type, RM_ARRAY_IN, __VA_ARGS__)
 #define OPTIONAL(name, type, ...) ARRAY(name, type, RM_ARRAY_OPTIONAL, __VA_ARGS__)
+#define INDICES(name, type, low_, below_, ...) \
+  {ARRAY_AT(name, name, type, RM_ARRAY_IN, __VA_ARGS__), .low = low_, .below = AT(below_)}
 #define PACKED(name, ...) ARRAY(name, T, RM_ARRAY_PACKED, __VA_ARGS__)
 #define OUT(name, type, ...) OUT_AT(name, name, type, __VA_ARGS__)
 #define OUT_AT(name, member, type, ...) {ARRAY_AT(name, member, type, RM_OP_OUT, __VA_ARGS__)}
@@ -155,25 +183,27 @@ struct rm_op_argument {
 typedef struct rm_op {
   const char *name;
   const rm_op_argument *arguments; // the last has neither name nor step
-  void (*run)(const rm_kernels *, const rm_ctx *, const rm_op_args *);
+  void (*run)(rm_op_call *);
   size_t dtype; // offset in rm_op_call of the struct's dtype; 0: it has none
+  void (*placed)(rm_op_call *); // fills a block whose contents depend on its address; or NULL
 } rm_op;
-#define RM_OP_RUN(name, args) \
-  static inline void run_##name(const rm_kernels *kernels, const rm_ctx *ctx, \
-                                const rm_op_args *a) { \
-    kernels->name(ctx, &a->name); \
-  }
-RM_OPS(RM_OP_RUN)
-#define OP_OF_T(name) {#name, name, run_##name, offsetof(rm_op_call, a.name.dtype)}
-#define OP_OF_F32(name) {#name, name, run_##name, 0}
+#define OP_OF_T(name) {#name, name, run_##name, offsetof(rm_op_call, a.name.dtype), NULL}
+#define OP_OF_F32(name) {#name, name, run_##name, 0, NULL}
 
-extern const rm_op rm_ops_dense[], rm_ops_attention[], rm_ops_moe[], rm_ops_logits[]; // then {0}
+extern const rm_op rm_ops_dense[], rm_ops_attention[], rm_ops_moe[], rm_ops_logits[],
+    rm_ops_pack[]; // each ends with {0}
 
 // -------------------------------------------------------------------------------------- one call
+typedef struct rm_op_block { // host memory that the call owns
+  void *host;
+  size_t bytes;
+  size_t value; // offset in rm_op_call of the pointer to it, which moves; 0: stays on the host
+} rm_op_block;
+
 struct rm_op_call {
-  rm_kernels_object *self; // view; NULL in a function that runs no op
+  rm_kernels_object *self; // view
   PyObject *module; // view
-  const rm_op_argument *table; // the op's; view
+  const rm_op *op; // view
   PyObject *objects[RM_OP_MAX_ARGUMENTS]; // views: the argument of each entry; NULL: absent
   PyObject *outputs; // owned tuple
   rm_op_args a;
@@ -183,16 +213,23 @@ struct rm_op_call {
   int is_decided; // whether an array has decided dtype
   int n_outputs; // so far
   int failed;
-  void *copies[RM_OP_MAX_INDICES]; // owned, of index arrays of the host, until the call ends
-  void *block; // owned: one more block of memory, until the call ends
-  int is_open, saved; // on a device: the OpDevice is entered
-  int n_mirrored; // mirrored buffers of index arrays
-  int is_fetching; // whether one of them is being copied to the host
-  size_t mirrored_bytes[RM_OP_DEVICE_MIRRORED]; // bytes that go to the device before the op
+  int n_blocks;
+  rm_op_block blocks[RM_OP_MAX_BLOCKS]; // owned until the call ends
+  int n_taken;
+  struct {
+    const char *data;
+    size_t bytes;
+  } taken[RM_OP_MAX_ARGUMENTS]; // views: the memory of the other arrays
+  int is_entered, saved; // on a device: the OpDevice
   rm_ctx ctx; // valid from begin on, like all fields below
   uint32_t fp;
   PyThreadState *thread;
 };
+#define RM_OP_RUN(name, args) \
+  static inline void run_##name(rm_op_call *c) { c->self->table->name(&c->ctx, &c->a.name); }
+RM_OPS(RM_OP_RUN)
+
+static inline void *rm_op_value(rm_op_call *c, size_t offset) { return (char *)c + offset; }
 
 // run.c
 PyObject *rm_op_run(rm_kernels_object *self, PyObject *args); // Kernels.run
@@ -200,52 +237,34 @@ PyObject *rm_op_table(void); // new: the dict of _core.op_arguments
 
 // The argument of an entry; NULL: absent or None.
 PyObject *rm_op_given(const rm_op_call *c, const char *name);
-// Returns the data of an array with n_dims sizes; for indices a copy. A size of exactly −1 is set
-// to the array's size.
-void *rm_op_view(rm_op_call *c, PyObject *object, const char *name, int type, int flags,
-                 int64_t *const sizes[], int n_dims);
-#define VIEW(c, object, name, type, flags, ...) \
-  rm_op_view(c, object, name, type, flags, (int64_t *[]){__VA_ARGS__}, \
-             sizeof((int64_t *[]){__VA_ARGS__}) / sizeof(int64_t *))
+int rm_op_is_new(const rm_op_call *c, const rm_op_argument *out); // whether the call makes it
+int rm_op_type_of(const rm_op_call *c, PyObject *object); // NumPy's type number; −1: no array
+// Sets out_dtype: that of a given output; of a new one float32, or that of the inputs.
+void rm_op_out_dtype(rm_op_call *c, rm_op_argument *out);
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
 // DTypeError, or UnsupportedTensorError for an object of another kind.
 void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected);
-int rm_op_numpy_type(rm_dtype dtype);
-// Returns host memory with the contents of a view of indices; NULL for NULL or after an error.
-const void *rm_op_seen(rm_op_call *c, const void *view);
-// On a device: returns the host half of a mirrored buffer of `bytes` bytes, to be filled before
-// begin. NULL: an error.
-void *rm_op_mirrored(rm_op_call *c, size_t bytes);
-const void *rm_op_there(const rm_op_call *c, const void *here); // the device half
+// Returns a new block of zeros for the pointer at the offset `value`; NULL after an error.
+void *rm_op_block_new(rm_op_call *c, size_t bytes, size_t value);
 
 // Raises an error and fails the call, unless it has failed. Formats are PyErr_Format's.
 void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...);
 void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen,
                   const char *expected, long long limit);
-// Converts a number argument: an integer in [low, high] (ShapeError; −1 after an error), or a
-// finite float32 of at least `low` (ConfigError).
-int64_t rm_op_integer(rm_op_call *c, PyObject *object, const char *name, int64_t low, int64_t high);
-float rm_op_real(rm_op_call *c, PyObject *object, const char *name, float low);
 // Check a number that was computed from arguments.
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit);
-// Check that all a[i] are in [low, high), for i from 0 or from `first` on.
-void rm_op_in_range(rm_op_call *c, const char *name, const int32_t *a, int64_t n, int64_t low,
-                    int64_t high);
-void rm_op_in_range_from(rm_op_call *c, const char *name, const int32_t *a, int64_t first,
-                         int64_t n, int64_t low, int64_t high);
+// Checks that n indices (RM_OP_I32 or RM_OP_I64) from `first` on are in [low, high).
+void rm_op_in_range(rm_op_call *c, const char *name, rm_op_type type, const void *indices,
+                    int64_t first, int64_t n, int64_t low, int64_t high);
 int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b); // 0 after an error
 int64_t rm_op_packed_elems(rm_op_call *c, const char *name, int64_t n,
                            int64_t k); // rm_packed_elems, checked
-// Checks that `out` does not overlap x, which the op reads while it writes.
-void rm_op_apart(rm_op_call *c, const char *name, const void *out, size_t out_bytes, const void *x,
-                 size_t x_bytes);
 
-// Returns 0 if ctx is valid; rm_op_finish must follow. Returns −1 if the call has ended with an
-// exception.
-int rm_op_begin(rm_op_call *c, rm_limits limits);
-PyObject *rm_op_finish(rm_op_call *c); // None; on a device NULL if the op has failed
-void rm_op_fail(rm_op_call *c, rm_error *err);
-
-PyObject *rm_op_pack(rm_kernels_object *self, PyObject *args); // pack.c: Kernels.pack
+// The order of a call: enter, the arguments, begin, and if it returned 0 the op and finish; leave.
+void rm_op_enter(rm_op_call *c);
+int rm_op_begin(rm_op_call *c); // 0: ctx is valid; −1: the call has failed
+void rm_op_finish(rm_op_call *c);
+void rm_op_leave(rm_op_call *c);
+void rm_op_fail(rm_op_call *c, rm_error *err); // raises err and fails the call

@@ -1,71 +1,86 @@
-// pack.c: Kernels.pack, the packing of weights. See ops.h.
+// pack.c: the packing of weights. See ops.h.
 #include "dlpack.h"
 #include "ops.h"
 
+#define OP a.pack
+#define SIZE_found ~, s.found
 // With this limit the byte offset of an element, and the sum of two offsets, stay below 2^63.
-static const int64_t MAX_INDEX = INT64_MAX / 16;
+#define MAX_INDEX (INT64_MAX / 16)
 
-// Waits until the host has the digest and the index.
-static PyObject *packed_on_device(rm_op_call *c, rm_pack_found *found) {
-  const rm_mirrored_buffer *mirrored = &c->self->op_device->mirrored[0];
-  rm_error err = RM_ERROR_INIT;
-  rm_mirrored_copy_to_host(mirrored, found, sizeof *found);
-  const rm_code code = rm_device_wait(mirrored->device, &err);
-  const rm_pack_found seen = *found;
-  PyObject *none = rm_op_finish(c);
-  if (!none || code) {
-    Py_XDECREF(none);
-    return none ? rm_raise(c->module, &err) : (rm_error_clear(&err), NULL);
-  }
-  Py_DECREF(none);
-  return Py_BuildValue("KL", (unsigned long long)seen.digest, (long long)seen.nonfinite_index);
-}
-
-// (dst, src, layout, dst_row0, index0) → (digest, nonfinite_index). dst: 2 dims plain, 1 dim packed
-// with dst_cols = src's columns.
-PyObject *rm_op_pack(rm_kernels_object *self, PyObject *args) {
-  rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)};
-  PyObject *dst, *src, *layout_object, *row0_object, *index0_object;
-  if (!PyArg_ParseTuple(args, "OOOOO:pack", &dst, &src, &layout_object, &row0_object,
-                        &index0_object))
-    return NULL;
-  const int64_t layout = rm_op_integer(&c, layout_object, "layout", RM_PLAIN, RM_OP_MAX_SIZE),
-                row0 = rm_op_integer(&c, row0_object, "dst_row0", 0, RM_OP_MAX_SIZE);
-  const int64_t index0 = rm_op_integer(&c, index0_object, "index0", 0, MAX_INDEX);
-  rm_pack_args a = {
-      .rows = -1, .cols = -1, .layout = (rm_layout)layout, .dst_row0 = row0, .index0 = index0};
-  const int type = PyArray_Check(src)                  ? PyArray_TYPE((PyArrayObject *)src)
-                   : rm_is_device_array(c.module, src) ? rm_device_array_type(src)
-                                                       : -1;
-  while (a.src_dtype < RM_SRC_F64 && rm_elements[a.src_dtype].type != type) a.src_dtype++;
-  const int src_type = rm_elements[a.src_dtype].type;
-  if (src_type != type)
-    rm_op_refuse_dtype(&c, src, "the weight",
+// A weight has two dims, or three with groups.
+static void pack_weight(rm_op_call *c, rm_op_argument *weight) {
+  rm_pack_args *a = &c->a.pack;
+  PyObject *object = rm_op_given(c, weight->name);
+  const int type = rm_op_type_of(c, object);
+  while (a->src_dtype < RM_SRC_F64 && rm_elements[a->src_dtype].type != type) a->src_dtype++;
+  if (rm_elements[a->src_dtype].type != type)
+    rm_op_refuse_dtype(c, object, weight->name,
                        "bfloat16 (its words in uint16), float32, float16 or float64");
-  a.dst_dtype = rm_op_dtype_of(&c, dst, "dst");
-  a.src = VIEW(&c, src, "src", src_type, RM_ARRAY_IN, &a.rows, &a.cols);
-  if (layout > RM_PACKED_UP)
-    rm_op_refuse(&c, RM_E_LAYOUT, "layout", layout, "one of rm_layout, at most", RM_PACKED_UP);
-  if (a.cols % 2 == 0 && index0 % 2)
-    rm_op_refuse(&c, RM_E_SHAPE, "index0 of rows of even width", index0, "even, such as",
-                 index0 - 1);
-  const int64_t end = c.failed ? 0 : row0 + a.rows,
-                rows_of = layout >= RM_PACKED_GATE ? rm_gate_up_rows(end) : end;
-  int64_t elems = -1, dst_rows = -1;
-  a.dst = layout == RM_PLAIN ? VIEW(&c, dst, "dst", rm_op_numpy_type(a.dst_dtype), RM_ARRAY_WRITE,
-                                    &dst_rows, &a.cols)
-                             : VIEW(&c, dst, "dst", rm_op_numpy_type(a.dst_dtype),
-                                    RM_ARRAY_WRITE | RM_ARRAY_PACKED, &elems);
-  if (!c.failed && layout == RM_PLAIN) rm_op_at_least(&c, "dst's rows", dst_rows, rows_of);
-  const int64_t packed = rm_op_packed_elems(&c, "dst", rows_of, a.cols);
-  if (!c.failed && layout != RM_PLAIN) rm_op_at_least(&c, "dst's length", elems, packed);
-  a.row_stride = a.dst_cols = a.cols;
-  a.col_stride = 1;
-  rm_pack_found *found = self->op_device ? rm_op_mirrored(&c, sizeof *found) : NULL;
-  a.found = found ? (rm_pack_found *)(uintptr_t)rm_op_there(&c, found) : NULL;
-  if (rm_op_begin(&c, (rm_limits){.max_rows = a.rows, .max_k = a.cols})) return NULL;
-  self->table->pack(&c.ctx, &a);
-  if (found) return packed_on_device(&c, found);
-  Py_DECREF(rm_op_finish(&c));
-  return Py_BuildValue("KL", (unsigned long long)a.digest, (long long)a.nonfinite_index);
+  if (c->s.grouped) return;
+  c->s.groups = 1;
+  weight->dims[0] = AT(rows);
+  weight->dims[1] = AT(cols);
+  weight->dims[2] = 0;
 }
+
+static void pack_sizes(rm_op_call *c) {
+  rm_pack_args *a = &c->a.pack;
+  const int64_t end = a->dst_row0 + a->rows;
+  if (a->cols % 2 == 0 && a->index0 % 2)
+    rm_op_refuse(c, RM_E_SHAPE, "index0 of rows of even width", a->index0, "even, such as",
+                 a->index0 - 1);
+  a->row_stride = a->dst_cols = a->cols;
+  a->col_stride = 1;
+  c->s.group_elems =
+      a->layout == RM_PLAIN
+          ? rm_op_product(c, "dst", end, a->cols)
+          : rm_op_packed_elems(c, "dst", a->layout == RM_PACKED ? end : rm_gate_up_rows(end),
+                               a->cols);
+  c->s.elems = rm_op_product(c, "dst", c->s.groups, c->s.group_elems);
+  c->limits = (rm_limits){.max_rows = a->rows, .max_k = a->cols};
+}
+
+// The first group of a given dst begins at element dst_first, and dst may be larger: the rows are
+// packed into a part of it.
+static void pack_dst(rm_op_call *c, rm_op_argument *dst) {
+  rm_op_out_dtype(c, dst);
+  if (!rm_op_is_new(c, dst)) c->s.elems = -1;
+}
+
+static void pack_check(rm_op_call *c) {
+  rm_op_at_least(c, "the length of dst", c->s.elems,
+                 c->s.dst_first + c->s.groups * c->s.group_elems);
+  c->a.pack.dst_dtype = c->out_dtype;
+}
+
+// On the CPU the kernel returns the results of the last group in its arguments.
+static void run_pack(rm_op_call *c) {
+  rm_pack_args a = c->a.pack;
+  const int64_t of_src = a.rows * a.cols * (rm_elements[a.src_dtype].bits / 8),
+                of_dst = c->s.group_elems * (int64_t)rm_dtype_bytes(a.dst_dtype);
+  a.dst = (char *)a.dst + c->s.dst_first * (int64_t)rm_dtype_bytes(a.dst_dtype);
+  if (c->self->op_device) a.found = c->s.found;
+  for (int64_t group = 0; group < c->s.groups; group++) {
+    c->self->table->pack(&c->ctx, &a);
+    a.src = (const char *)a.src + of_src;
+    a.dst = (char *)a.dst + of_dst;
+  }
+  if (!a.found) *c->s.found = (rm_pack_found){a.digest, a.nonfinite_index, a.diff_index};
+}
+
+static const rm_op_argument pack[] = {
+    CHOICE(layout, RM_PACKED_UP),
+    SIZE(dst_row0, 0),
+    NUMBER(index0, index0, SIZE, 0, 0, MAX_INDEX),
+    NUMBER(dst_first, dst_first, SIZE, 0, 0, MAX_INDEX),
+    FLAG(grouped),
+    FLAG(float32_out),
+    {ARRAY_AT(weight, src, WEIGHT, RM_ARRAY_IN, groups, rows, cols), .adjust = pack_weight},
+    STEP(pack_sizes),
+    ADJUSTED(pack_dst, dst, OUT_T, RM_OP_OUT | RM_OP_ZERO | RM_ARRAY_PACKED, elems),
+    STEP(pack_check),
+    OUT(found, I64, three),
+    {0},
+};
+
+const rm_op rm_ops_pack[] = {{"pack", pack, run_pack, 0, NULL}, {0}};

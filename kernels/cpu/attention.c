@@ -30,8 +30,9 @@ typedef struct unit {
   int64_t n_q, kv_head, width_k, width_v; // head_dim padded to 32 and to 16
   int64_t farthest; // the last live position of any query
   const int32_t *pages;
-  float *queries; // a panel, [width_k / 32][n_q][32]
-  float *p; // [n_q][32] scores, then probabilities
+  float *queries; // a panel of width_k
+  float *scores; // [2][n_q][16] of the two halves of a block
+  float *p; // a panel of one block of probabilities
   float *acc, *merged; // [width_v / 16][n_q][16] of the split, of the previous splits
   float *m, *l, *m_all, *l_all; // [n_q↑16]
   float *top, *alpha, *sum; // [n_q↑16] of the block: the new m, its alpha, the sum of its p
@@ -44,7 +45,7 @@ static int64_t most_heads(int64_t group, int64_t n_heads) { return rm_min64(grou
 static int64_t unit_floats(int64_t group, int64_t n_heads, int64_t head_dim) {
   const int64_t n_q = rm_max64(UNIT_QUERIES, most_heads(group, n_heads));
   const int64_t per_query =
-      rm_round_up(head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE);
+      rm_round_up(head_dim, RM_K_BLOCK) + 2 * RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE);
   // 7: m to sum; 4: first and last, which take as much as two floats each.
   return rm_round_up(n_q, RM_LANES) * (per_query + 7 + 4);
 }
@@ -57,7 +58,8 @@ static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
   const int64_t lanes = rm_round_up(n_q, RM_LANES);
   float **const per_query[] = {&u.m, &u.l, &u.m_all, &u.l_all, &u.top, &u.alpha, &u.sum};
   u.queries = memory;
-  u.p = u.queries + n_q * u.width_k;
+  u.scores = u.queries + n_q * u.width_k;
+  u.p = u.scores + n_q * RM_ATTN_BLOCK;
   u.acc = u.p + n_q * RM_ATTN_BLOCK;
   u.merged = u.acc + n_q * u.width_v;
   u.first = (int64_t *)(u.merged + n_q * u.width_v);
@@ -68,7 +70,7 @@ static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
   return u;
 }
 
-// Index of dimensions 16·tile … of a query in acc or merged.
+// Index of lanes 16·tile … of a query in scores, acc or merged.
 static int64_t lanes_at(const unit *u, int64_t tile, int64_t q) {
   return (tile * u->n_q + q) * RM_LANES;
 }
@@ -92,35 +94,34 @@ VEC vi live_lanes(const unit *u, int64_t q, int64_t t0, int half) {
   return vi_without(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
 }
 
-// Scales and masks the scores of q in p (those of positions that are not live are undefined before)
-// and sets `top` to the maximum of m and the scores.
+// Scales and masks the scores of q (those of positions that are not live are undefined before) and
+// sets `top` to the maximum of m and the scores.
 VEC void mask_scores(unit *u, int64_t q, int64_t t0) {
-  float *p = u->p + q * RM_ATTN_BLOCK;
-  const vf scale = vf_set1(u->a->scale), none = vf_set1(-INFINITY);
-  vf s0 = vf_mul(vf_load(p), scale), s1 = vf_mul(vf_load(p + RM_LANES), scale);
-  if (u->first[q] > t0 || u->last[q] < t0 + RM_ATTN_BLOCK - 1) {
-    s0 = vf_pick(live_lanes(u, q, t0, 0), s0, none);
-    s1 = vf_pick(live_lanes(u, q, t0, 1), s1, none);
+  const int partly = u->first[q] > t0 || u->last[q] < t0 + RM_ATTN_BLOCK - 1;
+  vf top = vf_set1(u->m[q]);
+  for (int half = 0; half < 2; half++) {
+    float *scores = u->scores + lanes_at(u, half, q);
+    vf s = vf_mul(vf_load(scores), vf_set1(u->a->scale));
+    if (partly) s = vf_pick(live_lanes(u, q, t0, half), s, vf_set1(-INFINITY));
+    vf_store(scores, s);
+    top = vf_max(s, top);
   }
-  vf_store(p, s0);
-  vf_store(p + RM_LANES, s1);
-  u->top[q] = vf_max16(vf_max(s1, vf_max(s0, vf_set1(u->m[q]))));
+  u->top[q] = vf_max16(top);
 }
 
 // Turns masked scores into probabilities and sets `sum` to their sum, unrounded.
 VEC void exponentials(rm_dtype T, unit *u, int64_t q, int64_t t0) {
-  float *p = u->p + q * RM_ATTN_BLOCK;
-  const vf top = vf_set1(u->top[q]);
-  vf p0 = vf_exp(vf_sub(vf_load(p), top)), p1 = vf_exp(vf_sub(vf_load(p + RM_LANES), top));
-  if (u->first[q] > t0 || u->last[q] < t0 + RM_ATTN_BLOCK - 1) {
-    p0 = vf_keep(p0, live_lanes(u, q, t0, 0));
-    p1 = vf_keep(p1, live_lanes(u, q, t0, 1));
+  const int partly = u->first[q] > t0 || u->last[q] < t0 + RM_ATTN_BLOCK - 1;
+  vf p[2];
+  for (int half = 0; half < 2; half++) {
+    p[half] = vf_exp(vf_sub(vf_load(u->scores + lanes_at(u, half, q)), vf_set1(u->top[q])));
+    if (partly) p[half] = vf_keep(p[half], live_lanes(u, q, t0, half));
   }
-  u->sum[q] = vf_tree16(vf_add(p0, p1));
-  store_probabilities(T, p, p0, p1);
+  u->sum[q] = vf_tree16(vf_add(p[0], p[1]));
+  store_probabilities(T, u->p + q * block_words(T), p[0], p[1]);
 }
 
-// Turns the scores in p into probabilities and updates m, l and acc. Queries without a live
+// Turns the scores into probabilities and updates m, l and acc. Queries without a live
 // position keep their state: their P is 0 and their alpha 1.
 VEC void softmax_step(rm_dtype T, unit *u, int64_t t0) {
   for (int64_t q = 0; q < u->n_q; q++) {
@@ -137,7 +138,7 @@ VEC void softmax_step(rm_dtype T, unit *u, int64_t t0) {
       exponentials(T, u, q, t0);
       continue;
     }
-    store_probabilities(T, u->p + q * RM_ATTN_BLOCK, vf_zero(), vf_zero());
+    store_probabilities(T, u->p + q * block_words(T), vf_zero(), vf_zero());
     u->alpha[q] = 1.0f;
     u->sum[q] = 0.0f;
   }
@@ -158,15 +159,15 @@ static int64_t head_page(const unit *u, int64_t t) {
 // The keys, and below the values, of the 16 positions from t.
 VEC const void *keys_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
-  return at(T, a->k_cache,
-            head_page(u, t) * rm_k_page_elems(a->page_size, a->head_dim) +
-                t % a->page_size * u->width_k);
+  return rm_at(T, a->k_cache,
+               head_page(u, t) * rm_k_page_elems(a->page_size, a->head_dim) +
+                   t % a->page_size * u->width_k);
 }
 VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
-  return at(T, a->v_cache,
-            head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) +
-                t % a->page_size * u->width_v);
+  return rm_at(T, a->v_cache,
+               head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) +
+                   t % a->page_size * u->width_v);
 }
 
 // The hardware prefetcher cannot predict pages, which are not contiguous, and a core has only a few
@@ -188,14 +189,14 @@ VEC fetch next_values(rm_dtype T, const unit *u, int64_t t) {
 VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
   const int64_t step = T == RM_BF16 ? 2 * u->width_v : u->width_v;
   k_block values = {{NULL, NULL}, step};
-  memset(u->p, 0, (size_t)(u->n_q * RM_ATTN_BLOCK) * sizeof *u->p);
+  memset(u->scores, 0, (size_t)(u->n_q * RM_ATTN_BLOCK) * sizeof *u->scores);
   for (int half = 0; half < 2; half++) {
     const int64_t t = t0 + half * RM_LANES;
     if (!any_live(u, t, t + RM_LANES)) continue; // its page may not exist
     values.half[half] = values_at(T, u, t);
     const fetch soon = is_first ? fetch_all(T, values.half[half], 1) : next_keys(T, u, t);
-    score_dots(T, u->queries, u->n_q, keys_at(T, u, t), u->width_k / RM_K_BLOCK,
-               u->p + half * RM_LANES, &soon);
+    tile_dots(T, u->queries, u->n_q, keys_at(T, u, t), u->width_k / RM_K_BLOCK,
+              u->scores + lanes_at(u, half, 0), &soon);
   }
   if (!values.half[0]) values.half[0] = values.half[1]; // any finite numbers, since their P is 0
   if (!values.half[1]) values.half[1] = values.half[0];
@@ -256,8 +257,8 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
   u.farthest = last;
   for (int64_t r = row0; r < row1; r++)
     for (int64_t h = 0; h < per; h++)
-      fill_query(T, u.queries, u.n_q, (r - row0) * per + h,
-                 at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
+      fill_row(T, u.queries, u.n_q, (r - row0) * per + h,
+               rm_at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
   for (int64_t from = first / RM_ATTN_SPLIT * RM_ATTN_SPLIT; from <= last; from += RM_ATTN_SPLIT) {
     const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK),
                   end = rm_min64(from + RM_ATTN_SPLIT, last + 1);

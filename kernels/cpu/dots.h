@@ -1,7 +1,7 @@
-// dots.h: the dot product of docs/numerics.md §2 for blocks of rows × one tile of 16 packed
-// columns, the inner loop of gemm, lm_head and attention. Rows come from a panel of floats [k
-// block][row][32], so that a bf16 activation is widened once and not once per tile, and every
-// operand of a register block has a constant offset from one pointer. Weights are widened in
+// dots.h: the dot product of docs/numerics.md §2 for a register block of rows × one k block of 16
+// columns, by FMA: the innermost loop of gemm, lm_head and attention. Rows are a panel of floats [k
+// block][row][32] (panel.h), so that a bf16 activation is widened once and not once per tile, and
+// every operand of a register block has a constant offset from one pointer. Weights are widened in
 // registers: odd k by a mask, even k by a shift or, on AVX2, by a mask of the words one place to
 // the left.
 //
@@ -22,6 +22,7 @@
 enum {
   TILE = RM_N_TILE * RM_K_BLOCK, // elements of a tile: 16 columns of one k block
   LINE = 64, // bytes of a cache line
+  NEAR = 1024, // bytes that weights are fetched ahead for few rows
   MOST_ROWS = 8, // of a register block, on any instruction set
 };
 
@@ -41,8 +42,10 @@ VEC vf odd_of(rm_dtype dtype, const k_block *w, int p) {
   if (dtype == RM_BF16) return vf_odd(vi_load((const uint16_t *)w->half[p / 8] + p % 8 * w->step));
   return vf_load((const float *)w->half[p / 8] + (p % 8 * 2 + 1) * w->step);
 }
+// Elements between pairs of k in a packed tile, and between the tile columns of V.
+VEC int64_t packed_step(rm_dtype dtype) { return dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE; }
 VEC k_block packed_block(rm_dtype dtype, const void *w) {
-  return (k_block){{w, at(dtype, w, TILE / 2)}, dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE};
+  return (k_block){{w, rm_at(dtype, w, TILE / 2)}, packed_step(dtype)};
 }
 VEC int64_t tile_bytes(rm_dtype dtype) { return TILE * (dtype == RM_BF16 ? 2 : 4); }
 
@@ -59,6 +62,9 @@ VEC fetch fetch_lines(const void *from, int64_t block, int near) {
 }
 VEC fetch fetch_all(rm_dtype dtype, const void *from, int near) {
   return fetch_lines(from, tile_bytes(dtype), near);
+}
+VEC fetch fetch_near(rm_dtype dtype, const void *w) {
+  return fetch_all(dtype, (const char *)w + NEAR, 1);
 }
 // The part of the lines that rows [r, r + n) of `rows` fetch. Fetches are spread evenly, since a
 // processor has only a few memory requests in flight.
@@ -81,10 +87,9 @@ VEC vf step_of(const int p, const float *x, vf w, vf chain) {
 
 VEC void add_to(float *acc, vf even, vf odd) { vf_add_to(acc, vf_add(even, odd)); }
 
-// acc[r][0 … 16) += E + O of one k block, for R rows of x [R][32], even steps before odd ones. lda
-// and R are constants.
-VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc,
-                    const int lda) {
+// acc[r][0 … 16) += E + O of one k block, for R rows of x [R][32], even steps before odd ones. R is
+// a constant.
+VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc) {
   vf chain[MOST_ROWS];
   float even[MOST_ROWS][RM_LANES];
 #pragma GCC unroll 16
@@ -98,12 +103,11 @@ VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *
     const vf wv = odd_of(dtype, w, p);
     for (int r = 0; r < R; r++) chain[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p + 1, wv, chain[r]);
   }
-  for (int r = 0; r < R; r++) add_to(acc + r * lda, vf_load(even[r]), chain[r]);
+  for (int r = 0; r < R; r++) add_to(acc + r * RM_LANES, vf_load(even[r]), chain[r]);
 }
 
 // The same sums with both chains in flight.
-VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc,
-                    const int lda) {
+VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc) {
   vf even[MOST_ROWS], odd[MOST_ROWS];
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
@@ -112,141 +116,22 @@ VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *
     const vf wo = odd_of(dtype, w, p);
     for (int r = 0; r < R; r++) odd[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p + 1, wo, odd[r]);
   }
-  for (int r = 0; r < R; r++) add_to(acc + r * lda, even[r], odd[r]);
+  for (int r = 0; r < R; r++) add_to(acc + r * RM_LANES, even[r], odd[r]);
 }
 
-VEC void block_rows(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc,
-                    const int lda) {
-  if (R <= RM_FLAT_ROWS) block_flat(dtype, R, x, w, acc, lda);
-  else block_tall(dtype, R, x, w, acc, lda);
+VEC void fma_block(rm_dtype dtype, const int R, const float *x, const k_block *w, float *acc) {
+  if (R <= RM_FLAT_ROWS) block_flat(dtype, R, x, w, acc);
+  else block_tall(dtype, R, x, w, acc);
 }
 
-// All blocks of a tile column; blocks of x are `next` floats apart.
-VEC void rows_dots(rm_dtype dtype, const int R, const float *x, int64_t next, const void *w,
-                   int64_t n_blocks, float *acc, const int lda, const fetch f) {
-  for (int64_t b = 0; b < n_blocks; b++, x += next) {
-    const k_block block = packed_block(dtype, at(dtype, w, b * TILE));
-    fetch_block(&f, b);
-    block_rows(dtype, R, x, &block, acc, lda);
-  }
+// Widens the first n of 32 elements, all of them if n ≥ 32; the others are +0.
+VEC void fma_fill(rm_dtype dtype, float *to, const void *x, int64_t n) {
+  vf_store(to, vt_load_n(dtype, x, 0, n));
+  vf_store(to + RM_LANES, n > RM_LANES ? vt_load_n(dtype, x, RM_LANES, n - RM_LANES) : vf_zero());
 }
 
-_Static_assert(RM_VEC_ROWS <= RM_LAST_ROWS && (int)RM_LAST_ROWS <= (int)MOST_ROWS,
-               "WITH_ROWS names every size of a register block");
-
-// Calls `call` with R, the rows of a register block, as a constant.
-#define ROWS_CASE(n, call) \
-  case n: { \
-    enum { R = n }; \
-    call; \
-    break; \
-  }
-#define WITH_ROWS(n, call) \
-  switch ((n) <= RM_LAST_ROWS ? (n) : RM_LAST_ROWS) { \
-    ROWS_CASE(1, call) \
-    ROWS_CASE(2, call) \
-    ROWS_CASE(3, call) \
-    ROWS_CASE(4, call) \
-    ROWS_CASE(5, call) \
-    ROWS_CASE(6, call) \
-    ROWS_CASE(7, call) \
-    ROWS_CASE(8, call) \
-  }
-
-// Rows of the next register block when `left` rows are left: full blocks, but never a block of one
-// row at the end.
-VEC int rows_at_once(int64_t left) {
-  if (left <= RM_LAST_ROWS) return (int)left;
-  return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
-}
-
-// acc[r][0 … 16) += x[r] · 16 columns over n_blocks blocks, for any number of rows. x points to a
-// block of a panel.
-VEC void tile_dots_of(rm_dtype dtype, const float *x, int64_t rows, const void *w, int64_t n_blocks,
-                      float *acc, const int lda, const fetch *soon) {
-  const int64_t next = rows * RM_K_BLOCK;
-  for (int64_t r = 0; r < rows;) {
-    const int n = rows_at_once(rows - r);
-    const float *xr = x + r * RM_K_BLOCK;
-    float *to = acc + r * lda;
-    WITH_ROWS(n,
-              rows_dots(dtype, R, xr, next, w, n_blocks, to, lda, fetch_share(*soon, r, n, rows)));
-    r += n;
-  }
-}
-
-// One function for each dtype and row stride of acc in a source, called once for tens of thousands
-// of multiplications. Rejected: inlining every size of a register block into every caller, because
-// it takes ten times as long to compile and is not faster.
-#define DOTS_FUNCTION static __attribute__((noinline, unused))
-#define TILE_DOTS(name, dtype, lda) \
-  DOTS_FUNCTION void name(const float *x, int64_t rows, const void *w, int64_t n_blocks, \
-                          float *acc, const fetch *soon) { \
-    tile_dots_of(dtype, x, rows, w, n_blocks, acc, lda, soon); \
-  }
-TILE_DOTS(tile_dots_bf16, RM_BF16, RM_N_TILE)
-TILE_DOTS(tile_dots_f32, RM_F32, RM_N_TILE)
-TILE_DOTS(fma_score_dots_bf16, RM_BF16, RM_ATTN_BLOCK)
-TILE_DOTS(fma_score_dots_f32, RM_F32, RM_ATTN_BLOCK)
-
-// Scores of attention: acc is [rows][32], and w's 16 columns are one half of it.
-VEC void fma_score_dots(rm_dtype dtype, const float *x, int64_t rows, const void *w,
-                        int64_t n_blocks, float *acc, const fetch *soon) {
-  if (dtype == RM_BF16) fma_score_dots_bf16(x, rows, w, n_blocks, acc, soon);
-  else fma_score_dots_f32(x, rows, w, n_blocks, acc, soon);
-}
-
-// p·V: one k block times n_tiles adjacent tile columns. acc is [tile][rows][16], its tiles `next`
-// floats apart. f0 and f1 fetch the two halves of the next block, tile by tile.
-VEC void columns_dots(rm_dtype dtype, const int R, const float *x, k_block w, int64_t n_tiles,
-                      float *acc, int64_t next, const fetch f0, const fetch f1) {
-  const int64_t beside = dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE;
-  for (int64_t t = 0; t < n_tiles; t++, acc += next) {
-    fetch_block(&f0, t);
-    fetch_block(&f1, t);
-    block_rows(dtype, R, x, &w, acc, RM_LANES);
-    for (int half = 0; half < 2; half++) w.half[half] = at(dtype, w.half[half], beside);
-  }
-}
-
-VEC void value_dots_of(rm_dtype dtype, const float *x, int64_t rows, const k_block *w,
-                       int64_t n_tiles, float *acc, const fetch *soon) {
-  const int64_t next = rows * RM_LANES;
-  for (int64_t r = 0; r < rows;) {
-    const int n = rows_at_once(rows - r);
-    const float *xr = x + r * RM_K_BLOCK;
-    float *to = acc + r * RM_LANES;
-    const fetch f0 = fetch_share(soon[0], r, n, rows), f1 = fetch_share(soon[1], r, n, rows);
-    WITH_ROWS(n, columns_dots(dtype, R, xr, *w, n_tiles, to, next, f0, f1));
-    r += n;
-  }
-}
-DOTS_FUNCTION void fma_value_dots_bf16(const float *x, int64_t rows, const k_block *w,
-                                       int64_t n_tiles, float *acc, const fetch *soon) {
-  value_dots_of(RM_BF16, x, rows, w, n_tiles, acc, soon);
-}
-DOTS_FUNCTION void fma_value_dots_f32(const float *x, int64_t rows, const k_block *w,
-                                      int64_t n_tiles, float *acc, const fetch *soon) {
-  value_dots_of(RM_F32, x, rows, w, n_tiles, acc, soon);
-}
-VEC void fma_value_dots(rm_dtype dtype, const float *x, int64_t rows, const k_block *w,
-                        int64_t n_tiles, float *acc, const fetch *soon) {
-  if (dtype == RM_BF16) fma_value_dots_bf16(x, rows, w, n_tiles, acc, soon);
-  else fma_value_dots_f32(x, rows, w, n_tiles, acc, soon);
-}
-
-// Stores a query's probabilities of one block in the form that fma_value_dots reads.
-VEC void fma_store_probabilities(rm_dtype dtype, float *p, vf p0, vf p1) {
+// The probabilities of one query and block, as a row of a panel.
+VEC void fma_probabilities(rm_dtype dtype, float *p, vf p0, vf p1) {
   vf_store(p, dtype == RM_BF16 ? vf_to_bf16(p0) : p0);
   vf_store(p + RM_LANES, dtype == RM_BF16 ? vf_to_bf16(p1) : p1);
-}
-
-// Widens one row x[0 … k) into row r of a panel of `rows` rows, with +0 after k.
-VEC void fill_row(rm_dtype dtype, float *panel, int64_t rows, int64_t r, const void *x, int64_t k) {
-  float *to = panel + r * RM_K_BLOCK;
-  for (int64_t i = 0; i < k; i += RM_K_BLOCK, to += rows * RM_K_BLOCK) {
-    const int64_t second = i + RM_LANES;
-    vf_store(to, vt_load_n(dtype, x, i, k - i));
-    vf_store(to + RM_LANES, second < k ? vt_load_n(dtype, x, second, k - second) : vf_zero());
-  }
 }

@@ -89,12 +89,12 @@ VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const v
   float *acc = s->panel + PANEL_ROWS * n_blocks * RM_K_BLOCK;
   for (int64_t row = row0; row < row1; row += PANEL_ROWS) {
     const int64_t rows = rm_min64(PANEL_ROWS, row1 - row);
-    if (row != s->row) fill_panel(T, s->panel, at(T, a->x, row * a->ldx), a->ldx, rows, a->k);
+    if (row != s->row) fill_panel(T, s->panel, rm_at(T, a->x, row * a->ldx), a->ldx, rows, a->k);
     s->row = row;
     for (int64_t tile = tile0; tile < tile1; tile += at_once) {
       const int64_t n_tiles = rm_min64(at_once, tile1 - tile);
-      panel_dots(T, s->panel, rows, at(T, w, tile * per * n_blocks * TILE), n_tiles * per, n_blocks,
-                 acc);
+      panel_dots(T, s->panel, rows, rm_at(T, w, tile * per * n_blocks * TILE), n_tiles * per,
+                 n_blocks, acc);
       if (job->swiglu) store_swiglu(T, Y, job, acc, row, rows, tile, n_tiles);
       else store_plain(T, Y, job, acc, row, rows, tile, n_tiles);
     }
@@ -137,7 +137,7 @@ static void grouped(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
     const int64_t tile0 = rm_max64(0, (from - start + cost - 1) / cost),
                   tile1 = rm_min64(job->tiles, (to - start + cost - 1) / cost);
     if (from - start < job->tiles * cost && tile0 < tile1)
-      region_for(a)(job, s, at(a->dtype, a->w, g * a->group_stride), row0, row1, tile0, tile1);
+      region_for(a)(job, s, rm_at(a->dtype, a->w, g * a->group_stride), row0, row1, tile0, tile1);
     start += job->tiles * cost;
   }
 }
@@ -192,14 +192,4 @@ VEC void activate_row(rm_dtype T, const rm_activate_args *a, int64_t row) {
   }
 }
 
-static void activate_task(void *arg, int thread, int n_threads) {
-  const rm_activate_args *a = arg;
-  int64_t from, to;
-  rm_split(a->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++) SPECIALIZE(a->dtype, activate_row(T, a, r));
-}
-
-void RM_FN(activate)(const rm_ctx *ctx, const rm_activate_args *a) {
-  rm_activate_args args = *a;
-  rm_parallel(ctx, a->rows * a->n, activate_task, &args);
-}
+ROW_OP(activate, a->rows * a->n, SPECIALIZE(a->dtype, activate_row(T, a, r)))

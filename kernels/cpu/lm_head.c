@@ -57,11 +57,12 @@ VEC void head_blocks(rm_dtype T, head_job *job, float *panel, int n_threads) {
                 n_tiles_all = (a->vocab + RM_N_TILE - 1) / RM_N_TILE;
   float *acc = panel + PANEL_ROWS * n_blocks * RM_K_BLOCK;
   int64_t from, to;
-  fill_panel(T, panel, at(T, a->x, job->row0 * a->ldx), a->ldx, job->rows, a->hidden);
+  fill_panel(T, panel, rm_at(T, a->x, job->row0 * a->ldx), a->ldx, job->rows, a->hidden);
   while (rm_take(&job->work, n_threads, &from, &to))
     for (int64_t block = from; block < to; block++) {
       const int64_t tile = block * BLOCK_TILES, n_tiles = rm_min64(BLOCK_TILES, n_tiles_all - tile);
-      panel_dots(T, panel, job->rows, at(T, a->w, tile * n_blocks * TILE), n_tiles, n_blocks, acc);
+      panel_dots(T, panel, job->rows, rm_at(T, a->w, tile * n_blocks * TILE), n_tiles, n_blocks,
+                 acc);
       for (int64_t r = 0; r < job->rows; r++) block_of_row(job, acc, r, block);
     }
 }
@@ -109,19 +110,17 @@ VEC void merge_lanes(const rm_merge_pairs_args *a, int64_t row0, int64_t n) {
   }
 }
 
-static void merge_task(void *arg, int thread, int n_threads) {
-  const rm_merge_pairs_args *a = arg;
-  int64_t from, to;
-  rm_split(rm_round_up(a->rows, RM_LANES) / RM_LANES, thread, n_threads, &from, &to);
-  for (int64_t row = from * RM_LANES; row < rm_min64(to * RM_LANES, a->rows); row += RM_LANES) {
-    if (a->rows - row >= RM_LANES) merge_lanes(a, row, RM_LANES);
-    else merge_lanes(a, row, a->rows - row);
-  }
+static void merge_rows(const void *args, int thread, int64_t sixteen) {
+  const rm_merge_pairs_args *a = args;
+  const int64_t row = sixteen * RM_LANES;
+  (void)thread;
+  if (a->rows - row >= RM_LANES) merge_lanes(a, row, RM_LANES);
+  else merge_lanes(a, row, a->rows - row);
 }
 
 void RM_FN(merge_pairs)(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
-  rm_merge_pairs_args args = *a;
-  rm_parallel(ctx, a->n_blocks * rm_round_up(a->rows, RM_LANES) * 4, merge_task, &args);
+  const int64_t rows = rm_round_up(a->rows, RM_LANES);
+  rm_each_row(ctx, rows / RM_LANES, a->n_blocks * rows * 4, merge_rows, a);
 }
 
 // ----------------------------------------------------------------------------------------- the op

@@ -1,4 +1,4 @@
-// moe.c: router, permutation, static dispatch and combination of docs/numerics.md §5. The router's
+// moe.c: router and combination of docs/numerics.md §5. The router's
 // logits are a separate gemm; the rest is small and runs row by row. Combination first plans each
 // row: the order of its leaves and sums when the tree is walked from the left. So the loop over
 // columns has no branches.
@@ -95,7 +95,9 @@ static void sigmoid_scores(float *scores, int64_t n_experts) {
     vf_store(scores + e, vf_div(one, vf_add(one, vf_exp(vf_neg(vf_load(scores + e))))));
 }
 
-static void route_row(const router_job *job, int64_t r) {
+static void route_row(const void *args, int thread, int64_t r) {
+  const router_job *job = args;
+  (void)thread;
   const rm_router_args *a = job->a;
   float *scores = job->logits + r * job->width;
   int32_t *ids = a->ids + (job->row0 + r) * a->top_k, order[RM_MAX_TOP_K];
@@ -111,20 +113,13 @@ static void route_row(const router_job *job, int64_t r) {
   for (int64_t k = 0; k < a->top_k; k++) gates[k] = rm_gate(a, scores[ids[k]], sum);
 }
 
-static void route_task(void *arg, int thread, int n_threads) {
-  const router_job *job = arg;
-  int64_t from, to;
-  rm_split(job->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++) route_row(job, r);
-}
-
 void RM_FN(router)(const rm_ctx *ctx, const rm_router_args *a) {
   router_job job = {.a = a, .width = rm_round_up(a->n_experts, RM_LANES)};
   job.logits = (float *)ctx->workspace + ctx->n_threads * dots_floats(a->hidden); // after gemm's
   for (job.row0 = 0; job.row0 < a->rows; job.row0 += ROUTER_ROWS) {
     job.rows = rm_min64(ROUTER_ROWS, a->rows - job.row0);
     const rm_gemm_args gemm = {.y = job.logits,
-                               .x = at(a->dtype, a->x, job.row0 * a->hidden),
+                               .x = rm_at(a->dtype, a->x, job.row0 * a->hidden),
                                .w = a->w,
                                .m = job.rows,
                                .n = a->n_experts,
@@ -134,40 +129,13 @@ void RM_FN(router)(const rm_ctx *ctx, const rm_router_args *a) {
                                .dtype = a->dtype,
                                .y_dtype = RM_F32};
     RM_FN(gemm)(ctx, &gemm);
-    rm_parallel(ctx, job.rows * a->n_experts * 4, route_task, &job);
+    rm_each_row(ctx, job.rows, job.rows * a->n_experts * 4, route_row, &job);
   }
 }
 
 size_t RM_FN(moe_workspace)(const rm_limits *l) {
   const int64_t logits = l->n_experts ? ROUTER_ROWS * rm_round_up(l->n_experts, RM_LANES) : 0;
   return (size_t)(l->n_threads * dots_floats(l->max_k) + logits) * sizeof(float);
-}
-
-// ---------------------------------------------------------------------------------------- permute
-static void permute_task(void *arg, int thread, int n_threads) {
-  const rm_permute_args *a = arg;
-  const size_t bytes = (size_t)a->hidden * rm_dtype_bytes(a->dtype);
-  int64_t from, to;
-  rm_split(a->rows, thread, n_threads, &from, &to);
-  for (int64_t i = from * a->top_k; i < to * a->top_k; i++)
-    if (a->place[i] >= 0)
-      memcpy(at_mut(a->dtype, a->x_out, a->place[i] * a->hidden),
-             at(a->dtype, a->x, i / a->top_k * a->hidden), bytes);
-}
-
-void RM_FN(permute)(const rm_ctx *ctx, const rm_permute_args *a) {
-  const int64_t n = a->rows * a->top_k;
-  memset(a->group_rows, 0, (size_t)(a->n_experts + 1) * sizeof *a->group_rows);
-  for (int64_t i = 0; i < n; i++)
-    if (a->ids[i] >= 0) a->group_rows[a->ids[i] + 1]++;
-  for (int64_t e = 0; e < a->n_experts; e++) a->group_rows[e + 1] += a->group_rows[e];
-  for (int64_t i = 0; i < n; i++)
-    a->place[i] = a->ids[i] < 0 ? -1 : a->group_rows[a->ids[i]]++; // turns starts into ends
-  for (int64_t e = a->n_experts; e > 0; e--)
-    a->group_rows[e] = a->group_rows[e - 1]; // restores the starts
-  a->group_rows[0] = 0;
-  rm_permute_args args = *a;
-  rm_parallel(ctx, n * a->hidden / 4, permute_task, &args);
 }
 
 // ---------------------------------------------------------------------------------------- combine
@@ -212,14 +180,4 @@ VEC void combine_row(rm_dtype T, const rm_combine_args *a, int64_t r) {
   }
 }
 
-static void combine_task(void *arg, int thread, int n_threads) {
-  const rm_combine_args *a = arg;
-  int64_t from, to;
-  rm_split(a->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++) SPECIALIZE(a->dtype, combine_row(T, a, r));
-}
-
-void RM_FN(combine)(const rm_ctx *ctx, const rm_combine_args *a) {
-  rm_combine_args args = *a;
-  rm_parallel(ctx, a->rows * a->top_k * a->hidden / 4, combine_task, &args);
-}
+ROW_OP(combine, a->rows * a->top_k * a->hidden / 4, SPECIALIZE(a->dtype, combine_row(T, a, r)))

@@ -1,8 +1,14 @@
-// panel.h: the products of gemm and lm_head: fill_panel copies up to PANEL_ROWS rows to a panel,
-// and panel_dots multiplies it by a few tile columns of packed weights at a time. The build's
-// RM_PANEL_HEADER defines the panel's layout: floats for FMA, permuted pairs for vdpbf16ps, rows of
-// bf16 for AMX tiles. It also has the products of attention (fill_query, score_dots,
-// store_probabilities, value_dots). In each the sums are those of docs/numerics.md §2 and §4.
+// panel.h: the products of gemm, lm_head and attention: a panel of rows times 16 columns at a time.
+//
+// A panel is [k block][row][block_words]. The build's RM_PANEL_HEADER defines its form and the
+// product of a register block of rows with one k block: floats for FMA, permuted pairs for
+// vdpbf16ps. With AMX, gemm and lm_head have their own panels and products. In each the sums are
+// those of docs/numerics.md §2 and §4.
+//
+// All rows use a piece of a tile column while it is in the L1 cache. Meanwhile the next piece is
+// fetched into the L2 cache; each register block of rows fetches its share of the lines. So memory
+// and arithmetic overlap. Fewer than FEW_ROWS rows are limited by memory: their weights are fetched
+// a KB ahead, into L1.
 #pragma once
 
 #include "vec.h"
@@ -10,6 +16,9 @@
 enum {
   PANEL_ROWS = 96, // rows that share a pass over the weights; a panel should fit the L2 cache
   PANEL_TILES = 8, // tile columns of one panel_dots
+  LONG_PIECE_BLOCKS = 8, // k blocks of a piece for one register block; for several RM_PIECE_BLOCKS
+  PANEL_BYTES = 256 << 10, // part of a panel that all tile columns use in turn: fits the L2 cache
+  FEW_ROWS = 4,
 };
 
 #include RM_PANEL_HEADER
@@ -17,4 +26,137 @@ enum {
 // Floats of one thread's workspace: a panel, and the sums of its rows.
 static inline int64_t dots_floats(int64_t k) {
   return PANEL_ROWS * (rm_round_up(k, RM_K_BLOCK) + PANEL_TILES * RM_N_TILE);
+}
+
+// Copies one row x[0 … k) into row r of a panel of `rows` rows, with +0 after k.
+VEC void fill_row(rm_dtype dtype, float *panel, int64_t rows, int64_t r, const void *x, int64_t k) {
+  for (int64_t i = 0; i < k; i += RM_K_BLOCK)
+    fill_block(dtype, panel + (i / RM_K_BLOCK * rows + r) * block_words(dtype), rm_at(dtype, x, i),
+               k - i);
+}
+
+// ------------------------------------------------------------------------ products with 16 columns
+_Static_assert(RM_VEC_ROWS <= RM_LAST_ROWS && (int)RM_LAST_ROWS <= (int)MOST_ROWS,
+               "WITH_ROWS names every size of a register block");
+
+// Calls `call` with R, the rows of a register block, as a constant.
+#define ROWS_CASE(n, call) \
+  case n: { \
+    enum { R = n }; \
+    call; \
+    break; \
+  }
+#define WITH_ROWS(n, call) \
+  switch ((n) <= RM_LAST_ROWS ? (n) : RM_LAST_ROWS) { \
+    ROWS_CASE(1, call) \
+    ROWS_CASE(2, call) \
+    ROWS_CASE(3, call) \
+    ROWS_CASE(4, call) \
+    ROWS_CASE(5, call) \
+    ROWS_CASE(6, call) \
+    ROWS_CASE(7, call) \
+    ROWS_CASE(8, call) \
+  }
+
+// Rows of the next register block when `left` rows are left: full blocks, but never a block of one
+// row at the end.
+VEC int rows_at_once(int64_t left) {
+  if (left <= RM_LAST_ROWS) return (int)left;
+  return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
+}
+
+// n products of rows with a k block of 16 columns, the i-th with x + i·x_step and w + i·w_step, and
+// added to acc + i·acc_step; x and acc advance by words and floats, w by elements.
+typedef struct products {
+  int64_t n, x_step, w_step, acc_step;
+} products;
+
+VEC void rows_products(rm_dtype dtype, const int R, const float *x, k_block w, float *acc,
+                       const products p, const fetch f0, const fetch f1) {
+  for (int64_t i = 0; i < p.n; i++, x += p.x_step, acc += p.acc_step) {
+    fetch_block(&f0, i);
+    fetch_block(&f1, i);
+    block_dots(dtype, R, x, &w, acc);
+    for (int half = 0; half < 2; half++) w.half[half] = rm_at(dtype, w.half[half], p.w_step);
+  }
+}
+
+VEC void all_products(rm_dtype dtype, const float *x, int64_t rows, k_block w, float *acc,
+                      const products p, const fetch f0, const fetch f1) {
+  for (int64_t r = 0; r < rows;) {
+    const int n = rows_at_once(rows - r);
+    const float *xr = x + r * block_words(dtype);
+    float *to = acc + r * RM_LANES;
+    const fetch s0 = fetch_share(f0, r, n, rows), s1 = fetch_share(f1, r, n, rows);
+    WITH_ROWS(n, rows_products(dtype, R, xr, w, to, p, s0, s1));
+    r += n;
+  }
+}
+
+// tile_dots: acc [rows][16] += x · a tile column of n_blocks k blocks, which are adjacent in the
+// panel and in w. value_dots: acc [n_tiles][rows][16] += x · one k block of n_tiles adjacent tile
+// columns; soon[0] and soon[1] fetch the two halves of the next block, tile by tile.
+//
+// One function for each dtype in a source, called once for tens of thousands of multiplications.
+// Rejected: inlining every size of a register block into every caller, because it takes ten times
+// as long to compile and is not faster.
+#define DOTS_FUNCTION static __attribute__((noinline, unused))
+#define DOTS(name, dtype) \
+  DOTS_FUNCTION void tile_dots_##name(const float *x, int64_t rows, const void *w, \
+                                      int64_t n_blocks, float *acc, const fetch *soon) { \
+    const products p = {n_blocks, rows * block_words(dtype), TILE, 0}; \
+    all_products(dtype, x, rows, packed_block(dtype, w), acc, p, *soon, (fetch){0}); \
+  } \
+  DOTS_FUNCTION void value_dots_##name(const float *x, int64_t rows, const k_block *w, \
+                                       int64_t n_tiles, float *acc, const fetch *soon) { \
+    const products p = {n_tiles, 0, packed_step(dtype), rows * RM_LANES}; \
+    all_products(dtype, x, rows, *w, acc, p, soon[0], soon[1]); \
+  }
+DOTS(bf16, RM_BF16)
+DOTS(f32, RM_F32)
+#define tile_dots(dtype, ...) ((dtype) == RM_BF16 ? tile_dots_bf16 : tile_dots_f32)(__VA_ARGS__)
+#define value_dots(dtype, ...) ((dtype) == RM_BF16 ? value_dots_bf16 : value_dots_f32)(__VA_ARGS__)
+
+// -------------------------------------------------------------------------------- gemm and lm_head
+VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows,
+                    int64_t k) {
+#ifdef RM_TILES
+  if (dtype == RM_BF16) {
+    tile_fill_panel((uint16_t *)panel, x, ldx, rows, k);
+    return;
+  }
+#endif
+  for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, rm_at(dtype, x, r * ldx), k);
+}
+
+// acc [n_tiles][rows][16] = panel · the columns of n_tiles consecutive tiles from w.
+VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w,
+                    int64_t n_tiles, int64_t n_blocks, float *acc) {
+#ifdef RM_TILES
+  if (dtype == RM_BF16) {
+    tile_panel_dots((const uint16_t *)panel, rows, w, n_tiles, n_blocks, acc);
+    return;
+  }
+#endif
+  const int64_t words = rows * block_words(dtype);
+  const int64_t piece = rows <= RM_LAST_ROWS ? LONG_PIECE_BLOCKS : RM_PIECE_BLOCKS;
+  // The k blocks of the panel that stay in the cache, in whole pieces.
+  const int64_t piece_bytes = words * piece * (int64_t)sizeof *panel,
+                span = rm_max64(1, PANEL_BYTES / piece_bytes) * piece;
+  memset(acc, 0, (size_t)(n_tiles * rows * RM_N_TILE) * sizeof *acc);
+  for (int64_t b0 = 0; b0 < n_blocks; b0 += span) {
+    const int64_t b1 = rm_min64(b0 + span, n_blocks),
+                  skip = b1 < n_blocks ? b1 : n_tiles * n_blocks;
+    for (int64_t t = 0; t < n_tiles; t++)
+      for (int64_t b = b0; b < b1; b += piece) {
+        const int64_t here = t * n_blocks + b,
+                      below = b + piece < b1 ? here + piece : here - b + b0 + n_blocks;
+        const int64_t next = below < n_tiles * n_blocks ? below : skip;
+        const void *from = rm_at(dtype, w, here * TILE);
+        const fetch soon = rows < FEW_ROWS ? fetch_near(dtype, from)
+                                           : fetch_all(dtype, rm_at(dtype, w, next * TILE), 0);
+        tile_dots(dtype, panel + b * words, rows, from, rm_min64(piece, n_blocks - b),
+                  acc + t * rows * RM_N_TILE, &soon);
+      }
+  }
 }

@@ -1,7 +1,8 @@
-// panel_amx.h: bf16 dot products by AMX. One tdpbf16ps is one block of the contract for 16 rows ×
-// 16 columns: it sums the even k and the odd k in chains from +0 and adds their sum to the
-// accumulator; its second operand is a packed tile of weights, loaded as it is. Prefill and decode
-// share the code: up to 16 rows cost as much as one, so decode runs at the rate of memory.
+// panel_amx.h: the bf16 dot products of gemm and lm_head by AMX. One tdpbf16ps is one block of the
+// contract for 16 rows × 16 columns: it sums the even k and the odd k in chains from +0 and adds
+// their sum to the accumulator; its second operand is a packed tile of weights, loaded as it is.
+// Prefill and decode share the code: up to 16 rows cost as much as one, so decode runs at the rate
+// of memory.
 //
 // The panel is [k block][rows↑16][32] bf16 with rows of zeros at the end; with fewer than 16 rows,
 // tiles have that many rows. Each call configures and releases the tiles, which takes some hundred
@@ -9,7 +10,9 @@
 // uses FMA, attention vdpbf16ps.
 #pragma once
 
-#include "pairs.h"
+#include "panel_bf16.h"
+
+#define RM_TILES // panel.h uses tile_fill_panel and tile_panel_dots for bf16
 
 enum { TILE_ROWS = 16 };
 
@@ -94,8 +97,9 @@ VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t row
   if (M > 1 && N > 1) STORE_SUMS(3, beside + TILE_ROWS * RM_N_TILE, rows - row - TILE_ROWS);
 }
 
-DOTS_FUNCTION void tile_panel_dots(const uint16_t *panel, int64_t rows, const uint16_t *w,
-                                   int64_t n_tiles, int64_t n_blocks, float *acc) {
+static __attribute__((noinline)) void tile_panel_dots(const uint16_t *panel, int64_t rows,
+                                                      const uint16_t *w, int64_t n_tiles,
+                                                      int64_t n_blocks, float *acc) {
   configure_tiles(rows);
   for (int64_t t = 0; t < n_tiles; t += 2)
     for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
@@ -108,17 +112,4 @@ DOTS_FUNCTION void tile_panel_dots(const uint16_t *panel, int64_t rows, const ui
       else tile_block(1, 1, panel, rows, row, columns, n_blocks, to, ahead);
     }
   _tile_release();
-}
-
-VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows,
-                    int64_t k) {
-  if (dtype == RM_BF16) tile_fill_panel((uint16_t *)panel, x, ldx, rows, k);
-  else fma_fill_panel(dtype, panel, x, ldx, rows, k);
-}
-
-// acc [n_tiles][rows][16] = panel · the columns of n_tiles consecutive tiles from w.
-VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w,
-                    int64_t n_tiles, int64_t n_blocks, float *acc) {
-  if (dtype == RM_BF16) tile_panel_dots((const uint16_t *)panel, rows, w, n_tiles, n_blocks, acc);
-  else fma_panel_dots(dtype, panel, rows, w, n_tiles, n_blocks, acc);
 }

@@ -18,24 +18,6 @@ static float rms_scale(float squares, int64_t n, float eps) {
   return 1.0f / sqrtf(squares / (float)n + eps);
 }
 
-void rm_embed_ref(const rm_ctx *ctx, const rm_embed_args *a) {
-  (void)ctx;
-  for (int64_t r = 0; r < a->rows; r++)
-    for (int64_t k = 0; k < a->hidden; k++) {
-      const int64_t from = a->packed ? rm_packed_index(a->dtype, a->hidden, a->ids[r], k)
-                                     : a->ids[r] * a->hidden + k;
-      rm_copy_elem(a->dtype, a->out, r * a->hidden + k, a->table, from);
-    }
-}
-
-void rm_gather_rows_ref(const rm_ctx *ctx, const rm_gather_rows_args *a) {
-  (void)ctx;
-  for (int64_t r = 0; r < a->rows; r++)
-    if (a->from[r] >= 0)
-      memcpy((char *)a->out + (size_t)r * a->row_bytes,
-             (const char *)a->x + (size_t)a->from[r] * a->row_bytes, a->row_bytes);
-}
-
 void rm_rms_norm_ref(const rm_ctx *ctx, const rm_rms_norm_args *a) {
   (void)ctx;
   const rm_dtype dtype = a->dtype;

@@ -9,13 +9,6 @@ float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_
 // live.
 float rm_ref_values_dot(rm_dtype dtype, const float *p, const float *v);
 
-static inline const void *rm_at(rm_dtype dtype, const void *p, int64_t i) {
-  return (const char *)p + i * (int64_t)rm_dtype_bytes(dtype);
-}
-static inline void *rm_at_mut(rm_dtype dtype, void *p, int64_t i) {
-  return (char *)p + i * (int64_t)rm_dtype_bytes(dtype);
-}
-
 #define RM_DECLARE(name, args) void rm_##name##_ref(const rm_ctx *, const args *);
 RM_OPS(RM_DECLARE)
 #undef RM_DECLARE

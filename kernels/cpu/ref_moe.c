@@ -1,4 +1,4 @@
-// ref_moe.c: router, permutation, static dispatch and combination of docs/numerics.md §5.
+// ref_moe.c: router, static dispatch and combination of docs/numerics.md §5.
 #include "ref.h"
 
 // Whether an expert with key x precedes one with key y and a lower id.
@@ -93,23 +93,6 @@ void rm_router_ref(const rm_ctx *ctx, const rm_router_args *a) {
       if (a->routed) a->routed[r * a->routed_stride + k] = (int16_t)ids[k];
     }
   }
-}
-
-void rm_permute_ref(const rm_ctx *ctx, const rm_permute_args *a) {
-  (void)ctx;
-  int32_t n = 0;
-  for (int64_t i = 0; i < a->rows * a->top_k; i++) a->place[i] = -1;
-  for (int64_t e = 0; e < a->n_experts; e++) {
-    a->group_rows[e] = n;
-    for (int64_t r = 0; r < a->rows; r++)
-      for (int64_t k = 0; k < a->top_k; k++)
-        if (a->ids[r * a->top_k + k] == e) {
-          for (int64_t i = 0; i < a->hidden; i++)
-            rm_copy_elem(a->dtype, a->x_out, n * a->hidden + i, a->x, r * a->hidden + i);
-          a->place[r * a->top_k + k] = n++;
-        }
-  }
-  a->group_rows[a->n_experts] = n;
 }
 
 // Goes rank by rank and expert by expert, unlike the fast variant, which goes choice by choice.

@@ -23,21 +23,12 @@ VEC void squares_of_row(rm_dtype T, const rm_head_squares_args *a, int64_t row) 
   for (int64_t h = 0; h < a->n_heads + a->n_kv_heads; h++) {
     float *out = h < a->n_heads ? a->q_out + row * a->n_heads + h
                                 : a->k_out + row * a->n_kv_heads + h - a->n_heads;
-    *out = rm_canon(sum_of_squares(T, at(T, a->qkv, (base + h) * a->head_dim), a->head_dim));
+    *out = rm_canon(sum_of_squares(T, rm_at(T, a->qkv, (base + h) * a->head_dim), a->head_dim));
   }
 }
 
-static void squares_task(void *arg, int thread, int n_threads) {
-  const rm_head_squares_args *a = arg;
-  int64_t from, to;
-  rm_split(a->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++) SPECIALIZE(a->dtype, squares_of_row(T, a, r));
-}
-
-void RM_FN(head_squares)(const rm_ctx *ctx, const rm_head_squares_args *a) {
-  rm_head_squares_args args = *a;
-  rm_parallel(ctx, a->rows * (a->n_heads + a->n_kv_heads) * a->head_dim, squares_task, &args);
-}
+ROW_OP(head_squares, a->rows *(a->n_heads + a->n_kv_heads) * a->head_dim,
+       SPECIALIZE(a->dtype, squares_of_row(T, a, r)))
 
 // The norm of a row's heads of q or of k.
 typedef struct row_norm {
@@ -63,7 +54,7 @@ VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const
       vf_store(normed + i, vt_load_n(T, x, i, a->head_dim - i));
     return;
   }
-  const void *weight = at(T, norm->weight, head * norm->step);
+  const void *weight = rm_at(T, norm->weight, head * norm->step);
   const vf scale = vf_set1(
       norm->step ? norm->scale
                  : 1.0f / sqrtf(sum_of_squares(T, x, a->head_dim) / (float)a->head_dim + a->eps));
@@ -127,41 +118,39 @@ VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, v
   const row_norm q_norm = norm_of(
       a, a->q_weight, a->q_squares ? a->q_squares + row * a->all_heads : NULL, a->all_heads);
   for (int64_t h = 0; h < a->n_heads; h++) {
-    norm_head(T, a, at(T, a->qkv, base + h * head_dim), &q_norm, h, normed);
-    rotate_head(T, a, row, normed, at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
+    norm_head(T, a, rm_at(T, a->qkv, base + h * head_dim), &q_norm, h, normed);
+    rotate_head(T, a, row, normed, rm_at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
   }
   if (a->slots[row] < 0) return;
   const int64_t page = a->slots[row] / a->page_size, pos = a->slots[row] % a->page_size;
   const row_norm k_norm = norm_of(
       a, a->k_weight, a->k_squares ? a->k_squares + row * a->all_kv_heads : NULL, a->all_kv_heads);
   for (int64_t h = 0; h < a->n_kv_heads; h++) {
-    const void *v = at(T, a->qkv, base + (a->n_heads + a->n_kv_heads + h) * head_dim);
-    norm_head(T, a, at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h, normed);
+    const void *v = rm_at(T, a->qkv, base + (a->n_heads + a->n_kv_heads + h) * head_dim);
+    norm_head(T, a, rm_at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h, normed);
     rotate_head(T, a, row, normed, rotated);
     const int k_ok = all_finite(T, rotated, head_dim), v_ok = all_finite(T, v, head_dim);
     const int64_t place = page * a->n_kv_heads + h;
-    store_k(T, at_mut(T, a->k_cache, place * rm_k_page_elems(a->page_size, head_dim)), head_dim,
+    store_k(T, rm_at_mut(T, a->k_cache, place * rm_k_page_elems(a->page_size, head_dim)), head_dim,
             pos, rotated, k_ok);
-    store_v(T, at_mut(T, a->v_cache, place * rm_v_page_elems(a->page_size, head_dim)), head_dim,
+    store_v(T, rm_at_mut(T, a->v_cache, place * rm_v_page_elems(a->page_size, head_dim)), head_dim,
             pos, v, v_ok);
     if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
   }
 }
 
-static void rope_task(void *arg, int thread, int n_threads) {
-  const rope_job *job = arg;
+static void rope_row_of(const void *args, int thread, int64_t row) {
+  const rope_job *job = args;
   float *normed = job->workspace + thread * 2 * job->stride;
-  int64_t from, to;
-  rm_split(job->a->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++)
-    SPECIALIZE(job->a->dtype, rope_row(T, job, r, normed, normed + job->stride));
+  SPECIALIZE(job->a->dtype, rope_row(T, job, row, normed, normed + job->stride));
 }
 
 static int64_t head_floats(int64_t head_dim) { return rm_round_up(head_dim, RM_LANES) + RM_LANES; }
 
 void RM_FN(qk_rope_kv)(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
-  rope_job job = {.a = a, .workspace = ctx->workspace, .stride = head_floats(a->head_dim)};
-  rm_parallel(ctx, a->rows * (a->n_heads + 4 * a->n_kv_heads) * a->head_dim, rope_task, &job);
+  const rope_job job = {.a = a, .workspace = ctx->workspace, .stride = head_floats(a->head_dim)};
+  rm_each_row(ctx, a->rows, a->rows * (a->n_heads + 4 * a->n_kv_heads) * a->head_dim, rope_row_of,
+              &job);
 }
 
 size_t RM_FN(rope_workspace)(const rm_limits *l) {

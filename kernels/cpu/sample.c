@@ -307,7 +307,10 @@ static int32_t pick_greedy(const row_view *v, float *under) {
   return v->params->forced;
 }
 
-static void sample_row(const rm_sample_args *a, int64_t r, char *memory) {
+static void sample_row(const void *args, int thread, int64_t r) {
+  const sample_job *job = args;
+  const rm_sample_args *a = job->a;
+  char *memory = job->workspace + thread * job->stride;
   const rm_sample_params *params = a->params + r;
   const int64_t from = rm_sampled_row(a, r);
   const float *logits = a->logits + r * a->ld_logits;
@@ -331,16 +334,9 @@ static void sample_row(const rm_sample_args *a, int64_t r, char *memory) {
   a->sampling_logprobs[r] = same ? a->logprobs[r] : under;
 }
 
-static void sample_task(void *arg, int thread, int n_threads) {
-  const sample_job *job = arg;
-  int64_t from, to;
-  rm_split(job->a->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++) sample_row(job->a, r, job->workspace + thread * job->stride);
-}
-
 void RM_FN(sample)(const rm_ctx *ctx, const rm_sample_args *a) {
-  sample_job job = {.a = a, .workspace = ctx->workspace, .stride = thread_bytes(a->vocab)};
-  rm_parallel(ctx, a->rows * a->vocab * 3, sample_task, &job);
+  const sample_job job = {.a = a, .workspace = ctx->workspace, .stride = thread_bytes(a->vocab)};
+  rm_each_row(ctx, a->rows, a->rows * a->vocab * 3, sample_row, &job);
 }
 
 size_t RM_FN(sample_workspace)(const rm_limits *l) {
@@ -388,6 +384,7 @@ static void offer(top_list *top, int64_t id) {
 }
 
 static void top_row(const rm_top_logprobs_args *a, int64_t r) {
+  if (a->k == 0) return;
   top_list top = {
       .ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .k = a->k, .n = a->k};
   int64_t v = 0;
@@ -411,18 +408,7 @@ static void top_row(const rm_top_logprobs_args *a, int64_t r) {
     a->logprobs[r * a->k + k] = rm_logprob(top.logits[top.ids[k]], a->stats + 2 * r);
 }
 
-static void top_task(void *arg, int thread, int n_threads) {
-  const rm_top_logprobs_args *a = arg;
-  int64_t from, to;
-  rm_split(a->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++) top_row(a, r);
-}
-
-void RM_FN(top_logprobs)(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
-  if (a->k == 0) return;
-  rm_top_logprobs_args args = *a;
-  rm_parallel(ctx, a->rows * a->vocab, top_task, &args);
-}
+ROW_OP(top_logprobs, a->rows * a->vocab, top_row(a, r))
 
 // ------------------------------------------------------------------------------------------ ranks
 static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
@@ -435,16 +421,7 @@ static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
   return rank;
 }
 
-static void ranks_task(void *arg, int thread, int n_threads) {
-  const rm_ranks_args *a = arg;
-  int64_t from, to;
-  rm_split(a->rows, thread, n_threads, &from, &to);
-  for (int64_t r = from; r < to; r++)
-    a->ranks[r] =
-        a->tokens[r] < 0 ? 0 : rank_of(a->logits + r * a->ld_logits, a->vocab, a->tokens[r]);
-}
-
-void RM_FN(ranks)(const rm_ctx *ctx, const rm_ranks_args *a) {
-  rm_ranks_args args = *a;
-  rm_parallel(ctx, a->rows * a->vocab / 4, ranks_task, &args);
-}
+ROW_OP(ranks, a->rows * a->vocab / 4,
+       a->ranks[r] = a->tokens[r] < 0
+                         ? 0
+                         : rank_of(a->logits + r * a->ld_logits, a->vocab, a->tokens[r]))

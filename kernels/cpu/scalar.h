@@ -46,6 +46,13 @@ RM_INLINE float rm_round_to(rm_dtype dtype, float x) {
   return dtype == RM_BF16 ? rm_bf16_to_f32(rm_f32_to_bf16(y)) : y;
 }
 
+RM_INLINE const void *rm_at(rm_dtype dtype, const void *p, int64_t i) {
+  return (const char *)p + i * (int64_t)rm_dtype_bytes(dtype);
+}
+RM_INLINE void *rm_at_mut(rm_dtype dtype, void *p, int64_t i) {
+  return (char *)p + i * (int64_t)rm_dtype_bytes(dtype);
+}
+
 RM_INLINE float rm_get(rm_dtype dtype, const void *p, int64_t i) {
   return dtype == RM_BF16 ? rm_bf16_to_f32(((const uint16_t *)p)[i]) : ((const float *)p)[i];
 }

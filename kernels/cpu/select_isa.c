@@ -1,6 +1,6 @@
 // select_isa.c: chooses the table for this machine, once per process. A variant is usable if
-//   1. the processor has it and the operating system saves its registers (cpuid, xgetbv; for AMX
-//      also permission to use the tiles);
+//   1. the processor has it and the operating system saves its registers (for AMX also grants the
+//      tiles);
 //   2. its instructions run: a virtual machine may advertise instructions that trap, so the check
 //      runs under a SIGILL handler;
 //   3. its arithmetic is bit-identical to ref's on the inputs of verify.c.
@@ -10,7 +10,6 @@
 // Rejected: probing in a child process, because fork in a library that is imported into a process
 // with threads, CUDA or MPI is worse than a handler that is installed for milliseconds, handles its
 // own thread only and passes other signals on. This file is compiled without any -m flag.
-#include <cpuid.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -39,50 +38,29 @@ static char differs[RM_N_ISA][64]; // the reason, for a variant whose arithmetic
 const char *rm_isa_name(rm_isa isa) { return isa >= 0 && isa < RM_N_ISA ? NAMES[isa] : "unknown"; }
 
 // ------------------------------------------------------------------------- features of the machine
-typedef struct machine {
-  uint32_t basic_c, seven_b, seven_d, seven_one_a; // cpuid 1.ecx, 7.ebx, 7.edx, 7.1.eax
-  uint64_t saved; // registers that the operating system saves
-} machine;
-
-static machine ask_machine(void) {
-  machine m = {0};
-  uint32_t a, b, c, d, lo, hi;
-  if (!__get_cpuid(1, &a, &b, &m.basic_c, &d) || !(m.basic_c & bit_OSXSAVE)) return m;
-  __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
-  m.saved = (uint64_t)hi << 32 | lo;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
-    m.seven_b = b;
-    m.seven_d = d;
-  }
-  if (a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) m.seven_one_a = a;
-  return m;
-}
-
 // Linux grants the 8 KiB of tile registers to a whole process, when the process requests them.
 static int may_use_tiles(void) {
   enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }
 
-enum { YMM_STATE = 0x6, ZMM_STATE = 0xe6, TILE_STATE = 0x60000 };
-enum { BIT_AVX512BF16 = 1 << 5, BIT_AMX_BF16 = 1 << 22, BIT_AMX_TILE = 1 << 24 };
+// The compiler's test also tests that the operating system saves the registers.
+#define REQUIRE(feature) \
+  if (!__builtin_cpu_supports(feature)) \
+  return "the processor or its operating system lacks " feature
 
-static const char *lacking(const machine *m, rm_isa isa) {
-  const char *const unsaved = "the operating system does not save its registers";
-  if (!(m->basic_c & bit_FMA) || !(m->basic_c & bit_AVX)) return "the processor lacks FMA";
-  if ((m->saved & YMM_STATE) != YMM_STATE) return unsaved;
+static const char *lacking(rm_isa isa) {
+  REQUIRE("fma");
   if (isa == RM_ISA_REF) return NULL;
-  if (!(m->seven_b & bit_AVX2)) return "the processor lacks AVX2";
+  REQUIRE("avx2");
   if (isa == RM_ISA_AVX2 || EMULATED) return NULL;
-  if (!(m->seven_b & bit_AVX512F)) return "the processor lacks AVX512F";
-  if ((m->saved & ZMM_STATE) != ZMM_STATE) return unsaved;
+  REQUIRE("avx512f");
   if (isa == RM_ISA_AVX512F) return NULL;
-  if (!(m->seven_one_a & BIT_AVX512BF16) || !(m->seven_b & bit_AVX512BW))
-    return "the processor lacks AVX512BF16";
+  REQUIRE("avx512bw");
+  REQUIRE("avx512bf16");
   if (isa == RM_ISA_AVX512BF16) return NULL;
-  if (!(m->seven_d & BIT_AMX_TILE) || !(m->seven_d & BIT_AMX_BF16))
-    return "the processor lacks AMX-BF16";
-  if ((m->saved & TILE_STATE) != TILE_STATE) return unsaved;
+  REQUIRE("amx-tile");
+  REQUIRE("amx-bf16");
   return may_use_tiles() ? NULL : "the operating system refuses tile registers to this process";
 }
 
@@ -134,10 +112,9 @@ static void try_out(rm_isa isa) {
 }
 
 static void decide(void) {
-  const machine m = ask_machine();
   for (int isa = 0; isa < RM_N_ISA; isa++) {
     states[isa].emulated = EMULATED && isa > RM_ISA_AVX2;
-    states[isa].refused = lacking(&m, (rm_isa)isa);
+    states[isa].refused = lacking((rm_isa)isa);
     if (!states[isa].refused) try_out((rm_isa)isa);
   }
 }

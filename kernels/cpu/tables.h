@@ -7,10 +7,10 @@
 extern const rm_kernels rm_table_ref, rm_table_avx2, rm_table_avx512f, rm_table_avx512bf16,
     rm_table_amx;
 
-// Ops that the fast variants share: pack.c is limited by memory; plain loops are the reference's.
+// pack of all fast variants, which memory limits.
 void rm_cpu_pack(const rm_ctx *, rm_pack_args *);
 #define RM_DECLARE(name, args) void rm_##name##_ref(const rm_ctx *, const args *);
-RM_PLAIN_OPS(RM_DECLARE)
+RM_SHARED_OPS(RM_DECLARE)
 #undef RM_DECLARE
 
 // verify.c: returns the name of the first op whose results are not bit-identical to ref's on a

@@ -9,10 +9,8 @@
 RM_FAST_OPS(RM_DECLARE)
 #undef RM_DECLARE
 
-// Bytes of workspace that each file's ops need.
-size_t RM_FN(gemm_workspace)(const rm_limits *);
-size_t RM_FN(attention_workspace)(const rm_limits *);
-size_t RM_FN(rope_workspace)(const rm_limits *);
-size_t RM_FN(moe_workspace)(const rm_limits *);
-size_t RM_FN(lm_head_workspace)(const rm_limits *);
-size_t RM_FN(sample_workspace)(const rm_limits *);
+// Bytes of workspace that the ops of a file need.
+#define RM_WORKSPACES(X) X(gemm) X(attention) X(rope) X(moe) X(lm_head) X(sample)
+#define RM_DECLARE(file) size_t RM_FN(file##_workspace)(const rm_limits *);
+RM_WORKSPACES(RM_DECLARE)
+#undef RM_DECLARE

@@ -1,20 +1,21 @@
 // vec.h: shared by the sources of a fast variant: the lanes of the build's vector header, elements
-// of type T as lanes, exp, symbol names with the variant's name, and the division of work among
-// threads.
+// of type T as lanes, exp, and symbol names with the variant's name.
 //
 // always_inline functions take dtype as a constant: SPECIALIZE turns one generic body into the bf16
 // and the f32 code.
 #pragma once
 
-#include <stdatomic.h>
-
 #include RM_VEC_HEADER
+#include "threads.h"
 
 #define RM_CAT_(a, b) a##_##b
 #define RM_CAT(a, b) RM_CAT_(a, b)
 #define RM_FN(name) RM_CAT(rm_##name, RM_ISA) // rm_gemm_avx2
 #define RM_STRING_(x) #x
 #define RM_STRING(x) RM_STRING_(x)
+
+// An op whose rows are independent.
+#define ROW_OP(name, cost, compute) RM_ROW_OP(RM_FN(name), name, cost, compute)
 
 #define SPECIALIZE(dtype, call_with_T) \
   do { \
@@ -26,13 +27,6 @@
       call_with_T; \
     } \
   } while (0)
-
-VEC const void *at(rm_dtype dtype, const void *p, int64_t i) {
-  return (const char *)p + i * (dtype == RM_BF16 ? 2 : 4);
-}
-VEC void *at_mut(rm_dtype dtype, void *p, int64_t i) {
-  return (char *)p + i * (dtype == RM_BF16 ? 2 : 4);
-}
 
 VEC int vf_any_nonfinite(vf x) {
   const vi exponent = vi_set1(0x7f800000);
@@ -111,40 +105,4 @@ VEC vf vf_exp(vf x) {
   q = vf_fma(q, r, vf_set1(RM_EXP_Q0));
   const vf p = vf_add(vf_fma(q, vf_mul(r, r), r), vf_set1(1.0f));
   return vf_scale(p, n, i);
-}
-
-// ---------------------------------------------------------------------------------------- threads
-// Runs fn on the team if the work is large enough, else on the calling thread. cost: in clock
-// cycles, roughly.
-enum { RM_COST_OF_A_TEAM = 20000 };
-
-static inline void rm_parallel(const rm_ctx *ctx, int64_t cost, rm_task_fn fn, void *arg) {
-  if (ctx->run && ctx->n_threads > 1 && cost > RM_COST_OF_A_TEAM) ctx->run(ctx->team, fn, arg);
-  else fn(arg, 0, 1);
-}
-
-// Units of an op that threads take dynamically, large parts first and small ones at the end, so
-// that one slow thread does not delay the others for long.
-typedef struct rm_work {
-  _Atomic int64_t next;
-  int64_t n, least; // number of units; the fewest units of a part
-} rm_work;
-
-// Takes the next part [from, to). Returns 0 if all are taken.
-static inline int rm_take(rm_work *work, int n_threads, int64_t *from, int64_t *to) {
-  int64_t at = atomic_load_explicit(&work->next, memory_order_relaxed);
-  do {
-    if (at >= work->n) return 0;
-    const int64_t part = n_threads == 1 ? work->n : (work->n - at) / (2 * n_threads);
-    *to = rm_min64(work->n, at + rm_max64(part, work->least));
-  } while (!atomic_compare_exchange_weak_explicit(&work->next, &at, *to, memory_order_relaxed,
-                                                  memory_order_relaxed));
-  *from = at;
-  return 1;
-}
-
-// The part of [0, n) that belongs to a thread.
-static inline void rm_split(int64_t n, int thread, int n_threads, int64_t *from, int64_t *to) {
-  *from = n * thread / n_threads;
-  *to = n * (thread + 1) / n_threads;
 }

@@ -27,10 +27,5 @@ VEC vi vp_permute(vi x) {
                                             15, 13, 19, 17, 23, 21, 27, 25, 31, 29};
   return _mm512_permutexvar_epi16(vi_load(FROM), x);
 }
-// The same from x[0 … 16) and x[16 … 32) as floats already rounded to bf16.
-VEC vi vp_permute_halves(vf x0, vf x1) {
-  static const uint16_t FROM[RM_K_BLOCK] = {4,  0,  12, 8,  20, 16, 28, 24, 5,  1,  13,
-                                            9,  21, 17, 29, 25, 6,  2,  14, 10, 22, 18,
-                                            30, 26, 7,  3,  15, 11, 23, 19, 31, 27};
-  return _mm512_permutexvar_epi16(vi_load(FROM), vi_add(vi_srl(vf_bits(x0), 16), vf_bits(x1)));
-}
+// The bf16 nearest to each of 32 lanes, as words. A NaN stays a NaN.
+VEC vi vp_round(vf x0, vf x1) { return (vi)_mm512_cvtne2ps_pbh(x1, x0); }

@@ -16,6 +16,10 @@ __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) 
 // A state is head_dim values A[d], then m, then l; states are [row of the pass][head][split].
 // Splits without a live position of the row have undefined states.
 RM_INLINE int64_t rm_state_floats(int64_t head_dim) { return head_dim + 2; }
+// Bytes of the states of one row and split.
+RM_INLINE size_t rm_states_bytes(int64_t n_heads, int64_t head_dim) {
+  return (size_t)(n_heads * rm_state_floats(head_dim)) * sizeof(float);
+}
 RM_INLINE int64_t rm_count_splits(int64_t positions) {
   return (positions + RM_ATTN_SPLIT - 1) / RM_ATTN_SPLIT;
 }

@@ -5,6 +5,8 @@
 // reads keys again for each row, as decode has to. The host does not have the positions: it
 // launches for the longest context that the block tables can hold, and blocks without a live
 // position return. Rejected: a split by load, because it would change the order of sums.
+#include <cassert>
+
 #include "attention.cuh"
 
 namespace {
@@ -47,9 +49,12 @@ __device__ void partial_scores(float *part, const float *q, const rm_attention_a
   for (int64_t kb = threadIdx.x / RM_WARP; kb * RM_K_BLOCK < a.head_dim; kb += WARPS) {
     const int64_t tile =
         rm_packed_index(DTYPE, a.head_dim, pos / RM_N_TILE * RM_N_TILE, kb * RM_K_BLOCK);
-    part[kb * RM_WARP + lane] = rm_block_dot<DTYPE>(
-        q + kb * RM_K_BLOCK, a.k_cache, page * rm_k_page_elems(a.page_size, a.head_dim) + tile,
-        static_cast<int>(pos % RM_N_TILE));
+    float sum[1] = {};
+    rm_add_block(sum, q + kb * RM_K_BLOCK, 0,
+                 rm_column_of<DTYPE>(a.k_cache,
+                                     page * rm_k_page_elems(a.page_size, a.head_dim) + tile,
+                                     static_cast<int>(pos % RM_N_TILE)));
+    part[kb * RM_WARP + lane] = sum[0];
   }
 }
 
@@ -64,8 +69,7 @@ __device__ void soften(float *p, float *alpha, const float *part, const rm_atten
     score = score + part[kb * RM_WARP + lane];
   score = score * a.scale;
   float next = is_live ? rm_max_f32(score, *m) : *m;
-  for (int step = RM_WARP / 2; step > 0; step /= 2)
-    next = rm_max_f32(__shfl_xor_sync(RM_ALL_LANES, next, step), next);
+  next = rm_max_lanes(next);
   const float weight = is_live ? rm_exp(score - next) : 0.0f;
   float sum = weight; // p_j + p_{j+16}, then the tree over 16: both lanes of a step add the same
   for (int step = RM_WARP / 2; step > 0; step /= 2)
@@ -153,25 +157,21 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-template <rm_dtype DTYPE>
-void states_of(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
+void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
   const dim3 grid = rm_grid(t.rows, a->n_heads, t.n_splits);
   const size_t shared =
       (2 * rm_round_up(a->head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 1 + a->head_dim) * sizeof(float);
-  RM_LAUNCH(split_kernel<DTYPE>, grid, THREADS, shared, ctx->stream, *a, states, t.row0);
-}
-
-void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
-  if (a->dtype == RM_BF16) states_of<RM_BF16>(ctx, a, states, t);
-  else states_of<RM_F32>(ctx, a, states, t);
+  rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() {
+    RM_LAUNCH(split_kernel<DTYPE>, grid, THREADS, shared, ctx->stream, *a, states, t.row0);
+  });
 }
 
 } // namespace
 
 size_t rm_cuda_attention_workspace(const rm_limits *l) {
-  const int64_t per_row =
-      l->n_heads * rm_count_splits(l->max_positions + RM_ATTN_SPLIT) * rm_state_floats(l->head_dim);
-  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) * per_row) * sizeof(float);
+  return static_cast<size_t>(rm_min64(l->max_rows, WORKSPACE_ROWS) *
+                             rm_count_splits(l->max_positions + RM_ATTN_SPLIT)) *
+         rm_states_bytes(l->n_heads, l->head_dim);
 }
 
 // If the workspace cannot hold all rows, they are computed in several passes; the stream orders
@@ -179,23 +179,21 @@ size_t rm_cuda_attention_workspace(const rm_limits *l) {
 // Splits at the end of the last page, when a page is longer than a split, are never live.
 void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_states_fn states_fn,
                           int64_t rows, rm_row_list list, size_t used) {
-  if (rows <= 0 || a->n_heads <= 0 || used > ctx->workspace_bytes) return;
-  const size_t per_split =
-      static_cast<size_t>(a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
-  const size_t bytes = ctx->workspace_bytes - used;
-  const int64_t room = rm_min64(static_cast<int64_t>(bytes / per_split), MAX_GRID_Z);
-  const int64_t n_splits = rm_min64(rm_count_splits(a->max_pages * a->page_size), room);
-  if (n_splits <= 0) return;
-  const int64_t at_once =
-      rm_max64(1, static_cast<int64_t>(bytes / (per_split * static_cast<size_t>(n_splits))));
+  if (rows <= 0 || a->n_heads <= 0) return;
+  const int64_t room = static_cast<int64_t>((ctx->workspace_bytes - used) /
+                                            rm_states_bytes(a->n_heads, a->head_dim)),
+                n_splits = rm_min64(rm_count_splits(a->max_pages * a->page_size),
+                                    rm_min64(room, MAX_GRID_Z));
+  assert(n_splits > 0);
+  const int64_t at_once = room / n_splits;
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
   for (int64_t row0 = 0; row0 < rows; row0 += at_once) {
     const rm_rows_pass t = {row0, rm_min64(at_once, rows - row0), n_splits, list};
     const dim3 grid = rm_grid(t.rows, a->n_heads);
     states_fn(ctx, a, states, t);
-    if (a->dtype == RM_BF16)
-      RM_LAUNCH(merge_kernel<RM_BF16>, grid, THREADS, 0, ctx->stream, *a, states, t);
-    else RM_LAUNCH(merge_kernel<RM_F32>, grid, THREADS, 0, ctx->stream, *a, states, t);
+    rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() {
+      RM_LAUNCH(merge_kernel<DTYPE>, grid, THREADS, 0, ctx->stream, *a, states, t);
+    });
   }
 }
 

@@ -53,18 +53,9 @@ __device__ columns columns_in(float *shared, int64_t head_dim) {
   return c;
 }
 
-// Loads the queries and live positions of the columns; zeros for unused columns.
+// Loads the queries and live positions of the columns.
 __device__ void load_columns(const columns &c, const rm_attention_args &a, const rm_attn_work &w) {
-  const int words = c.pitch - 4;
-  for (int i = rm_thread(); i < COLS * words; i += THREADS) {
-    const int column = i / words, d = i % words * 2;
-    const rm_attn_owner o = rm_attn_owner_of(w, column);
-    const uint16_t *q =
-        static_cast<const uint16_t *>(a.q) + (o.row * a.n_heads + o.head) * a.head_dim + d;
-    const uint32_t even = o.some && d < a.head_dim ? q[0] : 0u,
-                   odd = o.some && d + 1 < a.head_dim ? q[1] : 0u;
-    c.q[column * c.pitch + i % words] = even | odd << 16;
-  }
+  rm_load_queries<COLS, THREADS>(c.q, a, w, static_cast<int>(rm_mma_steps(a.head_dim)));
   if (threadIdx.x >= COLS) return;
   const rm_attn_owner o = rm_attn_owner_of(w, rm_thread());
   const rm_span live = o.some ? rm_live_span(a, o.row) : rm_span{0, -1};
@@ -345,8 +336,6 @@ void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm
 } // namespace
 
 void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a) {
-  if (a->dtype != RM_BF16) return rm_cuda_attention(ctx, a);
-  rm_attn_left left = {};
-  if (!rm_cuda_attention_mma_tiles(ctx, a, &left)) left.rows = a->rows;
+  const rm_attn_left left = rm_cuda_attention_mma_tiles(ctx, a);
   rm_cuda_attention_by(ctx, a, mma_states, left.rows, left.list, left.used);
 }

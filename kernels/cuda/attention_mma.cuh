@@ -70,6 +70,22 @@ __device__ inline rm_attn_owner rm_attn_owner_of(const rm_attn_work &w, int colu
   return {o.row, o.head, o.row < w.end && o.head < w.head_end};
 }
 
+// Loads the queries of COLS columns, in rows of rm_q_pitch(steps) words; zeros for unused columns.
+template <int COLS, int THREADS>
+__device__ inline void rm_load_queries(uint32_t *to, const rm_attention_args &a,
+                                       const rm_attn_work &w, int steps) {
+  const rm_tokens q = rm_tokens_of(a.q, a.head_dim, a.head_dim, 0, a.rows * a.n_heads);
+  const int vectors = steps * 2;
+  for (int i = rm_thread(); i < COLS * vectors; i += THREADS) {
+    const int column = i / vectors, vector = i % vectors;
+    const rm_attn_owner o = rm_attn_owner_of(w, column);
+    const uint4 words =
+        o.some ? rm_load_tokens(q, static_cast<int>(o.row * a.n_heads + o.head), vector * 8)
+               : uint4{0, 0, 0, 0};
+    *reinterpret_cast<uint4 *>(to + column * rm_q_pitch(steps) + vector * 4) = words;
+  }
+}
+
 // Index in the caches of the 16 positions from t on, in units of 16 bytes: of K's tiles, one for
 // every 16 k of head_dim, and of Vᵀ's, one for every 16 rows of head_dim.
 struct rm_attn_tile {
@@ -86,12 +102,13 @@ __device__ inline rm_attn_tile rm_attn_tile_of(const rm_attention_args &a, int64
               tile * rm_mma_tile_rows(a.head_dim) * RM_WARP};
 }
 
-// Computes attention for the tiles whose rows belong to one sequence. Returns false if it did not
-// compute any; else *left is the rest, to be computed by states: at most `rows` rows of the list,
-// which is in the first `used` bytes of the workspace.
+// The rows that remain to be computed by states: `rows` rows of the list, which is in the first
+// `used` bytes of the workspace.
 struct rm_attn_left {
   rm_row_list list;
   int64_t rows;
   size_t used;
 };
-bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a, rm_attn_left *left);
+// Computes attention for the tiles whose rows belong to one sequence, unless the call is a decode
+// step. Returns the other rows.
+rm_attn_left rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a);

@@ -26,7 +26,6 @@ constexpr int LIST_THREADS = 256, COLUMN_BYTES = 24, ROWS_BYTES = 144, PUT_TILES
               PUT_PITCH = PUT_TILES * RM_MMA_ROWS + 4;
 constexpr int PUT_WORDS = RM_MMA_COLS * PUT_PITCH; // per warp, padded: lanes use different banks
 constexpr int64_t MOST_BY_ROWS = 512; // rows of listed tiles: launches are sized for them
-constexpr int MAX_SHARED = 99 << 10; // per block of sm_86; others have more
 static_assert(THREADS == COLS && WARP_COLS == RM_WARP, "each thread has a column of its warp");
 
 // Takes DT tiles of 16 rows of Vᵀ at a time, and STEPS steps of 16 k of head_dim (0: not a
@@ -100,16 +99,7 @@ template <class S> __device__ block block_in(float *shared, int64_t head_dim) {
 
 template <class S>
 __device__ void load_queries(const block &b, const rm_attention_args &a, const rm_attn_work &w) {
-  const rm_tokens q = rm_tokens_of(a.q, a.head_dim, a.head_dim, 0, a.rows * a.n_heads);
-  const int vectors = S::steps(a.head_dim) * 2;
-  for (int i = rm_thread(); i < COLS * vectors; i += THREADS) {
-    const int at = i / vectors, vector = i % vectors;
-    const rm_attn_owner o = rm_attn_owner_of(w, at);
-    const uint4 words =
-        o.some ? rm_load_tokens(q, static_cast<int>(o.row * a.n_heads + o.head), vector * 8)
-               : uint4{0, 0, 0, 0};
-    *reinterpret_cast<uint4 *>(b.q + at * S::pitch(a.head_dim) + vector * 4) = words;
-  }
+  rm_load_queries<COLS, THREADS>(b.q, a, w, S::steps(a.head_dim));
   const int64_t row = w.row0 + threadIdx.x;
   b.seqs[threadIdx.x] = row < w.end ? a.seq_of_row[row] : -1;
 }
@@ -143,7 +133,7 @@ __device__ span whole_of(const block &b) {
 }
 
 // Copies K and Vᵀ of the 32 positions from t0 on. If 16 of them are not live for any column of the
-// block, and so may not have a page, Vᵀ gets zeros.
+// block, and so may not have a page, they are zeros.
 template <class S>
 __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one &rows, int t0,
                      int d_tile0) {
@@ -160,13 +150,12 @@ __device__ void fill(char *stage, const rm_attention_args &a, const rows_of_one 
                 *v = static_cast<const uint4 *>(a.v_cache) + from.v + d_tile0 * RM_WARP;
     char *keys = stage + half * steps * RM_WARP * 16,
          *values = stage + (HALVES * steps + half * S::DT) * RM_WARP * 16;
-    for (int i = thread; is_there && i < steps * RM_WARP; i += THREADS)
-      rm_copy_async(keys + i * 16, k + i);
+    for (int i = thread; i < steps * RM_WARP; i += THREADS)
+      rm_copy_async(keys + i * 16, k + i, is_there);
 #pragma unroll
     for (int turn = 0; turn < S::DT * RM_WARP / THREADS; turn++) {
       const int i = turn * THREADS + thread;
-      if (is_there && i / RM_WARP < d_tiles) rm_copy_async(values + i * 16, v + i);
-      else *reinterpret_cast<uint4 *>(values + i * 16) = uint4{0, 0, 0, 0};
+      rm_copy_async(values + i * 16, v + i, is_there && i / RM_WARP < d_tiles);
     }
   }
 }
@@ -474,34 +463,44 @@ void launch(const rm_ctx *ctx, const rm_attention_args *a, tiles t, int64_t n_ti
             float *states) {
   const dim3 grid = rm_grid(n_tiles, a->n_kv_heads * t.head_tiles);
   const size_t shared = static_cast<size_t>(S::shared_bytes(a->head_dim));
-  rm_allow_shared(tile_kernel<S>, shared);
+  rm_allow_shared(tile_kernel<S>);
   for (; t.d_tile0 < rm_mma_tile_rows(a->head_dim); t.d_tile0 += S::DT)
     RM_LAUNCH((tile_kernel<S>), grid, THREADS, shared, ctx->stream, *a, t, states);
 }
 
 } // namespace
 
-// The workspace holds the list, a flag for each tile on it, and a state for each column of a pass.
-bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a,
-                                 rm_attn_left *left) {
-  if (a->rows <= a->n_seqs || a->n_heads <= 0) return false; // decode
+// Bytes of the list, and of a flag for each tile on it.
+static size_t list_bytes(int64_t n_tiles) {
+  return static_cast<size_t>(
+      rm_round_up((1 + 2 * n_tiles) * static_cast<int64_t>(sizeof(int32_t)), 256));
+}
+
+// The list and the flags of tiles of two rows, which are the smallest, and the states.
+size_t rm_cuda_mma_attention_workspace(const rm_limits *l) {
+  return list_bytes((l->max_rows + 1) / 2) + rm_cuda_attention_workspace(l);
+}
+
+rm_attn_left rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a) {
+  const rm_attn_left all = {{}, a->rows, 0};
+  if (a->rows <= a->n_seqs || a->n_heads <= 0) return all; // decode
   const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);
   tiles t = {};
   t.heads = static_cast<int>(rm_min64(group, COLS));
   t.head_tiles = static_cast<int>((group + t.heads - 1) / t.heads);
   t.rows_each = COLS / t.heads;
   const bool is_128 = rm_mma_steps(a->head_dim) == shape_128::steps(a->head_dim);
-  const int shared =
-      is_128 ? shape_128::shared_bytes(a->head_dim) : shape_any::shared_bytes(a->head_dim);
-  const int64_t n_tiles = (a->rows + t.rows_each - 1) / t.rows_each;
-  const size_t used = static_cast<size_t>(
-      rm_round_up((1 + 2 * n_tiles) * static_cast<int64_t>(sizeof(int32_t)), 256));
-  if (t.rows_each < 2 || shared > MAX_SHARED || used > ctx->workspace_bytes) return false;
-  const size_t of_tile =
-      static_cast<size_t>(t.rows_each * a->n_heads * rm_state_floats(a->head_dim)) * sizeof(float);
-  const int64_t fit = static_cast<int64_t>((ctx->workspace_bytes - used) / of_tile);
-  const int64_t at_once = a->max_pages * a->page_size > RM_ATTN_SPLIT ? fit : n_tiles;
-  if (at_once < 1) return false;
+  const int64_t n_tiles = (a->rows + t.rows_each - 1) / t.rows_each,
+                n_splits = rm_count_splits(a->max_pages * a->page_size);
+  const size_t used = list_bytes(n_tiles), of_row = rm_states_bytes(a->n_heads, a->head_dim),
+               of_tile = of_row * static_cast<size_t>(t.rows_each);
+  // A listed row needs the states of all its splits, and a tile of several splits one of each row.
+  const size_t least = rm_max64(n_splits, n_splits > 1 ? t.rows_each : 1) * of_row;
+  if (t.rows_each < 2 || (!is_128 && shape_any::shared_bytes(a->head_dim) > RM_MAX_SHARED) ||
+      ctx->workspace_bytes < used + least)
+    return all;
+  const int64_t at_once =
+      n_splits > 1 ? static_cast<int64_t>((ctx->workspace_bytes - used) / of_tile) : n_tiles;
   int32_t *list = static_cast<int32_t *>(ctx->workspace), *by_rows = list + 1 + n_tiles;
   float *states = reinterpret_cast<float *>(static_cast<char *>(ctx->workspace) + used);
   const int64_t room = rm_min64(n_tiles, (MOST_BY_ROWS + t.rows_each - 1) / t.rows_each);
@@ -513,6 +512,5 @@ bool rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a,
     if (is_128) launch<shape_128>(ctx, a, t, now, states);
     else launch<shape_any>(ctx, a, t, now, states);
   }
-  *left = {{list, t.rows_each}, room * t.rows_each, used};
-  return true;
+  return {{list, t.rows_each}, room * t.rows_each, used};
 }

@@ -43,31 +43,41 @@ typedef struct rm_lt_candidate { // cublasLtMatmulHeuristicResult_t
   int reserved[4];
 } rm_lt_candidate;
 
-// The functions; `stream` is rm_device.stream.
+// The functions, without their prefix cublasLt: name, result, arguments. `stream` is
+// rm_device.stream.
+#define RM_LT_CALLS(X) \
+  X(GetVersion, size_t, (void)) \
+  X(GetStatusString, const char *, (int status)) \
+  X(Create, int, (rm_lt_context * *context)) \
+  X(Destroy, int, (rm_lt_context * context)) \
+  X(MatmulDescCreate, int, (rm_lt_desc * *desc, int compute, int scale)) \
+  X(MatmulDescDestroy, int, (rm_lt_desc * desc)) \
+  X(MatmulDescSetAttribute, int, \
+    (rm_lt_desc * desc, int attribute, const void *value, size_t bytes)) \
+  X(MatrixLayoutCreate, int, \
+    (rm_lt_layout * *layout, int type, uint64_t rows, uint64_t cols, int64_t ld)) \
+  X(MatrixLayoutDestroy, int, (rm_lt_layout * layout)) \
+  X(MatrixLayoutSetAttribute, int, \
+    (rm_lt_layout * layout, int attribute, const void *value, size_t bytes)) \
+  X(MatmulPreferenceCreate, int, (rm_lt_preference * *preference)) \
+  X(MatmulPreferenceDestroy, int, (rm_lt_preference * preference)) \
+  X(MatmulPreferenceSetAttribute, int, \
+    (rm_lt_preference * preference, int attribute, const void *value, size_t bytes)) \
+  X(MatmulAlgoGetHeuristic, int, \
+    (rm_lt_context * context, rm_lt_desc * desc, rm_lt_layout * a, rm_lt_layout * b, \
+     rm_lt_layout * c, rm_lt_layout * d, rm_lt_preference * preference, int wanted, \
+     rm_lt_candidate *candidates, int *found)) \
+  X(MatmulAlgoCheck, int, \
+    (rm_lt_context * context, rm_lt_desc * desc, rm_lt_layout * a, rm_lt_layout * b, \
+     rm_lt_layout * c, rm_lt_layout * d, const rm_lt_algorithm *algorithm, \
+     rm_lt_candidate *result)) \
+  X(Matmul, int, \
+    (rm_lt_context * context, rm_lt_desc * desc, const void *alpha, const void *a, \
+     rm_lt_layout *a_layout, const void *b, rm_lt_layout *b_layout, const void *beta, \
+     const void *c, rm_lt_layout *c_layout, void *d, rm_lt_layout *d_layout, \
+     const rm_lt_algorithm *algorithm, void *workspace, size_t workspace_bytes, void *stream))
+
+#define RM_LT_FIELD(name, result, arguments) result(*name) arguments;
 typedef struct rm_lt {
-  size_t (*get_version)(void);
-  const char *(*status_string)(int status);
-  int (*create)(rm_lt_context **context);
-  int (*destroy)(rm_lt_context *context);
-  int (*desc_create)(rm_lt_desc **desc, int compute, int scale);
-  int (*desc_destroy)(rm_lt_desc *desc);
-  int (*desc_set)(rm_lt_desc *desc, int attribute, const void *value, size_t bytes);
-  int (*layout_create)(rm_lt_layout **layout, int type, uint64_t rows, uint64_t cols, int64_t ld);
-  int (*layout_destroy)(rm_lt_layout *layout);
-  int (*layout_set)(rm_lt_layout *layout, int attribute, const void *value, size_t bytes);
-  int (*preference_create)(rm_lt_preference **preference);
-  int (*preference_destroy)(rm_lt_preference *preference);
-  int (*preference_set)(rm_lt_preference *preference, int attribute, const void *value,
-                        size_t bytes);
-  int (*heuristic)(rm_lt_context *context, rm_lt_desc *desc, rm_lt_layout *a, rm_lt_layout *b,
-                   rm_lt_layout *c, rm_lt_layout *d, rm_lt_preference *preference, int wanted,
-                   rm_lt_candidate *candidates, int *found);
-  int (*check)(rm_lt_context *context, rm_lt_desc *desc, rm_lt_layout *a, rm_lt_layout *b,
-               rm_lt_layout *c, rm_lt_layout *d, const rm_lt_algorithm *algorithm,
-               rm_lt_candidate *result);
-  int (*matmul)(rm_lt_context *context, rm_lt_desc *desc, const void *alpha, const void *a,
-                rm_lt_layout *a_layout, const void *b, rm_lt_layout *b_layout, const void *beta,
-                const void *c, rm_lt_layout *c_layout, void *d, rm_lt_layout *d_layout,
-                const rm_lt_algorithm *algorithm, void *workspace, size_t workspace_bytes,
-                void *stream);
+  RM_LT_CALLS(RM_LT_FIELD)
 } rm_lt;

@@ -25,7 +25,6 @@ struct cuda_device {
   bool dead, is_capturing;
   cudaStream_t stream;
   cudaEvent_t events[RM_DEVICE_EVENTS];
-  bool is_recorded[RM_DEVICE_EVENTS];
   cudaEvent_t order; // of make_wait; a wait refers to the recording at the time it is enqueued
   char name[24], isa[16], family[24], message[200];
   rm_kernels kernels;
@@ -76,16 +75,21 @@ bool is_alive(cuda_device *d) {
 
 rm_device_status done(cuda_device *d, cudaError_t error, const char *call) {
   if (error == cudaSuccess) return RM_DEVICE_OK;
-  if (!is_invalidated(d, error)) return die(d, error, call);
-  cudaGetLastError();
-  return RM_DEVICE_OK;
+  if (error != cudaErrorNotReady && !is_invalidated(d, error)) return die(d, error, call);
+  cudaGetLastError(); // CUDA keeps cudaErrorNotReady as an error
+  return error == cudaErrorNotReady ? RM_DEVICE_BUSY : RM_DEVICE_OK;
 }
+
+// Calls the runtime, and converts the result to a status.
+#define CALL(d, name, ...) done(d, name(__VA_ARGS__), #name)
+// The same unless the device is dead.
+#define RUN(d, name, ...) (is_alive(d) ? CALL(d, name, __VA_ARGS__) : RM_DEVICE_FAULT)
 
 // Called before memory or graphs that the queue may use are freed. A dead device may still be
 // running work.
 void finish(cuda_device *d) {
   is_alive(d);
-  done(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
+  CALL(d, cudaStreamSynchronize, d->stream);
 }
 
 // ----------------------------------------------------------------------------------------- memory
@@ -103,10 +107,8 @@ rm_device_status alloc_memory(void *self, size_t bytes, void **out) {
 }
 
 void free_memory(void *self, void *block, size_t) {
-  cuda_device *d = of(self);
-  finish(d);
-  const cudaError_t error = cudaFree(block);
-  if (error != cudaSuccess) die(d, error, "cudaFree");
+  finish(of(self));
+  CALL(of(self), cudaFree, block);
 }
 
 rm_device_status alloc_pinned(void *self, size_t bytes, void **out) {
@@ -120,19 +122,13 @@ rm_device_status alloc_pinned(void *self, size_t bytes, void **out) {
 }
 
 void free_pinned(void *self, void *block, size_t) {
-  cuda_device *d = of(self);
-  finish(d);
-  const cudaError_t error = cudaFreeHost(block);
-  if (error != cudaSuccess) die(d, error, "cudaFreeHost");
+  finish(of(self));
+  CALL(of(self), cudaFreeHost, block);
 }
 
 size_t available(void *self) {
-  cuda_device *d = of(self);
-  if (!is_alive(d)) return 0;
   size_t free_bytes = 0, all_bytes = 0;
-  return done(d, cudaMemGetInfo(&free_bytes, &all_bytes), "cudaMemGetInfo") == RM_DEVICE_OK
-             ? free_bytes
-             : 0;
+  return RUN(of(self), cudaMemGetInfo, &free_bytes, &all_bytes) == RM_DEVICE_OK ? free_bytes : 0;
 }
 
 int ordinal_of(void *, const void *address) {
@@ -147,16 +143,12 @@ int ordinal_of(void *, const void *address) {
 // -------------------------------------------------------------------------------------- the queue
 void copy_to_device(void *self, void *to, const void *from_host, size_t bytes) {
   cuda_device *d = of(self);
-  if (bytes && is_alive(d))
-    done(d, cudaMemcpyAsync(to, from_host, bytes, cudaMemcpyHostToDevice, d->stream),
-         "cudaMemcpyAsync to the device");
+  if (bytes) RUN(d, cudaMemcpyAsync, to, from_host, bytes, cudaMemcpyHostToDevice, d->stream);
 }
 
 void copy_to_host(void *self, void *to_host, const void *from, size_t bytes) {
   cuda_device *d = of(self);
-  if (bytes && is_alive(d))
-    done(d, cudaMemcpyAsync(to_host, from, bytes, cudaMemcpyDeviceToHost, d->stream),
-         "cudaMemcpyAsync to the host");
+  if (bytes) RUN(d, cudaMemcpyAsync, to_host, from, bytes, cudaMemcpyDeviceToHost, d->stream);
 }
 
 // Enables peer access once for each device that is read. Without it copies go through the host.
@@ -187,8 +179,7 @@ void copy_2d_from_peer(void *self, void *to, size_t to_pitch, const void *from, 
   }
   reach_peer(d, ordinal);
   if (rows == 1 || (to_pitch == width && from_pitch == width)) {
-    done(d, cudaMemcpyPeerAsync(to, d->ordinal, from, ordinal, width * rows, d->stream),
-         "cudaMemcpyPeerAsync");
+    CALL(d, cudaMemcpyPeerAsync, to, d->ordinal, from, ordinal, width * rows, d->stream);
     return;
   }
   cudaMemcpy3DPeerParms run = {};
@@ -196,7 +187,7 @@ void copy_2d_from_peer(void *self, void *to, size_t to_pitch, const void *from, 
   run.srcDevice = ordinal,
   run.srcPtr = make_cudaPitchedPtr(const_cast<void *>(from), from_pitch, width, rows);
   run.extent = make_cudaExtent(width, rows, 1);
-  done(d, cudaMemcpy3DPeerAsync(&run, d->stream), "cudaMemcpy3DPeerAsync");
+  CALL(d, cudaMemcpy3DPeerAsync, &run, d->stream);
 }
 
 void copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch,
@@ -204,63 +195,36 @@ void copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t fro
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
   if (rows == 1 || (to_pitch == width && from_pitch == width))
-    done(d, cudaMemcpyAsync(to, from, width * rows, cudaMemcpyDeviceToDevice, d->stream),
-         "cudaMemcpyAsync on the device");
+    CALL(d, cudaMemcpyAsync, to, from, width * rows, cudaMemcpyDeviceToDevice, d->stream);
   else rm_cuda_copy(d->stream, to, to_pitch, from, from_pitch, width, rows);
 }
 
 void zero_2d(void *self, void *at, size_t pitch, size_t width, size_t rows) {
   cuda_device *d = of(self);
   if (!width || !rows || !is_alive(d)) return;
-  if (rows == 1 || pitch == width)
-    done(d, cudaMemsetAsync(at, 0, width * rows, d->stream), "cudaMemsetAsync");
+  if (rows == 1 || pitch == width) CALL(d, cudaMemsetAsync, at, 0, width * rows, d->stream);
   else rm_cuda_copy(d->stream, at, pitch, nullptr, 0, width, rows);
 }
 
 void record_event(void *self, int number) {
   cuda_device *d = of(self);
-  if (!is_alive(d)) return;
-  d->is_recorded[number] =
-      done(d, cudaEventRecord(d->events[number], d->stream), "cudaEventRecord") == RM_DEVICE_OK;
+  RUN(d, cudaEventRecord, d->events[number], d->stream);
 }
 
+// For CUDA the work before an event that was never recorded is complete.
 rm_device_status wait_event(void *self, int number) {
-  cuda_device *d = of(self);
-  if (!is_alive(d)) return RM_DEVICE_FAULT;
-  return d->is_recorded[number]
-             ? done(d, cudaEventSynchronize(d->events[number]), "cudaEventSynchronize")
-             : RM_DEVICE_OK;
+  return RUN(of(self), cudaEventSynchronize, of(self)->events[number]);
 }
-
-rm_device_status not_ready_is_busy(cuda_device *d, cudaError_t error, const char *call) {
-  if (error != cudaErrorNotReady) return done(d, error, call);
-  cudaGetLastError(); // CUDA keeps cudaErrorNotReady as an error
-  return RM_DEVICE_BUSY;
-}
-
 rm_device_status query_event(void *self, int number) {
-  cuda_device *d = of(self);
-  if (!is_alive(d)) return RM_DEVICE_FAULT;
-  return d->is_recorded[number]
-             ? not_ready_is_busy(d, cudaEventQuery(d->events[number]), "cudaEventQuery")
-             : RM_DEVICE_OK;
+  return RUN(of(self), cudaEventQuery, of(self)->events[number]);
 }
 
-rm_device_status wait(void *self) {
-  cuda_device *d = of(self);
-  return is_alive(d) ? done(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize")
-                     : RM_DEVICE_FAULT;
-}
-
-rm_device_status poll(void *self) {
-  cuda_device *d = of(self);
-  return is_alive(d) ? not_ready_is_busy(d, cudaStreamQuery(d->stream), "cudaStreamQuery")
-                     : RM_DEVICE_FAULT;
-}
+rm_device_status wait(void *self) { return RUN(of(self), cudaStreamSynchronize, of(self)->stream); }
+rm_device_status poll(void *self) { return RUN(of(self), cudaStreamQuery, of(self)->stream); }
 
 void make_wait(cuda_device *d, cudaStream_t later, cudaStream_t earlier) {
-  if (is_alive(d) && done(d, cudaEventRecord(d->order, earlier), "cudaEventRecord") == RM_DEVICE_OK)
-    done(d, cudaStreamWaitEvent(later, d->order, 0), "cudaStreamWaitEvent");
+  if (RUN(d, cudaEventRecord, d->order, earlier) == RM_DEVICE_OK)
+    CALL(d, cudaStreamWaitEvent, later, d->order, 0);
 }
 
 void wait_stream(void *self, void *stream) {
@@ -333,16 +297,13 @@ rm_device_status end_capture(void *self, void **out) {
 
 void replay(void *self, void *graph) {
   cuda_device *d = of(self);
-  if (is_alive(d))
-    done(d, cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), d->stream), "cudaGraphLaunch");
+  RUN(d, cudaGraphLaunch, static_cast<cudaGraphExec_t>(graph), d->stream);
 }
 
 void destroy_graph(void *self, void *graph) {
-  cuda_device *d = of(self);
   if (!graph) return;
-  finish(d);
-  const cudaError_t error = cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph));
-  if (error != cudaSuccess) die(d, error, "cudaGraphExecDestroy");
+  finish(of(self));
+  CALL(of(self), cudaGraphExecDestroy, static_cast<cudaGraphExec_t>(graph));
 }
 
 // -------------------------------------------------------------------- the thread's current device
@@ -351,17 +312,8 @@ void destroy_graph(void *self, void *graph) {
 // choice of a device, and creating one on another device would cost some hundred MiB.
 constexpr int NO_CONTEXT = -2;
 
-template <class CALL> CALL driver(const char *name) {
-  void *entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found) !=
-      cudaSuccess)
-    cudaGetLastError();
-  return reinterpret_cast<CALL>(entry);
-}
-
 int current() {
-  static const auto get = driver<int (*)(void **context)>("cuCtxGetCurrent");
+  static const auto get = rm_cuda_driver<int(void **context)>("cuCtxGetCurrent");
   void *context = nullptr;
   int ordinal = -1;
   if (get && get(&context) == 0 && !context) return NO_CONTEXT;
@@ -369,7 +321,7 @@ int current() {
 }
 
 void go_back(int ordinal, int saved) {
-  static const auto set = driver<int (*)(void *context)>("cuCtxSetCurrent");
+  static const auto set = rm_cuda_driver<int(void *context)>("cuCtxSetCurrent");
   if (saved == NO_CONTEXT && set) set(nullptr);
   else if (saved >= 0 && saved != ordinal) cudaSetDevice(saved);
 }
@@ -423,20 +375,18 @@ void close_device(void *self) {
 const rm_listed_kernel *listed; // head of the list; NULL: empty
 
 // Returns NULL, or the name of the call that failed.
+#define TRY(name, ...) \
+  if ((*error = name(__VA_ARGS__)) != cudaSuccess) return #name
 const char *make(cuda_device *d, cudaError_t *error) {
-  if ((*error = cudaSetDevice(d->ordinal)) != cudaSuccess) return "cudaSetDevice";
+  TRY(cudaSetDevice, d->ordinal);
   const thread_local_mode mode;
   cudaFuncAttributes attributes;
   for (const rm_listed_kernel *l = listed; l; l = l->next)
-    if ((*error = cudaFuncGetAttributes(&attributes, l->kernel)) != cudaSuccess)
-      return "cudaFuncGetAttributes";
-  if ((*error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking)) != cudaSuccess)
-    return "cudaStreamCreateWithFlags";
+    TRY(cudaFuncGetAttributes, &attributes, l->kernel);
+  TRY(cudaStreamCreateWithFlags, &d->stream, cudaStreamNonBlocking);
   for (cudaEvent_t &event : d->events)
-    if ((*error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming)) != cudaSuccess)
-      return "cudaEventCreateWithFlags";
-  if ((*error = cudaEventCreateWithFlags(&d->order, cudaEventDisableTiming)) != cudaSuccess)
-    return "cudaEventCreateWithFlags";
+    TRY(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);
+  TRY(cudaEventCreateWithFlags, &d->order, cudaEventDisableTiming);
   return nullptr;
 }
 

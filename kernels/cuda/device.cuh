@@ -31,13 +31,24 @@ struct rm_listed_kernel {
 };
 template <auto *KERNEL>
 inline const rm_listed_kernel rm_list_entry{reinterpret_cast<const void *>(KERNEL)};
+// Enqueues a kernel. An empty grid is no work; CUDA would return an error.
 #define RM_LAUNCH(kernel, grid, threads, ...) \
-  (static_cast<void>(&rm_list_entry<kernel>), \
-   RM_ENQUEUE(kernel, rm_grid(grid), rm_grid(threads), __VA_ARGS__))
+  do { \
+    const dim3 rm_blocks_of = rm_grid(grid); \
+    static_cast<void>(&rm_list_entry<kernel>); \
+    if (rm_blocks_of.x && rm_blocks_of.y && rm_blocks_of.z) \
+      RM_ENQUEUE(kernel, rm_blocks_of, rm_grid(threads), __VA_ARGS__); \
+  } while (0)
 inline dim3 rm_grid(int64_t x, int64_t y = 1, int64_t z = 1) {
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z));
 }
 inline dim3 rm_grid(const dim3 &grid) { return grid; }
+
+// Calls f<DTYPE>() for a dtype that is known at run time.
+template <class F> void rm_by_dtype(rm_dtype dtype, F f) {
+  if (dtype == RM_BF16) f.template operator()<RM_BF16>();
+  else f.template operator()<RM_F32>();
+}
 
 #define RM_EXPORT extern "C" __attribute__((visibility("default"))) // a function of rm_cuda.h
 
@@ -47,25 +58,40 @@ RM_OPS(RM_DECLARE)
 void rm_cuda_gemm_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 
-// Ops of the family cuda_mma that differ: in bf16 they use tensor cores or another packing
-// (packing.cuh); in float32 they call the ops above.
-void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a);
-void rm_cuda_mma_gemm(const rm_ctx *ctx, const rm_gemm_args *a);
-void rm_cuda_mma_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a);
-// of: index of the tiles' shape (gemm_mma.cuh).
-void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of);
-// These two return false without computing if there are too many rows, or k is too long.
-bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
-bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
-void rm_cuda_mma_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a);
-void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a);
-void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a);
-void rm_cuda_mma_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a);
+// Ops of the family cuda_mma that differ in bf16: they use tensor cores or another packing
+// (packing.cuh). Only for bf16, except pack.
+#define RM_MMA_OPS(X) \
+  X(embed, rm_embed_args) \
+  X(gemm, rm_gemm_args) \
+  X(gemm_swiglu, rm_gemm_args) \
+  X(qk_rope_kv, rm_qk_rope_kv_args) \
+  X(attention, rm_attention_args) \
+  X(router, rm_router_args) \
+  X(lm_head, rm_lm_head_args)
+#define RM_DECLARE(name, args) void rm_cuda_mma_##name(const rm_ctx *ctx, const args *a);
+RM_MMA_OPS(RM_DECLARE)
+#undef RM_DECLARE
 void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
+// of: index of the tiles' shape (gemm_mma.cuh). x is wide (rm_is_wide), and so is k.
+void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of);
+// For few rows, or for an x that the tiles cannot read.
+void rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
+// Returns false without computing if k is too long.
+bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
 
 // Copies `rows` runs of `width` bytes, at any pitch. from NULL: writes zeros.
 void rm_cuda_copy(void *stream, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                   size_t width, size_t rows);
+
+// The driver's function of this name and type; NULL: none.
+template <class F> F *rm_cuda_driver(const char *name) {
+  void *entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion(name, &entry, 12000, cudaEnableDefault, &found) !=
+      cudaSuccess)
+    cudaGetLastError(); // else the next launch would report it
+  return reinterpret_cast<F *>(entry);
+}
 
 // device.cu: whether a device (its `self`) is alive. rm_cuda_kill makes it dead, with `why` as its
 // message, unless the failure is the consequence of an invalidated capture.
@@ -81,14 +107,15 @@ size_t rm_cuda_router_workspace(const rm_limits *limits);
 size_t rm_cuda_lm_head_workspace(const rm_limits *limits);
 size_t rm_cuda_sample_workspace(const rm_limits *limits);
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *limits);
+size_t rm_cuda_mma_attention_workspace(const rm_limits *limits);
 size_t rm_cuda_mma_router_workspace(const rm_limits *limits);
 
-// Raises a kernel's limit of dynamic shared memory on the current device above the default; sm_86
-// and sm_89 have 99 KB per block, others more. Called before each launch, since the current device
-// may differ.
-template <class KERNEL> void rm_allow_shared(KERNEL *kernel, size_t bytes) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                       static_cast<int>(bytes));
+// Bytes of shared memory that every architecture has for a block: those of sm_86 and sm_89.
+constexpr int RM_MAX_SHARED = 99 << 10;
+// Raises a kernel's limit of dynamic shared memory on the current device above the default. Called
+// before each launch, since the current device may differ.
+template <class KERNEL> void rm_allow_shared(KERNEL *kernel) {
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, RM_MAX_SHARED);
 }
 
 constexpr int RM_WARP = 32;
@@ -112,75 +139,77 @@ __device__ inline rm_group_range rm_rows_of_group(const rm_gemm_args &a, int64_t
   return {a.group_rows[group], a.group_rows[group + 1]};
 }
 
+inline int64_t rm_groups(const rm_gemm_args *a) { return a->group_rows ? a->n_groups : 1; }
+// The rows of a group for which a gemm is launched: twice an equal share, since a group's rows are
+// on the device.
+inline int64_t rm_launched_rows(const rm_gemm_args *a) {
+  return a->group_rows ? rm_min64(a->m, 2 * rm_blocks(a->m, rm_max64(1, a->n_groups))) : a->m;
+}
 // Blocks in y for the rows of a gemm, `each` rows per block; a block continues with the rows one
-// grid height further down. With groups: twice the blocks of an equal share of the rows; blocks of
-// a group with more rows loop.
+// grid height further down.
 inline unsigned rm_row_blocks(const rm_gemm_args *a, int64_t each) {
-  const int64_t rows =
-      a->group_rows ? rm_min64(a->m, 2 * (a->m + a->n_groups - 1) / a->n_groups) : a->m;
-  return static_cast<unsigned>(rm_min64((rows + each - 1) / each, 65535));
+  return static_cast<unsigned>(rm_min64(rm_blocks(rm_launched_rows(a), each), 65535));
+}
+// The grid of blocks that each compute `rows` rows × `cols` columns of a group.
+inline dim3 rm_gemm_grid(const rm_gemm_args *a, int64_t cols, int64_t rows) {
+  return rm_grid(rm_blocks(a->n, cols), rm_row_blocks(a, rows), rm_groups(a));
 }
 
 // ----------------------------------------------------------------------------------- dot products
-// Index of column n at the even k of pair `pair` in its tile; the odd k is RM_ODD words further.
-template <rm_dtype DTYPE> __device__ inline int64_t rm_tile_place(int n, int pair) {
-  return DTYPE == RM_BF16 ? pair * 2 * RM_N_TILE + n * 2 : 2 * pair * RM_N_TILE + n;
-}
-template <rm_dtype DTYPE> constexpr int RM_ODD = DTYPE == RM_BF16 ? 1 : static_cast<int>(RM_N_TILE);
-
-// The weights of an even k and of the next odd k; in bf16 they are one word.
-struct rm_weights {
-  float even, odd;
+// The weights of one column of a tile of 32 k, in memory: words of two k in bf16, of one in float32.
+template <rm_dtype DTYPE> struct rm_column {
+  static constexpr int WORDS = DTYPE == RM_BF16 ? RM_K_BLOCK / 2 : RM_K_BLOCK, UNROLL = 4;
+  const uint32_t *words;
+  __device__ uint32_t word(int i) const { return words[i * RM_N_TILE]; }
 };
-template <rm_dtype DTYPE> __device__ inline rm_weights rm_load_weights(const void *w, int64_t at) {
-  if constexpr (DTYPE == RM_BF16) {
-    const uint32_t word =
-        *reinterpret_cast<const uint32_t *>(static_cast<const uint16_t *>(w) + at);
-    return {rm_float(word << 16), rm_float(word & 0xffff0000u)};
-  } else {
-    const float *p = static_cast<const float *>(w) + at;
-    return {p[0], p[RM_ODD<DTYPE>]};
+// The same in registers.
+template <rm_dtype DTYPE> struct rm_loaded_column {
+  static constexpr int WORDS = rm_column<DTYPE>::WORDS, UNROLL = RM_K_BLOCK / 2;
+  uint32_t words[WORDS];
+  __device__ uint32_t word(int i) const { return words[i]; }
+  __device__ void load(const rm_column<DTYPE> &from) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) words[i] = from.word(i);
   }
+};
+// Column n of the tile that begins at element `tile`.
+template <rm_dtype DTYPE>
+__device__ inline rm_column<DTYPE> rm_column_of(const void *w, int64_t tile, int n) {
+  const int64_t words = DTYPE == RM_BF16 ? tile / 2 : tile;
+  return {static_cast<const uint32_t *>(w) + words + n};
 }
 
-// acc[r] += E + O of one block of 32 k, for ROWS rows of x, float32 and 32 apart. Each weight is
-// read once for all rows.
-template <rm_dtype DTYPE, int ROWS>
-__device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, const void *w, int64_t tile,
-                                    int n) {
-  float even[ROWS], odd[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) even[r] = odd[r] = 0.0f;
-#pragma unroll 4
+// acc[r] += E + O of one block of 32 k, for ROWS rows of x, float32 and `pitch` apart. Each weight
+// is read once for all rows.
+template <rm_dtype DTYPE, int ROWS, template <rm_dtype> class COLUMN>
+__device__ inline void rm_add_block(float (&acc)[ROWS], const float *x, int pitch,
+                                    const COLUMN<DTYPE> &w) {
+  float even[ROWS] = {}, odd[ROWS] = {};
+#pragma unroll(COLUMN<DTYPE>::UNROLL)
   for (int pair = 0; pair < RM_K_BLOCK / 2; pair++) {
-    const rm_weights both = rm_load_weights<DTYPE>(w, tile + rm_tile_place<DTYPE>(n, pair));
+    const uint32_t first = w.word(DTYPE == RM_BF16 ? pair : 2 * pair);
+    const float w_even = rm_float(DTYPE == RM_BF16 ? first << 16 : first),
+                w_odd = rm_float(DTYPE == RM_BF16 ? first & 0xffff0000u : w.word(2 * pair + 1));
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-      even[r] = fmaf(x[r * RM_K_BLOCK + 2 * pair], both.even, even[r]);
-      odd[r] = fmaf(x[r * RM_K_BLOCK + 2 * pair + 1], both.odd, odd[r]);
+      even[r] = fmaf(x[r * pitch + 2 * pair], w_even, even[r]);
+      odd[r] = fmaf(x[r * pitch + 2 * pair + 1], w_odd, odd[r]);
     }
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) acc[r] = acc[r] + (even[r] + odd[r]);
 }
 
-// Copies block k0 of rows [row0, row0 + rows) of x to shared memory as float32; zeros from row
-// `end` on and after k.
-template <rm_dtype DTYPE>
+// Copies k0 … k0 + LENGTH of rows [row0, row0 + ROWS) of x to shared memory as float32; zeros from
+// row `end` on and after k.
+template <rm_dtype DTYPE, int ROWS, int LENGTH, int THREADS>
 __device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int64_t k, int64_t row0,
-                                     int rows, int64_t end, int64_t k0, int threads) {
-  for (int i = rm_thread(); i < rows * RM_K_BLOCK; i += threads) {
-    const int64_t row = row0 + i / RM_K_BLOCK, at = k0 + i % RM_K_BLOCK;
+                                     int64_t end, int64_t k0) {
+#pragma unroll 2
+  for (int i = rm_thread(); i < ROWS * LENGTH; i += THREADS) {
+    const int64_t row = row0 + i / LENGTH, at = k0 + i % LENGTH;
     to[i] = row < end && at < k ? rm_get(DTYPE, x, row * ldx + at) : 0.0f;
   }
-}
-
-// E + O of one block of 32 k: x in float32, w the tile of column n.
-template <rm_dtype DTYPE>
-__device__ inline float rm_block_dot(const float *x, const void *w, int64_t tile, int n) {
-  float acc[1] = {0.0f};
-  rm_add_block<DTYPE, 1>(acc, x, w, tile, n);
-  return acc[0];
 }
 
 // Computes column col of a row of y before it is stored, from its dot product; with swiglu from

@@ -27,16 +27,15 @@ __global__ void __launch_bounds__(THREADS) gemm_kernel(rm_gemm_args a) {
   const float *mine = x + first * RM_K_BLOCK;
   for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(ROWS); row0 < end;
        row0 += gridDim.y * static_cast<int64_t>(ROWS)) {
-    float acc[ROWS_PER_THREAD] = {0.0f, 0.0f, 0.0f, 0.0f},
-          up[ROWS_PER_THREAD] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float acc[ROWS_PER_THREAD] = {}, up[ROWS_PER_THREAD] = {};
     for (int64_t k0 = 0; k0 < a.k; k0 += RM_K_BLOCK) {
-      rm_stage_rows<DTYPE>(x, a.x, a.ldx, a.k, row0, ROWS, end, k0, THREADS);
+      rm_stage_rows<DTYPE, ROWS, RM_K_BLOCK, THREADS>(x, a.x, a.ldx, a.k, row0, end, k0);
       __syncthreads();
       if (col < a.n) {
         const int64_t tile = w0 + rm_packed_index(DTYPE, a.k, w_row / RM_N_TILE * RM_N_TILE, k0);
-        rm_add_block<DTYPE, ROWS_PER_THREAD>(acc, mine, a.w, tile, n);
+        rm_add_block(acc, mine, RM_K_BLOCK, rm_column_of<DTYPE>(a.w, tile, n));
         if constexpr (SWIGLU)
-          rm_add_block<DTYPE, ROWS_PER_THREAD>(up, mine, a.w, tile + up_tiles, n);
+          rm_add_block(up, mine, RM_K_BLOCK, rm_column_of<DTYPE>(a.w, tile + up_tiles, n));
       }
       __syncthreads(); // before x is overwritten
     }
@@ -50,18 +49,11 @@ __global__ void __launch_bounds__(THREADS) gemm_kernel(rm_gemm_args a) {
 }
 
 template <bool SWIGLU> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
-  if (a->m <= 0 || a->n <= 0 || (a->group_rows && a->n_groups <= 0))
-    return; // an empty grid is an error
-  if (a->m <= FEW_ROWS * (a->group_rows ? a->n_groups : 1)) {
-    rm_cuda_gemm_rows(ctx, a, SWIGLU);
-    return;
-  }
-  const dim3 grid =
-      rm_grid(rm_blocks(a->n, COLS), rm_row_blocks(a, ROWS), a->group_rows ? a->n_groups : 1u);
-  const size_t shared = ROWS * RM_K_BLOCK * sizeof(float);
-  if (a->dtype == RM_BF16)
-    RM_LAUNCH((gemm_kernel<RM_BF16, SWIGLU>), grid, THREADS, shared, ctx->stream, *a);
-  else RM_LAUNCH((gemm_kernel<RM_F32, SWIGLU>), grid, THREADS, shared, ctx->stream, *a);
+  if (a->m <= FEW_ROWS * rm_groups(a)) return rm_cuda_gemm_rows(ctx, a, SWIGLU);
+  rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() {
+    RM_LAUNCH((gemm_kernel<DTYPE, SWIGLU>), rm_gemm_grid(a, COLS, ROWS), THREADS,
+              ROWS * RM_K_BLOCK * sizeof(float), ctx->stream, *a);
+  });
 }
 
 } // namespace

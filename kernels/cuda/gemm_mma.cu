@@ -29,18 +29,17 @@ template <int TILE> struct tile {
   static constexpr int BLOCKS = MT * NT <= 8 ? 2 : 1; // per multiprocessor
   // Copies of one thread for one stage.
   static constexpr int W_COPIES = W_BYTES / 16 / THREADS,
-                       X_COPIES = COLS * RM_TILE_K * 2 / 16 / THREADS;
+                       X_COPIES = (STAGE_BYTES - W_BYTES) / 16 / THREADS;
   static_assert(OF.warps_of_rows * OF.warps_of_cols == RM_TILE_WARPS && NT % 2 == 0 &&
-                SHARED <= 99 << 10);
-  static_assert(ROWS * RM_TILE_K * 2 % (16 * THREADS) == 0 &&
-                COLS * RM_TILE_K * 2 % (16 * THREADS) == 0);
+                SHARED <= RM_MAX_SHARED);
+  static_assert((W_COPIES + X_COPIES) * 16 * THREADS == STAGE_BYTES);
   static_assert(RM_TILE_WARPS * RM_PUT_WORDS<NT> * 4 <= SHARED);
 };
 
 constexpr unsigned X_THERE = 1 << 4; // flags share one word, since all registers are used
 
 // The copies of one thread for a stage: 16 bytes each of W_COPIES rows of W's tiles, 4 tile rows
-// apart, and of X_COPIES rows of x, 64 apart.
+// apart, and of X_COPIES rows of x, 64 apart. Rows that do not exist, and x after k, are zeros.
 struct source {
   const char *w, *x; // of the next stage
   unsigned there; // bits: which of W's rows exist; from X_THERE on, which of x's
@@ -49,39 +48,32 @@ struct source {
 
 template <class T>
 __device__ source source_of(const rm_gemm_args &a, const uint4 *w, int64_t steps, int tile_rows,
-                            const rm_tokens &x) {
-  const int t = rm_thread(), tile_row = t / (STEPS * RM_WARP), row = t / (RM_TILE_K / 8),
-            vector = t % (RM_TILE_K / 8);
+                            int row0, int end) {
+  const int t = rm_thread(), tile_row = t / (STEPS * RM_WARP), row = row0 + t / (RM_TILE_K / 8),
+            k = t % (RM_TILE_K / 8) * 8;
   source s;
   s.w = reinterpret_cast<const char *>(w + tile_row * steps * RM_WARP + t % (STEPS * RM_WARP));
-  s.x = reinterpret_cast<const char *>(x.x + (x.row0 + row) * x.ldx + vector * 8);
-  s.blocks = static_cast<int>((a.k - vector * 8 + RM_TILE_K - 1) / RM_TILE_K);
+  s.x = static_cast<const char *>(a.x) + (row * a.ldx + k) * 2;
+  s.blocks = static_cast<int>((a.k - k + RM_TILE_K - 1) / RM_TILE_K);
   s.there = 0;
   for (int i = 0; i < T::W_COPIES; i++) s.there |= tile_row + i * 4 < tile_rows ? 1u << i : 0;
-  for (int i = 0; i < T::X_COPIES; i++) s.there |= x.row0 + row + i * 64 < x.end ? X_THERE << i : 0;
+  for (int i = 0; i < T::X_COPIES; i++) s.there |= row + i * 64 < end ? X_THERE << i : 0;
   return s;
 }
 
-// Copies a stage. WIDE: rows of x may be read 16 bytes at a time, to their ends. Rows after the end
-// are not copied; their results are discarded. After k the stage is filled with zeros.
-template <class T, bool WIDE>
-__device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t steps,
-                     const rm_tokens &x, int block) {
-  const int t = rm_thread(), row = t / (RM_TILE_K / 8), vector = t % (RM_TILE_K / 8);
+template <class T>
+__device__ void fill(char *stage, source &s, const rm_gemm_args &a, int64_t steps, int block) {
+  const int t = rm_thread();
   constexpr int STRIDE = THREADS * 16; // in the stage, between a thread's copies of W and of x
 #pragma unroll
   for (int i = 0; i < T::W_COPIES; i++)
-    rm_copy_async(stage + t * 16 + i * STRIDE, s.w + i * 4 * steps * RM_WARP * 16, s.there >> i & 1,
-                  true);
+    rm_copy_async(stage + t * 16 + i * STRIDE, s.w + i * 4 * steps * RM_WARP * 16,
+                  s.there >> i & 1);
+  char *to = stage + T::W_BYTES + rm_tile_vector(t / (RM_TILE_K / 8), t % (RM_TILE_K / 8)) * 16;
 #pragma unroll
-  for (int i = 0; i < T::X_COPIES; i++) {
-    char *to = stage + T::W_BYTES + rm_tile_vector(row, vector) * 16 + i * STRIDE;
-    if constexpr (WIDE)
-      rm_copy_async(to, s.x + i * 64 * a.ldx * 2, s.there & X_THERE << i, block < s.blocks);
-    else if (s.there & X_THERE << i)
-      *reinterpret_cast<uint4 *>(to) =
-          rm_load_tokens(x, row + i * 64, static_cast<int64_t>(block) * RM_TILE_K + vector * 8);
-  }
+  for (int i = 0; i < T::X_COPIES; i++)
+    rm_copy_async(to + i * STRIDE, s.x + i * 64 * a.ldx * 2,
+                  block < s.blocks && s.there & X_THERE << i);
   s.w += STEPS * RM_WARP * 16;
   s.x += RM_TILE_K * 2;
 }
@@ -148,14 +140,14 @@ __device__ void add_split(float (&acc)[MT][NT][4], float (&sums)[MT][NT][4]) {
 }
 
 // acc ← the tile's sums over all of k; there is at least one stage.
-template <class T, bool WIDE>
+template <class T>
 __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
-                          const rm_gemm_args &a, int64_t steps, const rm_tokens &x) {
+                          const rm_gemm_args &a, int64_t steps) {
   const int warp = rm_warp(), lane = rm_lane();
   const int blocks = static_cast<int>(steps / STEPS);
   const lanes at = lanes_of<T>(warp, lane);
   for (int block = 0; block < STAGES - 1; block++) {
-    if (block < blocks) fill<T, WIDE>(stages + block * T::STAGE_BYTES, s, a, steps, x, block);
+    if (block < blocks) fill<T>(stages + block * T::STAGE_BYTES, s, a, steps, block);
     rm_copies_commit();
   }
   rm_copies_wait<STAGES - 2>();
@@ -176,10 +168,10 @@ __device__ void make_tile(float (&acc)[T::MT][T::NT][4], char *stages, source s,
     // now.
     __syncthreads();
     const int ahead = block + STAGES - 1;
-    if (ahead >= blocks) s.there = 0; // instead of a branch, so that copies mix with products
+    if (ahead >= blocks) s.there = 0; // zeros instead of a branch, so that copies mix with products
     const char *next = block + 1 < blocks ? stages + (block + 1) % STAGES * T::STAGE_BYTES : stage;
     multiply<T>(sums, f, stage, STEPS - 1, next, 0, at, [&] {
-      fill<T, WIDE>(stages + ahead % STAGES * T::STAGE_BYTES, s, a, steps, x, ahead);
+      fill<T>(stages + ahead % STAGES * T::STAGE_BYTES, s, a, steps, ahead);
       rm_copies_commit();
     });
     if ((block + 1) % OF_SPLIT == 0 || block + 1 == blocks) add_split(acc, sums);
@@ -191,7 +183,7 @@ struct tiles { // of a launch
   unsigned down, across; // of a group; with more rows than `across` tiles hold, blocks loop
 };
 
-template <int TILE, bool SWIGLU, bool WIDE>
+template <int TILE, bool SWIGLU>
 __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
     gemm_kernel(rm_gemm_args a, tiles all) {
   using T = tile<TILE>;
@@ -205,17 +197,16 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
   const int begin = a.group_rows ? a.group_rows[group] : 0,
             end = a.group_rows ? a.group_rows[group + 1] : static_cast<int>(a.m);
   const int tile_rows = static_cast<int>(
-      rm_min64(T::ROWS / RM_MMA_ROWS, rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n)) - first_tile));
+      rm_min64(T::ROWS / RM_MMA_ROWS, rm_mma_tile_rows(rm_mma_w_rows(a.n, SWIGLU)) - first_tile));
   const uint4 *w =
       reinterpret_cast<const uint4 *>(static_cast<const uint16_t *>(a.w) + group * a.group_stride) +
       first_tile * steps * RM_WARP;
   for (int row0 = begin + static_cast<int>(number.across) * T::COLS; row0 < end;
        row0 += static_cast<int>(all.across) * T::COLS) {
-    const rm_tokens x = rm_tokens_of(a.x, a.ldx, a.k, row0, end);
     float acc[T::MT][T::NT][4] = {};
     if (steps > 0)
-      make_tile<T, WIDE>(acc, reinterpret_cast<char *>(shared),
-                         source_of<T>(a, w, steps, tile_rows, x), a, steps, x);
+      make_tile<T>(acc, reinterpret_cast<char *>(shared),
+                   source_of<T>(a, w, steps, tile_rows, row0, end), a, steps);
     __syncthreads(); // the outputs overwrite the stages
     float *mine = shared + warp * RM_PUT_WORDS<T::NT>;
 #pragma unroll
@@ -229,23 +220,18 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS)
   }
 }
 
-template <int TILE, bool SWIGLU, bool WIDE> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
+template <int TILE, bool SWIGLU> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
   using T = tile<TILE>;
-  const tiles all = {rm_blocks(rm_mma_w_rows<SWIGLU>(a->n), T::ROWS), rm_row_blocks(a, T::COLS)};
-  const dim3 grid = rm_grid(all.down * all.across, 1, a->group_rows ? a->n_groups : 1u);
-  rm_allow_shared(gemm_kernel<TILE, SWIGLU, WIDE>, T::SHARED);
-  RM_LAUNCH((gemm_kernel<TILE, SWIGLU, WIDE>), grid, THREADS, T::SHARED, ctx->stream, *a, all);
+  const tiles all = {rm_blocks(rm_mma_w_rows(a->n, SWIGLU), T::ROWS), rm_row_blocks(a, T::COLS)};
+  rm_allow_shared(gemm_kernel<TILE, SWIGLU>);
+  RM_LAUNCH((gemm_kernel<TILE, SWIGLU>), rm_grid(all.down * all.across, 1, rm_groups(a)), THREADS,
+            T::SHARED, ctx->stream, *a, all);
 }
 
-constexpr int NARROW = 2; // the tile for an x that cannot be read 16 bytes at a time
-
 template <bool SWIGLU> void launch_as(const rm_ctx *ctx, const rm_gemm_args *a, int of) {
-  static_assert(RM_N_TILES == 4);
-  if (!rm_is_wide(a->x, a->ldx) || a->k % 8 != 0) launch<NARROW, SWIGLU, false>(ctx, a);
-  else if (of == 0) launch<0, SWIGLU, true>(ctx, a);
-  else if (of == 1) launch<1, SWIGLU, true>(ctx, a);
-  else if (of == 2) launch<2, SWIGLU, true>(ctx, a);
-  else launch<3, SWIGLU, true>(ctx, a);
+  constexpr decltype(&launch<0, SWIGLU>) LAUNCHES[RM_N_TILES] = {
+      launch<0, SWIGLU>, launch<1, SWIGLU>, launch<2, SWIGLU>, launch<3, SWIGLU>};
+  LAUNCHES[of](ctx, a);
 }
 
 // The number of multiprocessors of the current device.
@@ -258,12 +244,13 @@ int64_t processors() {
 }
 
 void gemm(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
-  if (a->m <= 0 || a->n <= 0 || (a->group_rows && a->n_groups <= 0))
-    return; // an empty grid is an error
-  if (rm_cuda_gemm_mma_rows(ctx, a, swiglu)) return;
-  const int64_t rows = swiglu ? rm_mma_w_rows<true>(a->n) : rm_mma_w_rows<false>(a->n);
-  rm_cuda_gemm_mma_tiles(ctx, a, swiglu,
-                         rm_choose_tile(rows, a->m, a->group_rows ? a->n_groups : 1, processors()));
+  // Copies of the tiles are 16 bytes of x.
+  const bool is_wide = rm_is_wide(a->x, a->ldx) && a->k % 8 == 0;
+  if (!is_wide || a->m <= RM_FEW_ROWS * rm_groups(a)) rm_cuda_gemm_mma_rows(ctx, a, swiglu);
+  else
+    rm_cuda_gemm_mma_tiles(
+        ctx, a, swiglu,
+        rm_choose_tile(rm_mma_w_rows(a->n, swiglu), a->m, rm_groups(a), processors()));
 }
 
 } // namespace
@@ -272,11 +259,5 @@ void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swigl
   if (swiglu) launch_as<true>(ctx, a, of);
   else launch_as<false>(ctx, a, of);
 }
-void rm_cuda_mma_gemm(const rm_ctx *ctx, const rm_gemm_args *a) {
-  if (a->dtype == RM_BF16) gemm(ctx, a, false);
-  else rm_cuda_gemm(ctx, a);
-}
-void rm_cuda_mma_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a) {
-  if (a->dtype == RM_BF16) gemm(ctx, a, true);
-  else rm_cuda_gemm_swiglu(ctx, a);
-}
+void rm_cuda_mma_gemm(const rm_ctx *ctx, const rm_gemm_args *a) { gemm(ctx, a, false); }
+void rm_cuda_mma_gemm_swiglu(const rm_ctx *ctx, const rm_gemm_args *a) { gemm(ctx, a, true); }

@@ -5,6 +5,9 @@
 
 #include "mma.cuh"
 
+// Up to this many rows gemm_mma_rows.cu is faster; with groups, the average rows of a group.
+constexpr int64_t RM_FEW_ROWS = 64;
+
 constexpr int RM_TILE_K = 32; // k of a stage
 constexpr int RM_TILE_WARPS = 8;
 
@@ -70,8 +73,8 @@ RM_INLINE int rm_tile_lane_vector(int token, int step, int lane) {
 }
 
 // Rows of W in its packing, including the padding of its last row of tiles.
-template <bool SWIGLU> RM_INLINE int64_t rm_mma_w_rows(int64_t n) {
-  return SWIGLU ? rm_round_up(n, 8) * 2 : rm_round_up(n, RM_MMA_ROWS);
+RM_INLINE int64_t rm_mma_w_rows(int64_t n, bool swiglu) {
+  return swiglu ? rm_round_up(n, 8) * 2 : rm_round_up(n, RM_MMA_ROWS);
 }
 
 // Stores columns col … col + 3 of row `row` of y, as one word if y is aligned for it.

@@ -61,9 +61,8 @@ bool rm_cuda_gemm_mma_few(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu)
   const int warps = (splits + turns - 1) / turns;
   const size_t shared = static_cast<size_t>(warps * STAGED_WORDS + splits * SUMS) * sizeof(float);
   if (shared > MAX_SHARED) return false;
-  const int64_t rows = swiglu ? rm_mma_w_rows<true>(a->n) : rm_mma_w_rows<false>(a->n);
-  const int64_t slots = a->group_rows ? rm_min64(a->m, a->n_groups) : 1;
-  const dim3 grid = rm_grid(rm_blocks(rows, RM_MMA_ROWS), rm_row_blocks(a, RM_MMA_COLS), slots);
+  const dim3 grid = rm_grid(rm_blocks(rm_mma_w_rows(a->n, swiglu), RM_MMA_ROWS),
+                            rm_row_blocks(a, RM_MMA_COLS), rm_group_slots(a));
   const dim3 threads = rm_grid(warps * RM_WARP);
   if (swiglu) RM_LAUNCH(few_kernel<true>, grid, threads, shared, ctx->stream, *a, warps);
   else RM_LAUNCH(few_kernel<false>, grid, threads, shared, ctx->stream, *a, warps);

@@ -17,7 +17,7 @@ namespace {
 constexpr int WARPS = RM_ROWS_WARPS, THREADS = WARPS * RM_WARP, MAX_GRID = 65535;
 static_assert(WARPS * RM_PUT_WORDS<8> <= RM_STAGED_WORDS<8> &&
               WARPS * RM_PUT_WORDS<2> <= RM_STAGED_WORDS<2>);
-constexpr int64_t FEW_ROWS = 64, ENOUGH_BLOCKS = 512, ADD_THREADS = 128;
+constexpr int64_t ENOUGH_BLOCKS = 512, ADD_THREADS = 128;
 constexpr int64_t MAX_WORKSPACE = 64 << 20;
 
 // parts: [split][row of y][row of W]
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
     rows_kernel(rm_gemm_args a, float *parts) {
   RM_SHARED(shared);
   const int64_t splits = parts ? rm_mma_splits(a.k) : 1,
-                tile_rows = rm_mma_tile_rows(rm_mma_w_rows<SWIGLU>(a.n));
+                tile_rows = rm_mma_tile_rows(rm_mma_w_rows(a.n, SWIGLU));
   const rm_rows_unit u = rm_rows_unit_of(blockIdx.x, blockIdx.z, rm_warp(), splits);
   const int64_t group = rm_group_of_slot(a, u.slot);
   if (group < 0) return; // the whole block returns
@@ -74,7 +74,7 @@ __device__ float sum_of_parts(const float *parts, int64_t splits, int64_t stride
 template <bool SWIGLU>
 __global__ void __launch_bounds__(ADD_THREADS) add_kernel(rm_gemm_args a, const float *parts) {
   const int64_t col = blockIdx.x * ADD_THREADS + threadIdx.x, row = blockIdx.y,
-                pitch = rm_mma_w_rows<SWIGLU>(a.n), splits = rm_mma_splits(a.k);
+                pitch = rm_mma_w_rows(a.n, SWIGLU), splits = rm_mma_splits(a.k);
   if (col >= a.n || (a.group_rows && (row < a.group_rows[0] || row >= a.group_rows[a.n_groups])))
     return;
   const float *from = parts + row * pitch + (SWIGLU ? rm_mma_gate_up_row(col, 0) : col);
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(ADD_THREADS) add_kernel(rm_gemm_args a, const 
 }
 
 template <bool SWIGLU, int NT> void launch(const rm_ctx *ctx, const rm_gemm_args *a) {
-  const int64_t slots = a->group_rows ? rm_min64(a->m, a->n_groups) : 1,
-                splits = rm_mma_splits(a->k), rows = rm_mma_w_rows<SWIGLU>(a->n);
+  const int64_t slots = rm_group_slots(a), splits = rm_mma_splits(a->k),
+                rows = rm_mma_w_rows(a->n, SWIGLU);
   const unsigned x = rm_blocks(rows, WARPS * RM_MMA_ROWS), y = rm_row_blocks(a, RM_MMA_COLS * NT);
   const bool fits =
       static_cast<uint64_t>(splits * a->m * rows) * sizeof(float) <= ctx->workspace_bytes &&
@@ -101,8 +101,7 @@ template <bool SWIGLU, int NT> void launch(const rm_ctx *ctx, const rm_gemm_args
 }
 
 template <bool SWIGLU> void of_rows(const rm_ctx *ctx, const rm_gemm_args *a) {
-  const int64_t groups = a->group_rows ? a->n_groups : 1;
-  const int64_t rows = a->group_rows ? rm_min64(a->m, 2 * ((a->m + groups - 1) / groups)) : a->m;
+  const int64_t rows = rm_launched_rows(a);
   if (rows <= RM_MMA_COLS && rm_cuda_gemm_mma_few(ctx, a, SWIGLU)) return;
   if (rows <= 16) launch<SWIGLU, 2>(ctx, a);
   else if (rows <= 32) launch<SWIGLU, 4>(ctx, a);
@@ -114,16 +113,14 @@ template <bool SWIGLU> void of_rows(const rm_ctx *ctx, const rm_gemm_args *a) {
 // Workspace of a call with too few blocks. With a smaller workspace, k is not split.
 size_t rm_cuda_gemm_mma_workspace(const rm_limits *l) {
   const int64_t splits = rm_mma_splits(l->max_k),
-                rows = rm_min64(l->max_rows, FEW_ROWS) * rm_max64(1, l->top_k);
+                rows = rm_min64(l->max_rows, RM_FEW_ROWS) * rm_max64(1, l->top_k);
   if (splits == 1) return 0;
   return static_cast<size_t>(rm_min64(splits * rows * rm_round_up(l->max_n, 2 * RM_MMA_ROWS) *
                                           static_cast<int64_t>(sizeof(float)),
                                       MAX_WORKSPACE));
 }
 
-bool rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
-  if (a->m > FEW_ROWS * (a->group_rows ? a->n_groups : 1)) return false;
+void rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
   if (swiglu) of_rows<true>(ctx, a);
   else of_rows<false>(ctx, a);
-  return true;
 }

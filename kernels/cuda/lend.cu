@@ -24,15 +24,11 @@ const char *refusal(const char *call, cudaError_t error) {
 
 // Finds the allocation that contains an address of the current device's memory.
 const char *range_of(const void *address, char **base, size_t *bytes) {
-  using range_call = int (*)(unsigned long long *base, size_t *bytes, unsigned long long address);
-  void *entry = nullptr;
+  using range = int(unsigned long long *base, size_t *bytes, unsigned long long address);
   unsigned long long start = 0;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &entry, 12000,
-                                                             cudaEnableDefault, &found);
-  if (error != cudaSuccess) cudaGetLastError(); // clears it, else the next launch would report it
-  if (error != cudaSuccess || !entry) return "the driver has no cuMemGetAddressRange";
-  if (reinterpret_cast<range_call>(entry)(&start, bytes, reinterpret_cast<uintptr_t>(address)) != 0)
+  range *const range_at = rm_cuda_driver<range>("cuMemGetAddressRange");
+  if (!range_at) return "the driver has no cuMemGetAddressRange";
+  if (range_at(&start, bytes, reinterpret_cast<uintptr_t>(address)) != 0)
     return "its address is not in an allocation";
   *base = reinterpret_cast<char *>(start);
   return nullptr;

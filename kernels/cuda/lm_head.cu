@@ -22,16 +22,15 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass
   const int me = rm_thread();
   const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS), col = col0 + me;
   const int64_t first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows;
-  float acc[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) acc[r] = 0.0f;
+  float acc[ROWS] = {};
   for (int64_t k0 = 0; k0 < a.hidden; k0 += RM_K_BLOCK) {
-    rm_stage_rows<DTYPE>(x, a.x, a.ldx, a.hidden, first, ROWS, end, k0, THREADS);
+    rm_stage_rows<DTYPE, ROWS, RM_K_BLOCK, THREADS>(x, a.x, a.ldx, a.hidden, first, end, k0);
     __syncthreads();
     if (col < a.vocab)
-      rm_add_block<DTYPE, ROWS>(acc, x, a.w,
-                                rm_packed_index(DTYPE, a.hidden, col / RM_N_TILE * RM_N_TILE, k0),
-                                me % RM_N_TILE);
+      rm_add_block(acc, x, RM_K_BLOCK,
+                   rm_column_of<DTYPE>(
+                       a.w, rm_packed_index(DTYPE, a.hidden, col / RM_N_TILE * RM_N_TILE, k0),
+                       me % RM_N_TILE));
     __syncthreads(); // before x is overwritten
   }
 #pragma unroll
@@ -122,27 +121,23 @@ __global__ void __launch_bounds__(THREADS)
 int64_t count_blocks(int64_t vocab) { return (vocab + RM_VOCAB_BLOCK - 1) / RM_VOCAB_BLOCK; }
 int64_t floats_of_row(int64_t vocab) { return 2 * count_blocks(vocab) + 1; }
 
-template <rm_dtype DTYPE, int ROWS>
-void launch_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
+template <int ROWS> void launch_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
   const dim3 grid = rm_grid(count_blocks(a->vocab), rm_blocks(t.rows, ROWS));
   const size_t shared = ROWS * (RM_K_BLOCK + COLS) * sizeof(float);
-  RM_LAUNCH((logits_kernel<DTYPE, ROWS>), grid, THREADS, shared, ctx->stream, *a, t);
-}
-
-template <rm_dtype DTYPE> void of_rows(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
-  if (t.rows == 1) launch_logits<DTYPE, 1>(ctx, a, t);
-  else launch_logits<DTYPE, 8>(ctx, a, t);
+  rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() {
+    RM_LAUNCH((logits_kernel<DTYPE, ROWS>), grid, THREADS, shared, ctx->stream, *a, t);
+  });
 }
 
 void fma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, pass t) {
-  if (a->dtype == RM_BF16) of_rows<RM_BF16>(ctx, a, t);
-  else of_rows<RM_F32>(ctx, a, t);
+  if (t.rows == 1) launch_logits<1>(ctx, a, t);
+  else launch_logits<8>(ctx, a, t);
 }
 
 void run_pass(const rm_ctx *ctx, const rm_lm_head_args *a, pass t, rm_logits_fn logits) {
-  const int64_t n_blocks = count_blocks(a->vocab);
-  if (n_blocks > 0) logits(ctx, a, t);
-  RM_LAUNCH(finish_kernel, rm_blocks(t.rows, WARPS), THREADS, 0, ctx->stream, *a, t, n_blocks);
+  logits(ctx, a, t);
+  RM_LAUNCH(finish_kernel, rm_blocks(t.rows, WARPS), THREADS, 0, ctx->stream, *a, t,
+            count_blocks(a->vocab));
 }
 
 } // namespace
@@ -153,11 +148,7 @@ size_t rm_cuda_lm_head_workspace(const rm_limits *l) {
 }
 
 void rm_cuda_lm_head_by(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_fn logits) {
-  if (a->rows <= 0) return;
-  if (a->pairs) {
-    run_pass(ctx, a, {a->pairs, a->target_logits, 0, a->rows}, logits);
-    return;
-  }
+  if (a->pairs) return run_pass(ctx, a, {a->pairs, a->target_logits, 0, a->rows}, logits);
   float *pairs = static_cast<float *>(ctx->workspace);
   const size_t per_row = static_cast<size_t>(floats_of_row(a->vocab)) * sizeof(float);
   const int64_t at_once = rm_max64(1, static_cast<int64_t>(ctx->workspace_bytes / per_row));
@@ -172,6 +163,5 @@ void rm_cuda_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
 }
 
 void rm_cuda_merge_pairs(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
-  if (a->rows <= 0) return;
   RM_LAUNCH(merge_kernel, rm_blocks(a->rows, WARPS), THREADS, 0, ctx->stream, *a);
 }

@@ -57,6 +57,5 @@ void mma_logits(const rm_ctx *ctx, const rm_lm_head_args *a, rm_logits_pass t) {
 } // namespace
 
 void rm_cuda_mma_lm_head(const rm_ctx *ctx, const rm_lm_head_args *a) {
-  if (a->dtype == RM_BF16) rm_cuda_lm_head_by(ctx, a, mma_logits);
-  else rm_cuda_lm_head(ctx, a);
+  rm_cuda_lm_head_by(ctx, a, mma_logits);
 }

@@ -18,8 +18,8 @@
 #include <simt_mma.h> // tests/gpu/simt, by -I
 #endif
 
-// c ← A·B + c, called by a whole warp. rm_mma_a_place, rm_mma_b_place and rm_mma_c_place define
-// which lane holds which element.
+// c ← A·B + c, called by a whole warp. Lane 4g + t holds rows g and g + 8 of A (rm_mma_a_place), k
+// 2t, 2t + 1, 2t + 8 and 2t + 9 of column g of B, and columns 2t and 2t + 1 of c's rows g and g + 8.
 __device__ inline void rm_mma16(float (&c)[4], const uint4 &a, const uint2 &b) {
 #ifdef RM_SIMT
   simt_mma16(c, a, b);
@@ -88,28 +88,17 @@ __device__ inline uint4 rm_load_stream(const uint4 *p) {
 #endif
 }
 
-// Copies 16 bytes from global to shared memory, both aligned to 16. Complete for the calling thread
-// once rm_copies_wait returns for its group.
-__device__ inline void rm_copy_async(void *to_shared, const void *from) {
+// Copies 16 bytes from global to shared memory, both aligned to 16, or writes zeros and does not read
+// `from` unless it is `there`. Complete for the calling thread once rm_copies_wait returns for its
+// group. It has no branch, so that the compiler can mix it with other instructions.
+__device__ inline void rm_copy_async(void *to_shared, const void *from, bool there = true) {
 #ifdef RM_SIMT
-  simt_copy_async(to_shared, from);
+  simt_copy_async(to_shared, from, there);
 #else
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-#endif
-}
-// The same if `wanted`; without `there` it writes zeros and does not read `from`. It has no branch,
-// so that the compiler can mix it with other instructions.
-__device__ inline void rm_copy_async(void *to_shared, const void *from, bool wanted, bool there) {
-#ifdef RM_SIMT
-  if (wanted) simt_copy_async(to_shared, from, there);
-#else
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted cp.async.cg.shared.global [%0], "
-      "[%1], 16, %3;\n}" ::"r"(to),
-      "l"(from), "r"(static_cast<int>(wanted)), "r"(there ? 16 : 0)
-      : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(there ? 16 : 0)
+               : "memory");
 #endif
 }
 __device__ inline void rm_copies_commit() {

@@ -50,42 +50,41 @@ __device__ inline void rm_stage_tokens(uint32_t *to, const rm_tokens &t, int64_t
   }
 }
 
-template <int THREADS> __device__ inline void rm_sync_stagers() {
-  if constexpr (THREADS == RM_WARP) __syncwarp();
-  else __syncthreads();
-}
-
 // Multiplies steps [step0, step0 + steps) of W's row of tiles at w by NT × 8 tokens, in each warp;
 // step0 begins a split. live: the warp has such a row. THREADS threads stage together: the whole
-// block, or each warp on its own. The layout of the sums is rm_mma_c_place.
+// block, or each warp on its own. The sums have the layout of rm_mma16.
 template <int NT, int THREADS, int STAGE = RM_STAGE<NT>>
 __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const rm_tokens &t,
                                    const uint4 *w, bool live, int step0, int steps) {
   constexpr int OF_STAGE = STAGE / RM_MMA_K, AHEAD = NT == 8 ? 4 : 8;
   const int lane = rm_lane();
   w += static_cast<int64_t>(step0) * RM_WARP + lane;
-  uint4 a[AHEAD];
+  const auto load = [&](uint4(&of)[AHEAD], int from) {
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++)
-    a[i] = live && i < steps ? rm_load_stream(w + i * RM_WARP) : uint4{0, 0, 0, 0};
+    for (int i = 0; i < AHEAD; i++)
+      of[i] = live && from + i < steps
+                  ? rm_load_stream(w + static_cast<int64_t>(from + i) * RM_WARP)
+                  : uint4{0, 0, 0, 0};
+  };
+  const auto sync = [] {
+    if constexpr (THREADS == RM_WARP) __syncwarp();
+    else __syncthreads();
+  };
+  const auto clear = [](float (&of)[NT][4]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) of[n][0] = of[n][1] = of[n][2] = of[n][3] = 0.0f;
+  };
+  uint4 a[AHEAD], next[AHEAD];
+  load(a, 0);
   float sums[NT][4];
-#pragma unroll
-  for (int n = 0; n < NT; n++) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+  clear(acc);
   for (int at = 0; at < steps; at += OF_STAGE) {
-    rm_sync_stagers<THREADS>(); // before the staged tokens are overwritten
+    sync(); // before the staged tokens are overwritten
     rm_stage_tokens<NT, THREADS, STAGE>(staged, t, static_cast<int64_t>(step0 + at) * RM_MMA_K);
-    rm_sync_stagers<THREADS>();
-    if (at % RM_MMA_STEPS == 0)
-#pragma unroll
-      for (int n = 0; n < NT; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+    sync();
+    if (at % RM_MMA_STEPS == 0) clear(sums);
     for (int from = 0; from < OF_STAGE && at + from < steps; from += AHEAD) {
-      uint4 next[AHEAD];
-      const int after = at + from + AHEAD;
-#pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        next[i] = live && after + i < steps
-                      ? rm_load_stream(w + static_cast<int64_t>(after + i) * RM_WARP)
-                      : uint4{0, 0, 0, 0};
+      load(next, at + from + AHEAD);
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         if (!live || at + from + i >= steps) continue;
@@ -107,6 +106,10 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
   }
 }
 
+// Groups without rows take no time: a gemm is launched for as many slots as groups can have rows.
+inline int64_t rm_group_slots(const rm_gemm_args *a) {
+  return a->group_rows ? rm_min64(a->m, a->n_groups) : 1;
+}
 // Returns the slot-th group that has rows, or −1. Called by a whole warp.
 __device__ inline int64_t rm_group_of_slot(const rm_gemm_args &a, int64_t slot) {
   if (!a.group_rows) return 0;

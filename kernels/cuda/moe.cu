@@ -160,10 +160,6 @@ __global__ void __launch_bounds__(THREADS) move_kernel(rm_permute_args a) {
               static_cast<const char *>(a.x) + row * bytes, bytes, THREADS);
 }
 
-__global__ void no_choices_kernel(rm_permute_args a) {
-  for (int64_t e = threadIdx.x; e <= a.n_experts; e += RM_WARP) a.group_rows[e] = 0;
-}
-
 // -------------------------------------------------------------------------------- static dispatch
 // Each thread has one choice and counts the earlier choices of its row, so threads do not wait for
 // one another. In `own` it writes the entry of its choice, and entry k if that is unused.
@@ -270,7 +266,6 @@ size_t rm_cuda_mma_router_workspace(const rm_limits *l) {
 
 static void router_by(const rm_ctx *ctx, const rm_router_args *a,
                       void (*gemm_of)(const rm_ctx *, const rm_gemm_args *)) {
-  if (a->rows <= 0 || a->n_experts <= 0) return;
   float *logits = static_cast<float *>(ctx->workspace);
   rm_gemm_args gemm = {};
   gemm.y = logits, gemm.x = a->x, gemm.w = a->w, gemm.m = a->rows, gemm.n = a->n_experts,
@@ -291,29 +286,22 @@ void rm_cuda_mma_router(const rm_ctx *ctx, const rm_router_args *a) {
 }
 
 void rm_cuda_permute(const rm_ctx *ctx, const rm_permute_args *a) {
-  const int64_t n = a->rows * a->top_k;
-  if (n <= 0 || a->n_experts <= 0) {
-    RM_LAUNCH(no_choices_kernel, 1, RM_WARP, 0, ctx->stream, *a);
-    return;
-  }
   const size_t shared = THREADS / RM_WARP * sizeof(uint64_t);
-  RM_LAUNCH(place_kernel, a->n_experts, THREADS, shared, ctx->stream, *a);
-  RM_LAUNCH(move_kernel, n, THREADS, 0, ctx->stream, *a);
+  // Without experts one block remains, which writes group_rows[0].
+  RM_LAUNCH(place_kernel, rm_max64(1, a->n_experts), THREADS, shared, ctx->stream, *a);
+  RM_LAUNCH(move_kernel, a->rows * a->top_k, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_static_dispatch(const rm_ctx *ctx, const rm_static_dispatch_args *a) {
   const int64_t n = a->homes * a->pitch * a->top_k;
-  if (n <= 0) return;
   RM_LAUNCH(static_dispatch_kernel, rm_blocks(n, THREADS), THREADS, 0, ctx->stream, *a,
             static_cast<uint32_t>(n));
 }
 
 void rm_cuda_combine(const rm_ctx *ctx, const rm_combine_args *a) {
-  if (a->rows <= 0 || a->hidden <= 0) return;
-  const dim3 grid = rm_grid(a->rows);
   const size_t shared =
       static_cast<size_t>(5 * MAX_TOP_K + a->top_k * COMBINE_THREADS) * sizeof(float);
-  if (a->dtype == RM_BF16)
-    RM_LAUNCH(combine_kernel<RM_BF16>, grid, COMBINE_THREADS, shared, ctx->stream, *a);
-  else RM_LAUNCH(combine_kernel<RM_F32>, grid, COMBINE_THREADS, shared, ctx->stream, *a);
+  rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() {
+    RM_LAUNCH(combine_kernel<DTYPE>, a->rows, COMBINE_THREADS, shared, ctx->stream, *a);
+  });
 }

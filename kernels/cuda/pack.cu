@@ -4,6 +4,8 @@
 // finds non-finite values, then writes the tiles in memory order. So it reads and writes whole
 // sectors. A block processes four such parts and then reduces its results once. Results are sums
 // mod 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
+#include <type_traits>
+
 #include "device.cuh"
 #include "packing.cuh"
 
@@ -40,10 +42,8 @@ __device__ int64_t place(const rm_pack_args &a, int64_t dst_row, int64_t col) {
   return rm_weight_index<DTYPE, PACKING>(a.dst_cols, row, col);
 }
 
-template <rm_dtype DTYPE> __device__ uint32_t load_stored(const void *p, int64_t i) {
-  return DTYPE == RM_BF16 ? static_cast<const uint16_t *>(p)[i]
-                          : static_cast<const uint32_t *>(p)[i];
-}
+template <rm_dtype DTYPE>
+using stored_type = std::conditional_t<DTYPE == RM_BF16, uint16_t, uint32_t>;
 
 struct found {
   uint64_t digest, nonfinite, diff; // indices are ~0 (−1) if there is none
@@ -64,7 +64,8 @@ __device__ void read_tile(uint32_t *stored, found *f, const rm_pack_args &a, til
       f->digest += element_digest(a.index0 + index, bits, DTYPE);
       if (is_nonfinite(bits, DTYPE))
         f->nonfinite = rm_least_of()(f->nonfinite, static_cast<uint64_t>(index));
-      if (a.compare && load_stored<DTYPE>(a.dst, place<DTYPE, PACKING>(a, t.row0 + r, col)) != bits)
+      if (a.compare && static_cast<const stored_type<DTYPE> *>(
+                           a.dst)[place<DTYPE, PACKING>(a, t.row0 + r, col)] != bits)
         f->diff = rm_least_of()(f->diff, static_cast<uint64_t>(index));
     }
     stored[r * PITCH + c] = bits;
@@ -76,11 +77,9 @@ __device__ void write_plain(const uint32_t *stored, const rm_pack_args &a, tile 
                             int high) {
   for (int i = rm_thread(); i < ROWS * COLS; i += THREADS) {
     const int r = i / COLS, c = i % COLS;
-    if (r < low || r >= high || t.col0 + c >= a.cols) continue;
-    const int64_t at = (t.row0 + r) * a.dst_cols + t.col0 + c;
-    if (DTYPE == RM_BF16)
-      static_cast<uint16_t *>(a.dst)[at] = static_cast<uint16_t>(stored[r * PITCH + c]);
-    else static_cast<uint32_t *>(a.dst)[at] = stored[r * PITCH + c];
+    if (r >= low && r < high && t.col0 + c < a.cols)
+      static_cast<stored_type<DTYPE> *>(a.dst)[(t.row0 + r) * a.dst_cols + t.col0 + c] =
+          static_cast<stored_type<DTYPE>>(stored[r * PITCH + c]);
   }
 }
 
@@ -138,7 +137,6 @@ int64_t absolute(int64_t n) { return n < 0 ? -n : n; }
 
 template <rm_dtype DTYPE, rm_packing PACKING> void launch(const rm_ctx *ctx, rm_pack_args *a) {
   RM_LAUNCH(begin_kernel, 1, 1, 0, ctx->stream, a->found);
-  if (a->rows <= 0 || a->cols <= 0) return;
   const int64_t tile_rows = (a->dst_row0 + a->rows + ROWS - 1) / ROWS - a->dst_row0 / ROWS;
   const dim3 grid =
       rm_grid(rm_blocks(a->cols, COLS), rm_min64((tile_rows + TILES - 1) / TILES, MAX_GRID_Y));
@@ -150,11 +148,10 @@ template <rm_dtype DTYPE, rm_packing PACKING> void launch(const rm_ctx *ctx, rm_
 } // namespace
 
 void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a) {
-  if (a->dst_dtype == RM_BF16) launch<RM_BF16, RM_PACKING_X86>(ctx, a);
-  else launch<RM_F32, RM_PACKING_X86>(ctx, a);
+  rm_by_dtype(a->dst_dtype, [&]<rm_dtype DTYPE>() { launch<DTYPE, RM_PACKING_X86>(ctx, a); });
 }
 
 void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a) {
   if (a->dst_dtype == RM_BF16) launch<RM_BF16, RM_PACKING_MMA>(ctx, a);
-  else launch<RM_F32, RM_PACKING_X86>(ctx, a);
+  else rm_cuda_pack(ctx, a);
 }

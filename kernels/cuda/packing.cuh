@@ -24,23 +24,13 @@ enum {
   RM_MMA_STEPS = RM_MMA_SPLIT / RM_MMA_K,
 };
 
-// The lane of the warp that holds an element of an operand, its register, and the half of the
-// register.
+// The lane of the warp that holds an element of A, its register, and the half of the register.
 typedef struct rm_mma_place {
   int lane, word, half;
 } rm_mma_place;
 
 RM_INLINE rm_mma_place rm_mma_a_place(int row, int k) {
   const rm_mma_place place = {row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2, k % 2};
-  return place;
-}
-RM_INLINE rm_mma_place rm_mma_b_place(int k, int col) {
-  const rm_mma_place place = {col * 4 + k % 8 / 2, k / 8, k % 2};
-  return place;
-}
-// For the float32 sums; half is 0.
-RM_INLINE rm_mma_place rm_mma_c_place(int row, int col) {
-  const rm_mma_place place = {row % 8 * 4 + col / 2, row / 8 * 2 + col % 2, 0};
   return place;
 }
 

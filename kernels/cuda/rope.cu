@@ -129,33 +129,27 @@ __global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
     rm_put(DTYPE, a.q_out, (row * a.n_heads + head) * head_dim + d, normed[d]);
 }
 
+dim3 grid_of(int64_t rows, int64_t heads) { return rm_grid(rows, rm_blocks(heads, WARPS)); }
+
 template <rm_dtype DTYPE, rm_packing PACKING>
 void launch(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
-  if (a->rows <= 0 || a->n_heads + a->n_kv_heads <= 0 || a->head_dim <= 0) return;
-  const dim3 grid = rm_grid(a->rows, rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
-  const size_t shared = static_cast<size_t>(WARPS * a->head_dim) * sizeof(float);
-  RM_LAUNCH((rope_kernel<DTYPE, PACKING>), grid, THREADS, shared, ctx->stream, *a);
-}
-
-template <rm_dtype DTYPE> void launch_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
-  if (a->rows <= 0 || a->n_heads + a->n_kv_heads <= 0) return;
-  const dim3 grid = rm_grid(a->rows, rm_blocks(a->n_heads + a->n_kv_heads, WARPS));
-  RM_LAUNCH(squares_kernel<DTYPE>, grid, THREADS, 0, ctx->stream, *a);
+  RM_LAUNCH((rope_kernel<DTYPE, PACKING>), grid_of(a->rows, a->n_heads + a->n_kv_heads), THREADS,
+            static_cast<size_t>(WARPS * a->head_dim) * sizeof(float), ctx->stream, *a);
 }
 
 } // namespace
 
 void rm_cuda_head_squares(const rm_ctx *ctx, const rm_head_squares_args *a) {
-  if (a->dtype == RM_BF16) launch_squares<RM_BF16>(ctx, a);
-  else launch_squares<RM_F32>(ctx, a);
+  rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() {
+    RM_LAUNCH(squares_kernel<DTYPE>, grid_of(a->rows, a->n_heads + a->n_kv_heads), THREADS, 0,
+              ctx->stream, *a);
+  });
 }
 
 void rm_cuda_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
-  if (a->dtype == RM_BF16) launch<RM_BF16, RM_PACKING_X86>(ctx, a);
-  else launch<RM_F32, RM_PACKING_X86>(ctx, a);
+  rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() { launch<DTYPE, RM_PACKING_X86>(ctx, a); });
 }
 
 void rm_cuda_mma_qk_rope_kv(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
-  if (a->dtype == RM_BF16) launch<RM_BF16, RM_PACKING_MMA>(ctx, a);
-  else launch<RM_F32, RM_PACKING_X86>(ctx, a);
+  launch<RM_BF16, RM_PACKING_MMA>(ctx, a);
 }

@@ -88,30 +88,23 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
 } // namespace
 
 void rm_cuda_embed(const rm_ctx *ctx, const rm_embed_args *a) {
-  if (a->rows <= 0 || a->hidden <= 0) return;
   RM_LAUNCH(embed_kernel<RM_PACKING_X86>, a->rows, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_mma_embed(const rm_ctx *ctx, const rm_embed_args *a) {
-  if (a->dtype != RM_BF16 || !a->packed) rm_cuda_embed(ctx, a);
-  else if (a->rows > 0 && a->hidden > 0)
-    RM_LAUNCH(embed_kernel<RM_PACKING_MMA>, a->rows, THREADS, 0, ctx->stream, *a);
+  RM_LAUNCH(embed_kernel<RM_PACKING_MMA>, a->rows, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
-  if (a->rows <= 0 || a->row_bytes == 0) return;
   RM_LAUNCH(gather_kernel, a->rows, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_activate(const rm_ctx *ctx, const rm_activate_args *a) {
-  if (a->rows <= 0 || a->n <= 0) return;
   RM_LAUNCH(activate_kernel, a->rows, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {
-  if (a->rows <= 0 || a->n <= 0) return;
-  const dim3 grid = rm_grid(a->rows);
-  const size_t shared = (STAGE + 1) * sizeof(float);
-  if (a->dtype == RM_BF16) RM_LAUNCH(norm_kernel<RM_BF16>, grid, THREADS, shared, ctx->stream, *a);
-  else RM_LAUNCH(norm_kernel<RM_F32>, grid, THREADS, shared, ctx->stream, *a);
+  rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() {
+    RM_LAUNCH(norm_kernel<DTYPE>, a->rows, THREADS, (STAGE + 1) * sizeof(float), ctx->stream, *a);
+  });
 }

@@ -2,13 +2,13 @@
 // for each row. Sums of integers are exact, so threads may add in any order. Weights are not
 // stored: each pass over the row computes them again from logits in the L2 cache.
 //
-// A filter keeps the tokens with a key above a cut and, among those with the cut's key, a number of
-// the first ones. A radix selection over the keys finds the cut, with three histograms in shared
-// memory. Tokens with the same key have the same weight, so the number of ties that stay does not
-// depend on their order, also for a second selection after the first.
+// A filter keeps the tokens with a key above a cut and, among those with the cut's key, the first
+// ones, up to an id. A radix selection over the keys finds the key, with three histograms in shared
+// memory. Tokens with the same key have the same weight, so their number is known, and the id is
+// searched only if some of them are dropped.
 //
-// The draw narrows its range to the sixteenth in which the running sum exceeds the target, until
-// one warp can walk it.
+// A search for the id at which a running sum exceeds a target narrows its range to the sixteenth
+// that has the id, until one warp can walk it. The draw is such a search over weights.
 //
 // A banned token counts as a NaN: it is never the largest, has weight 0 and the lowest key. Bits in
 // the workspace mark banned and edited tokens, since a row's lists may be as long as the
@@ -24,15 +24,15 @@ constexpr int THREADS = 512, WARPS = THREADS / RM_WARP, BINS = 1 << 11, WALK = 1
 constexpr float NO_WEIGHT = -28.0f; // exp of this is below 2^-40
 
 struct scratch { // in shared memory
-  uint64_t *by_warp, *more; // [WARPS]
+  uint64_t *by_warp; // [WARPS]
   uint64_t *result, *token; // [2] of find_bin; of walk
   uint64_t *bins; // [BINS]
 };
-constexpr size_t SCRATCH_BYTES = (2 * WARPS + 4 + BINS) * sizeof(uint64_t);
+constexpr size_t SCRATCH_BYTES = (WARPS + 3 + BINS) * sizeof(uint64_t);
 
 __device__ scratch scratch_in(float *shared) {
   uint64_t *words = reinterpret_cast<uint64_t *>(shared);
-  return {words, words + WARPS, words + 2 * WARPS, words + 2 * WARPS + 2, words + 2 * WARPS + 4};
+  return {words, words + WARPS, words + WARPS + 2, words + WARPS + 3};
 }
 
 struct row_view {
@@ -43,12 +43,16 @@ struct row_view {
   float max, temperature, min_p;
 };
 
-// Keeps tokens with a higher key, and `ties` with this key, lowest ids first; {0, 0}: all that are
-// not NaN.
+// Keeps tokens with a higher key, and those with this key up to the id `last`.
 struct cut {
   uint32_t key;
-  uint64_t ties;
+  int64_t last;
 };
+constexpr cut NO_CUT = {0, -1}; // keeps all that are not NaN
+
+__device__ bool keeps(cut c, uint32_t key, int64_t id) {
+  return key > c.key || (key == c.key && id <= c.last);
+}
 
 __device__ bool has_bit(const uint32_t *bits, int64_t id) { return bits[id / 32] >> (id % 32) & 1; }
 
@@ -74,6 +78,64 @@ __device__ uint64_t weight_of_key(const row_view &v, uint32_t key) {
   return weight_of(v, rm_float(key & 0x80000000u ? key ^ 0x80000000u : ~key));
 }
 
+// ----------------------------------------------------------------------------------------- search
+// A range of ids, and the sum before it.
+struct place {
+  int64_t from, n;
+  uint64_t before;
+};
+
+// Narrows p to the sixteenth in which the running sum of `of` exceeds target.
+template <class F>
+__device__ place narrow(place p, uint64_t target, const scratch &s, const F &of) {
+  const int64_t length = rm_round_up((p.n + WARPS - 1) / WARPS, RM_WARP), end = p.from + p.n;
+  const int64_t from = p.from + rm_warp() * length, to = rm_min64(from + length, end);
+  uint64_t sum = 0;
+  for (int64_t id = from + rm_lane(); id < to; id += RM_WARP) sum += of(id);
+  sum = rm_over_lanes(sum, rm_sum_of());
+  if (rm_lane() == 0) s.by_warp[rm_warp()] = sum;
+  __syncthreads();
+  for (int w = 0; w < WARPS && p.before + s.by_warp[w] <= target; w++) {
+    p.before += s.by_warp[w];
+    p.from += length;
+  }
+  p.n = rm_min64(length, end - p.from);
+  __syncthreads(); // before the sums are used again
+  return p;
+}
+
+// Called by the first warp: walks the range, 32 ids at a time.
+template <class F> __device__ void walk(place p, uint64_t target, const scratch &s, const F &of) {
+  const int lane = rm_thread();
+  const int64_t end = p.from + p.n;
+  for (int64_t from = p.from; from < end; from += RM_WARP) {
+    uint64_t sum = from + lane < end ? of(from + lane) : 0;
+    for (int step = 1; step < RM_WARP; step *= 2) {
+      const uint64_t lower = __shfl_up_sync(RM_ALL_LANES, sum, step);
+      if (lane >= step) sum += lower;
+    }
+    const unsigned over = __ballot_sync(RM_ALL_LANES, p.before + sum > target);
+    if (over) {
+      if (lane == 0) *s.token = static_cast<uint64_t>(from + __ffs(static_cast<int>(over)) - 1);
+      return;
+    }
+    p.before += __shfl_sync(RM_ALL_LANES, sum, RM_WARP - 1);
+  }
+}
+
+// Returns the first of n ids whose running sum of `of` exceeds target, which is below the sum of
+// all.
+template <class F>
+__device__ int32_t first_over(int64_t n, uint64_t target, const scratch &s, const F &of) {
+  place p = {0, n, 0};
+  while (p.n > WALK) p = narrow(p, target, s, of);
+  if (threadIdx.x < RM_WARP) walk(p, target, s, of);
+  __syncthreads();
+  const int32_t found = static_cast<int32_t>(*s.token);
+  __syncthreads(); // before the next search
+  return found;
+}
+
 // ---------------------------------------------------------------------------------------- filters
 // The number of tokens with a weight that the cut keeps, or the sum of their weights.
 __device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scratch &s) {
@@ -81,10 +143,9 @@ __device__ uint64_t measure(const row_view &v, cut c, bool by_weight, const scra
   for (int64_t id = threadIdx.x; id < v.vocab; id += THREADS) {
     const float x = logit_of(v, id);
     const uint64_t weight = weight_of(v, x);
-    if (weight && rm_order_key(x) > c.key) sum += by_weight ? weight : 1;
+    if (weight && keeps(c, rm_order_key(x), id)) sum += by_weight ? weight : 1;
   }
-  sum = rm_over_block<THREADS>(sum, s.by_warp, rm_sum_of());
-  return sum + (by_weight && c.ties ? c.ties * weight_of_key(v, c.key) : c.ties);
+  return rm_over_block<THREADS>(sum, s.by_warp, rm_sum_of());
 }
 
 // Called by the first warp: finds the highest bin at which `above` plus the sum from the top
@@ -118,16 +179,12 @@ __device__ void fill_bins(const row_view &v, cut before, uint32_t prefix, int sh
   for (int64_t id = threadIdx.x; id < v.vocab; id += THREADS) {
     const float x = logit_of(v, id);
     const uint32_t key = rm_order_key(x);
-    if (key <= before.key || (key & known) != prefix) continue;
+    if (!keeps(before, key, id) || (key & known) != prefix) continue;
     const uint64_t weight = weight_of(v, x);
     if (weight)
       atomicAdd(reinterpret_cast<unsigned long long *>(s.bins + (key >> shift & digits)),
                 by_weight ? weight : 1);
   }
-  __syncthreads();
-  if (threadIdx.x == 0 && before.ties && (before.key & known) == prefix)
-    s.bins[before.key >> shift & digits] +=
-        by_weight ? before.ties * weight_of_key(v, before.key) : before.ties;
   __syncthreads();
 }
 
@@ -150,102 +207,12 @@ __device__ cut select_prefix(const row_view &v, cut before, uint64_t need, bool 
   const uint64_t each = by_weight ? weight_of_key(v, prefix) : 1;
   const uint64_t ties = (need - above + each - 1) / each;
   *sum = above + ties * each;
-  return {prefix, ties};
-}
-
-// --------------------------------------------------------------------------------------- the draw
-// A range of ids: the first id, the length, the sum before it, and the ties that are left.
-struct place {
-  int64_t from, n;
-  uint64_t before, ties;
-};
-
-// The weight of id, and whether it is a tie; ties count only while some are left.
-__device__ uint64_t weight_at(const row_view &v, cut c, int64_t id, int64_t end, bool *tie) {
-  *tie = false;
-  if (id >= end) return 0;
-  const float x = logit_of(v, id);
-  const uint32_t key = rm_order_key(x);
-  *tie = key == c.key;
-  return key >= c.key ? weight_of(v, x) : 0;
-}
-
-// Narrows p to the sixteenth in which the running sum exceeds target.
-__device__ place narrow(const row_view &v, cut c, place p, uint64_t target, uint64_t each_tie,
-                        const scratch &s) {
-  const unsigned warp = threadIdx.x / RM_WARP, lane = threadIdx.x % RM_WARP;
-  const int64_t length = rm_round_up((p.n + WARPS - 1) / WARPS, RM_WARP), end = p.from + p.n;
-  const int64_t from = p.from + warp * length, to = rm_min64(from + length, end);
-  uint64_t sum = 0, ties = 0;
-  for (int64_t id = from + lane; id < to; id += RM_WARP) {
-    bool tie;
-    const uint64_t weight = weight_at(v, c, id, to, &tie);
-    if (tie) ties++;
-    else sum += weight;
-  }
-  sum = rm_over_lanes(sum, rm_sum_of());
-  ties = rm_over_lanes(ties, rm_sum_of());
-  if (lane == 0) {
-    s.by_warp[warp] = sum;
-    s.more[warp] = ties;
-  }
-  __syncthreads();
-  for (int w = 0; w < WARPS; w++) {
-    const uint64_t here = s.more[w] < p.ties ? s.more[w] : p.ties,
-                   all = s.by_warp[w] + here * each_tie;
-    if (p.before + all > target) break;
-    p.before += all;
-    p.ties -= here;
-    p.from += length;
-  }
-  p.n = rm_min64(length, end - p.from);
-  __syncthreads(); // before the sums are used again
-  return p;
-}
-
-// Called by the first warp: walks the range, 32 tokens at a time.
-__device__ void walk(const row_view &v, cut c, place p, uint64_t target, const scratch &s) {
-  const int lane = rm_thread();
-  const unsigned before_me = (1u << lane) - 1;
-  for (int64_t from = p.from; from < p.from + p.n; from += RM_WARP) {
-    bool tie;
-    uint64_t sum = weight_at(v, c, from + lane, p.from + p.n, &tie);
-    const unsigned ties = __ballot_sync(RM_ALL_LANES, tie);
-    if (tie && static_cast<uint64_t>(__popc(ties & before_me)) >= p.ties) sum = 0;
-    for (int step = 1; step < RM_WARP; step *= 2) {
-      const uint64_t lower = __shfl_up_sync(RM_ALL_LANES, sum, step);
-      if (lane >= step) sum += lower;
-    }
-    const unsigned over = __ballot_sync(RM_ALL_LANES, p.before + sum > target);
-    if (over) {
-      if (lane == 0) *s.token = static_cast<uint64_t>(from + __ffs(static_cast<int>(over)) - 1);
-      return;
-    }
-    p.before += __shfl_sync(RM_ALL_LANES, sum, RM_WARP - 1);
-    const uint64_t here = static_cast<uint64_t>(__popc(ties));
-    p.ties -= here < p.ties ? here : p.ties;
-  }
-}
-
-// Returns the first token, in ascending id, whose running sum exceeds target, which is below the
-// sum of all.
-__device__ int32_t draw(const row_view &v, cut c, uint64_t target, const scratch &s) {
-  const uint64_t each_tie = c.ties ? weight_of_key(v, c.key) : 0;
-  place p = {0, v.vocab, 0, c.ties};
-  while (p.n > WALK) p = narrow(v, c, p, target, each_tie, s);
-  if (threadIdx.x < RM_WARP) walk(v, c, p, target, s);
-  __syncthreads();
-  return static_cast<int32_t>(*s.token);
-}
-
-// Whether the cut keeps a forced token.
-__device__ bool is_left(const row_view &v, cut c, int32_t token, const scratch &s) {
-  const uint32_t key = rm_order_key(logit_of(v, token));
-  if (key != c.key) return key > c.key;
-  uint64_t earlier = 0;
-  for (int64_t id = threadIdx.x; id < token; id += THREADS)
-    earlier += rm_order_key(logit_of(v, id)) == c.key;
-  return rm_over_block<THREADS>(earlier, s.by_warp, rm_sum_of()) < c.ties;
+  // The last bin has the tokens of this key that `before` keeps.
+  if (ties * each == s.bins[s.result[1]])
+    return {prefix, prefix == before.key ? before.last : v.vocab};
+  return {prefix, first_over(v.vocab, ties - 1, s, [&](int64_t id) -> uint64_t {
+            return rm_order_key(logit_of(v, id)) == prefix;
+          })};
 }
 
 // ------------------------------------------------------------------------------------------- rows
@@ -257,24 +224,23 @@ struct drawn {
 
 __device__ drawn draw_row(const row_view &v, const rm_sample_params *p, bool counts,
                           const scratch &s) {
-  cut c = {0, 0};
+  cut c = NO_CUT;
   uint64_t total;
-  bool is_total = false;
   if (p->top_k > 0 && p->top_k < v.vocab &&
       measure(v, c, false, s) > static_cast<uint64_t>(p->top_k))
     c = select_prefix(v, c, static_cast<uint64_t>(p->top_k), false, s, &total);
-  if (p->top_p < 1.0f) {
-    const uint64_t all = measure(v, c, true, s);
-    if (all == 0) return {-1, 0.0f, 0};
-    c = select_prefix(v, c, rm_top_p_need(p->top_p, all), true, s, &total);
-    is_total = true;
-  }
-  if (!is_total) total = measure(v, c, true, s);
+  total = measure(v, c, true, s);
   if (total == 0) return {-1, 0.0f, 0};
+  if (p->top_p < 1.0f) c = select_prefix(v, c, rm_top_p_need(p->top_p, total), true, s, &total);
   const int32_t kept = counts ? static_cast<int32_t>(measure(v, c, false, s)) : 0;
   int32_t token = p->forced;
-  if (token < 0) token = draw(v, c, rm_mul_high(total, rm_philox_u64(p->seed, p->counter)), s);
-  else if (!is_left(v, c, token, s)) return {token, -INFINITY, kept};
+  if (token < 0) {
+    const uint64_t target = rm_mul_high(total, rm_philox_u64(p->seed, p->counter));
+    token = first_over(v.vocab, target, s, [&](int64_t id) -> uint64_t {
+      const float logit = logit_of(v, id);
+      return keeps(c, rm_order_key(logit), id) ? weight_of(v, logit) : 0;
+    });
+  } else if (!keeps(c, rm_order_key(logit_of(v, token)), token)) return {token, -INFINITY, kept};
   const float x = logit_of(v, token);
   const bool possible = weight_of(v, x) != 0;
   return {token,

@@ -20,8 +20,8 @@ static size_t workspace_bytes(const rm_limits *limits) {
 }
 
 static size_t mma_workspace_bytes(const rm_limits *limits) {
-  return most_of({workspace_bytes(limits), rm_cuda_mma_router_workspace(limits),
-                  rm_cuda_gemm_mma_workspace(limits)});
+  return most_of({workspace_bytes(limits), rm_cuda_mma_attention_workspace(limits),
+                  rm_cuda_mma_router_workspace(limits), rm_cuda_gemm_mma_workspace(limits)});
 }
 
 #define ENTRY(name, args) .name = rm_cuda_##name,
@@ -32,17 +32,16 @@ static const rm_kernels TABLE = {
     RM_OPS(ENTRY).pack = rm_cuda_pack,
 };
 
+template <auto BF16, auto F32, class ARGS> void by_dtype(const rm_ctx *ctx, const ARGS *a) {
+  (a->dtype == RM_BF16 ? BF16 : F32)(ctx, a);
+}
+
+#define MMA_ENTRY(name, args) table.name = by_dtype<rm_cuda_mma_##name, rm_cuda_##name, args>;
 static rm_kernels mma_table() {
   rm_kernels table = TABLE;
   table.family = "cuda_mma";
   table.workspace_bytes = mma_workspace_bytes;
-  table.embed = rm_cuda_mma_embed;
-  table.gemm = rm_cuda_mma_gemm;
-  table.gemm_swiglu = rm_cuda_mma_gemm_swiglu;
-  table.qk_rope_kv = rm_cuda_mma_qk_rope_kv;
-  table.attention = rm_cuda_mma_attention;
-  table.router = rm_cuda_mma_router;
-  table.lm_head = rm_cuda_mma_lm_head;
+  RM_MMA_OPS(MMA_ENTRY)
   table.pack = rm_cuda_mma_pack;
   return table;
 }

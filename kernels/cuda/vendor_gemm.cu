@@ -10,7 +10,6 @@
 
 #include <cstdarg>
 #include <cstdio>
-#include <cstring>
 #include <new>
 
 #include "cublaslt.h"
@@ -31,6 +30,7 @@ struct matmul {
 struct vendor_gemm {
   rm_lt api;
   rm_lt_context *context;
+  rm_lt_preference *preference; // of algorithms
   const rm_device *device;
   char *workspace; // cuBLASLt's, followed by gate and up
   size_t both_bytes; // of gate and up
@@ -53,41 +53,23 @@ const char *refuse(const char *format, ...) {
   return why;
 }
 
-const char *check(const vendor_gemm *p, const char *call, int status) {
-  return status == RM_LT_SUCCESS ? nullptr : refuse("%s: %s", call, p->api.status_string(status));
-}
+// Return the text of a failure from the function.
+#define TRY(call) \
+  if (const char *wrong_call = call) return wrong_call
+#define CALL(name, ...) \
+  if (const int status = p->api.name(__VA_ARGS__)) \
+  return refuse("cublasLt" #name ": %s", p->api.GetStatusString(status))
 
 // --------------------------------------------------------------------------------------- cuBLASLt
 const char *load(rm_lt *api, const char *path) {
-  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE), *found;
   if (!library) return refuse("cuBLASLt cannot be loaded: %s", dlerror());
-  const struct {
-    const char *name;
-    void *function; // pointer to the field, whatever its type
-  } wanted[] = {
-      {"cublasLtGetVersion", &api->get_version},
-      {"cublasLtGetStatusString", &api->status_string},
-      {"cublasLtCreate", &api->create},
-      {"cublasLtDestroy", &api->destroy},
-      {"cublasLtMatmulDescCreate", &api->desc_create},
-      {"cublasLtMatmulDescDestroy", &api->desc_destroy},
-      {"cublasLtMatmulDescSetAttribute", &api->desc_set},
-      {"cublasLtMatrixLayoutCreate", &api->layout_create},
-      {"cublasLtMatrixLayoutDestroy", &api->layout_destroy},
-      {"cublasLtMatrixLayoutSetAttribute", &api->layout_set},
-      {"cublasLtMatmulPreferenceCreate", &api->preference_create},
-      {"cublasLtMatmulPreferenceDestroy", &api->preference_destroy},
-      {"cublasLtMatmulPreferenceSetAttribute", &api->preference_set},
-      {"cublasLtMatmulAlgoGetHeuristic", &api->heuristic},
-      {"cublasLtMatmulAlgoCheck", &api->check},
-      {"cublasLtMatmul", &api->matmul},
-  };
-  for (const auto &one : wanted) {
-    void *found = dlsym(library, one.name);
-    if (!found) return refuse("expected cuBLASLt 12.0 or later, got %s without %s", path, one.name);
-    memcpy(one.function, &found, sizeof found);
-  }
-  const size_t version = api->get_version();
+#define LOAD(name, result, arguments) \
+  if (!(found = dlsym(library, "cublasLt" #name))) \
+    return refuse("expected cuBLASLt 12.0 or later, got %s without cublasLt" #name, path); \
+  api->name = reinterpret_cast<decltype(api->name)>(found);
+  RM_LT_CALLS(LOAD)
+  const size_t version = api->GetVersion();
   if (version >= RM_LT_LEAST) return nullptr;
   return refuse("expected cuBLASLt 12.0 or later, got %s of version %zu.%zu.%zu", path,
                 version / 10000, version / 100 % 100, version % 100);
@@ -105,15 +87,14 @@ int class_of(int64_t rows) {
 
 const char *set_rows(const vendor_gemm *p, const matmul &of, int64_t rows) {
   const uint64_t cols = static_cast<uint64_t>(rows);
-  int status = p->api.layout_set(of.x, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
-  if (status == RM_LT_SUCCESS)
-    status = p->api.layout_set(of.y, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
-  return check(p, "cublasLtMatrixLayoutSetAttribute", status);
+  for (rm_lt_layout *layout : {of.x, of.y})
+    CALL(MatrixLayoutSetAttribute, layout, RM_LT_LAYOUT_COLS, &cols, sizeof cols);
+  return nullptr;
 }
 
 const char *set_bias(const vendor_gemm *p, const matmul &of, const void *bias) {
-  return check(p, "bias: cublasLtMatmulDescSetAttribute",
-               p->api.desc_set(of.desc, RM_LT_BIAS_POINTER, &bias, sizeof bias));
+  CALL(MatmulDescSetAttribute, of.desc, RM_LT_BIAS_POINTER, &bias, sizeof bias);
+  return nullptr;
 }
 
 const char *describe(const vendor_gemm *p, matmul *made) {
@@ -122,58 +103,46 @@ const char *describe(const vendor_gemm *p, matmul *made) {
                  most = static_cast<uint64_t>(p->max_rows);
   const int32_t transposed = RM_LT_TRANSPOSED, epilogue = RM_LT_EPILOGUE_BIAS,
                 invariant = RM_LT_INVARIANT_16B;
-  int status = p->api.desc_create(&made->desc, RM_LT_COMPUTE_F32, RM_LT_F32);
-  if (status == RM_LT_SUCCESS)
-    status = p->api.desc_set(made->desc, RM_LT_TRANSA, &transposed, sizeof transposed);
-  if (status == RM_LT_SUCCESS && s.has_bias)
-    status = p->api.desc_set(made->desc, RM_LT_EPILOGUE, &epilogue, sizeof epilogue);
-  if (status == RM_LT_SUCCESS) status = p->api.layout_create(&made->w, RM_LT_BF16, k, rows, s.k);
-  if (status == RM_LT_SUCCESS) status = p->api.layout_create(&made->x, RM_LT_BF16, k, most, s.ldx);
-  if (status == RM_LT_SUCCESS)
-    status = p->api.layout_create(&made->y, RM_LT_BF16, rows, most, s.swiglu ? w_rows(s) : s.ldy);
-  if (status != RM_LT_SUCCESS) return check(p, "describing a matmul", status);
+  CALL(MatmulDescCreate, &made->desc, RM_LT_COMPUTE_F32, RM_LT_F32);
+  CALL(MatmulDescSetAttribute, made->desc, RM_LT_TRANSA, &transposed, sizeof transposed);
+  CALL(MatrixLayoutCreate, &made->w, RM_LT_BF16, k, rows, s.k);
+  CALL(MatrixLayoutCreate, &made->x, RM_LT_BF16, k, most, s.ldx);
+  CALL(MatrixLayoutCreate, &made->y, RM_LT_BF16, rows, most, s.swiglu ? w_rows(s) : s.ldy);
   if (p->choice == RM_VENDOR_GEMM_INVARIANT &&
-      p->api.desc_set(made->desc, RM_LT_INVARIANCE, &invariant, sizeof invariant) != RM_LT_SUCCESS)
+      p->api.MatmulDescSetAttribute(made->desc, RM_LT_INVARIANCE, &invariant, sizeof invariant))
     return refuse("expected a cuBLASLt with batch invariance, got one without");
+  if (!s.has_bias) return nullptr;
+  CALL(MatmulDescSetAttribute, made->desc, RM_LT_EPILOGUE, &epilogue, sizeof epilogue);
   // The choice of an algorithm depends on the alignment of the bias, which the workspace has too.
-  return s.has_bias ? set_bias(p, *made, p->workspace) : nullptr;
+  return set_bias(p, *made, p->workspace);
 }
 
 // ------------------------------------------------------------------------------------- algorithms
-// Lists candidates for this many rows, best first; *n: their number.
-const char *find_candidates(const vendor_gemm *p, const matmul &of, int64_t rows,
-                            rm_lt_preference *preference, rm_lt_candidate *out, int *n) {
-  *n = 0;
-  const char *wrong = set_rows(p, of, rows);
-  if (wrong) return wrong;
-  const int status =
-      p->api.heuristic(p->context, of.desc, of.w, of.x, of.y, of.y, preference, CANDIDATES, out, n);
-  if (status == RM_LT_SUCCESS && *n > 0) return nullptr;
-  const rm_gemm_shape &s = of.shape;
-  return refuse("cuBLASLt has no algorithm for rows=%lld n=%lld k=%lld: %s",
-                static_cast<long long>(rows), static_cast<long long>(w_rows(s)),
-                static_cast<long long>(s.k), p->api.status_string(status));
-}
-
 bool serves(const vendor_gemm *p, const matmul &of, const rm_lt_candidate &candidate,
             int64_t rows) {
   rm_lt_candidate checked = {};
   return candidate.status == RM_LT_SUCCESS && !set_rows(p, of, rows) &&
-         p->api.check(p->context, of.desc, of.w, of.x, of.y, of.y, &candidate.algorithm,
-                      &checked) == RM_LT_SUCCESS &&
+         p->api.MatmulAlgoCheck(p->context, of.desc, of.w, of.x, of.y, of.y, &candidate.algorithm,
+                                &checked) == RM_LT_SUCCESS &&
          checked.workspace_bytes <= RM_VENDOR_GEMM_LIBRARY_BYTES;
 }
 
 // Chooses the first candidate that works for the least rows of classes [first, last] and for the
 // most rows of each class.
-const char *choose(const vendor_gemm *p, matmul *made, int first, int last,
-                   rm_lt_preference *preference) {
+const char *choose(const vendor_gemm *p, matmul *made, int first, int last) {
   rm_lt_candidate candidates[CANDIDATES];
-  int n;
+  int n = 0;
   const int64_t most = rm_min64(int64_t{1} << last, p->max_rows),
                 least = first ? (int64_t{1} << (first - 1)) + 1 : 1;
-  const char *wrong = find_candidates(p, *made, most, preference, candidates, &n);
-  for (int i = 0; i < n && !wrong; i++) {
+  const long long rows = most, cols = w_rows(made->shape), k = made->shape.k;
+  TRY(set_rows(p, *made, most));
+  const int status =
+      p->api.MatmulAlgoGetHeuristic(p->context, made->desc, made->w, made->x, made->y, made->y,
+                                    p->preference, CANDIDATES, candidates, &n);
+  if (status != RM_LT_SUCCESS || n <= 0)
+    return refuse("cuBLASLt has no algorithm for rows=%lld n=%lld k=%lld: %s", rows, cols, k,
+                  p->api.GetStatusString(status));
+  for (int i = 0; i < n; i++) {
     bool all = serves(p, *made, candidates[i], least);
     for (int c = first; c <= last && all; c++)
       all = serves(p, *made, candidates[i], rm_min64(int64_t{1} << c, p->max_rows));
@@ -181,49 +150,37 @@ const char *choose(const vendor_gemm *p, matmul *made, int first, int last,
     for (int c = first; c <= last; c++) made->algorithms[c] = candidates[i].algorithm;
     return nullptr;
   }
-  if (wrong) return wrong;
   return refuse(
       "none of cuBLASLt's %d algorithms for rows=%lld n=%lld k=%lld works for all from %lld rows "
       "on",
-      n, static_cast<long long>(most), static_cast<long long>(w_rows(made->shape)),
-      static_cast<long long>(made->shape.k), static_cast<long long>(least));
+      n, rows, cols, k, static_cast<long long>(least));
 }
 
-const char *choose_all(const vendor_gemm *p, matmul *made, rm_lt_preference *preference) {
+const char *choose_all(const vendor_gemm *p, matmul *made) {
   const int last = class_of(p->max_rows);
-  if (p->choice != RM_VENDOR_GEMM_FREE) return choose(p, made, 0, last, preference);
-  const char *wrong = nullptr;
-  for (int c = 0; c <= last && !wrong; c++) wrong = choose(p, made, c, c, preference);
-  return wrong;
-}
-
-const char *prefer(const vendor_gemm *p, rm_lt_preference *preference) {
-  const uint64_t bytes = RM_VENDOR_GEMM_LIBRARY_BYTES;
-  int status = p->api.preference_set(preference, RM_LT_MAX_WORKSPACE, &bytes, sizeof bytes);
-  // The other schemes round the partial sums, or add them in the order of completion.
-  const uint32_t schemes = RM_LT_SCHEME_COMPUTE;
-  if (status == RM_LT_SUCCESS)
-    status = p->api.preference_set(preference, RM_LT_SCHEMES, &schemes, sizeof schemes);
-  for (int which = RM_LT_ALIGNMENT_A; which <= RM_LT_ALIGNMENT_D && status == RM_LT_SUCCESS;
-       which++)
-    status = p->api.preference_set(preference, which, &ALIGNED, sizeof ALIGNED);
-  return check(p, "cublasLtMatmulPreferenceSetAttribute", status);
+  if (p->choice != RM_VENDOR_GEMM_FREE) return choose(p, made, 0, last);
+  for (int c = 0; c <= last; c++) TRY(choose(p, made, c, c));
+  return nullptr;
 }
 
 const char *prepare(vendor_gemm *p, const rm_vendor_gemm_options *options) {
-  rm_lt_preference *preference = nullptr;
-  const char *wrong = check(p, "cublasLtCreate", p->api.create(&p->context));
-  if (!wrong)
-    wrong = check(p, "cublasLtMatmulPreferenceCreate", p->api.preference_create(&preference));
-  if (!wrong) wrong = prefer(p, preference);
-  for (int i = 0; i < options->n && !wrong; i++) {
+  const uint64_t bytes = RM_VENDOR_GEMM_LIBRARY_BYTES;
+  // The other schemes round the partial sums, or add them in the order of completion.
+  const uint32_t schemes = RM_LT_SCHEME_COMPUTE;
+  TRY(load(&p->api, options->library));
+  CALL(Create, &p->context);
+  CALL(MatmulPreferenceCreate, &p->preference);
+  CALL(MatmulPreferenceSetAttribute, p->preference, RM_LT_MAX_WORKSPACE, &bytes, sizeof bytes);
+  CALL(MatmulPreferenceSetAttribute, p->preference, RM_LT_SCHEMES, &schemes, sizeof schemes);
+  for (int which = RM_LT_ALIGNMENT_A; which <= RM_LT_ALIGNMENT_D; which++)
+    CALL(MatmulPreferenceSetAttribute, p->preference, which, &ALIGNED, sizeof ALIGNED);
+  for (int i = 0; i < options->n; i++) {
     matmul *made = &p->list[p->n++];
     made->shape = options->list[i];
-    wrong = describe(p, made);
-    if (!wrong) wrong = choose_all(p, made, preference);
+    TRY(describe(p, made));
+    TRY(choose_all(p, made));
   }
-  if (preference) p->api.preference_destroy(preference);
-  return wrong;
+  return nullptr;
 }
 
 // ------------------------------------------------------------------------------------------ calls
@@ -241,14 +198,13 @@ matmul *find(vendor_gemm *p, const rm_gemm_args *a, bool swiglu) {
 const char *multiply(vendor_gemm *p, matmul *made, const rm_gemm_args *a, int64_t row0, int64_t m,
                      void *y) {
   const float one = 1.0f, zero = 0.0f;
-  const char *wrong = set_rows(p, *made, m);
-  if (!wrong && a->bias) wrong = set_bias(p, *made, a->bias);
-  if (wrong) return wrong;
+  TRY(set_rows(p, *made, m));
+  if (a->bias) TRY(set_bias(p, *made, a->bias));
   const uint16_t *x = static_cast<const uint16_t *>(a->x) + row0 * a->ldx;
-  return check(p, "cublasLtMatmul",
-               p->api.matmul(p->context, made->desc, &one, a->w, made->w, x, made->x, &zero, y,
-                             made->y, y, made->y, &made->algorithms[class_of(m)], p->workspace,
-                             RM_VENDOR_GEMM_LIBRARY_BYTES, p->device->stream));
+  CALL(Matmul, p->context, made->desc, &one, a->w, made->w, x, made->x, &zero, y, made->y, y,
+       made->y, &made->algorithms[class_of(m)], p->workspace, RM_VENDOR_GEMM_LIBRARY_BYTES,
+       p->device->stream);
+  return nullptr;
 }
 
 // both: [m][2n], gate and up of rows [row0, row0 + m) of y.
@@ -263,39 +219,37 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-void gemm(void *self, const rm_gemm_args *a) {
-  vendor_gemm *p = of(self);
-  if (a->m <= 0 || a->n <= 0 || !rm_cuda_lives(p->device->self)) return;
-  matmul *made = find(p, a, false);
-  const char *wrong =
-      made ? multiply(p, made, a, 0, a->m, a->y) : "a gemm of a shape that was not given at open";
-  if (wrong) rm_cuda_kill(p->device->self, wrong);
-}
-
-void gemm_swiglu(void *self, const rm_gemm_args *a) {
-  vendor_gemm *p = of(self);
-  if (a->m <= 0 || a->n <= 0 || !rm_cuda_lives(p->device->self)) return;
-  matmul *made = find(p, a, true);
-  const char *wrong = made ? nullptr : "a gemm of a shape that was not given at open";
+const char *multiply_gate_up(vendor_gemm *p, matmul *made, const rm_gemm_args *a) {
   uint16_t *both = reinterpret_cast<uint16_t *>(p->workspace + RM_VENDOR_GEMM_LIBRARY_BYTES);
   const int64_t each = static_cast<int64_t>(p->both_bytes / rm_vendor_gemm_gate_up_bytes(a->n));
-  for (int64_t row0 = 0; row0 < a->m && !wrong; row0 += each) {
+  for (int64_t row0 = 0; row0 < a->m; row0 += each) {
     const int64_t m = rm_min64(each, a->m - row0);
-    const dim3 grid = rm_grid(rm_blocks(a->n, THREADS), rm_min64(m, MAX_GRID_Y));
-    wrong = multiply(p, made, a, row0, m, both);
-    if (!wrong) RM_LAUNCH(swiglu_kernel, grid, THREADS, 0, p->device->stream, *a, both, row0, m);
+    TRY(multiply(p, made, a, row0, m, both));
+    RM_LAUNCH(swiglu_kernel, rm_grid(rm_blocks(a->n, THREADS), rm_min64(m, MAX_GRID_Y)), THREADS, 0,
+              p->device->stream, *a, both, row0, m);
   }
+  return nullptr;
+}
+
+template <bool SWIGLU> void gemm(void *self, const rm_gemm_args *a) {
+  vendor_gemm *p = of(self);
+  if (a->m <= 0 || !rm_cuda_lives(p->device->self)) return;
+  matmul *made = find(p, a, SWIGLU);
+  const char *wrong = !made    ? "a gemm of a shape that was not given at open"
+                      : SWIGLU ? multiply_gate_up(p, made, a)
+                               : multiply(p, made, a, 0, a->m, a->y);
   if (wrong) rm_cuda_kill(p->device->self, wrong);
 }
 
 void close_vendor_gemm(void *self) {
   vendor_gemm *p = of(self);
   for (int i = 0; i < p->n; i++) {
-    if (p->list[i].desc) p->api.desc_destroy(p->list[i].desc);
+    if (p->list[i].desc) p->api.MatmulDescDestroy(p->list[i].desc);
     for (rm_lt_layout *layout : {p->list[i].w, p->list[i].x, p->list[i].y})
-      if (layout) p->api.layout_destroy(layout);
+      if (layout) p->api.MatrixLayoutDestroy(layout);
   }
-  if (p->context) p->api.destroy(p->context);
+  if (p->preference) p->api.MatmulPreferenceDestroy(p->preference);
+  if (p->context) p->api.Destroy(p->context);
   delete p;
 }
 
@@ -317,12 +271,10 @@ const char *rm_cuda_open_vendor_gemm(const rm_device *device, const rm_vendor_ge
   p->both_bytes = options->workspace_bytes - RM_VENDOR_GEMM_LIBRARY_BYTES - 256;
   p->device = device, p->choice = options->choice, p->max_rows = options->max_rows;
   p->workspace = static_cast<char *>(options->workspace) + (256 - at % 256) % 256;
-  const char *wrong = load(&p->api, options->library);
-  if (!wrong) wrong = prepare(p, options);
-  if (wrong) {
+  if (const char *wrong = prepare(p, options)) {
     close_vendor_gemm(p);
     return wrong;
   }
-  *out = {p, static_cast<int>(p->api.get_version()), gemm, gemm_swiglu, close_vendor_gemm};
+  *out = {p, static_cast<int>(p->api.GetVersion()), gemm<false>, gemm<true>, close_vendor_gemm};
   return nullptr;
 }

@@ -11,42 +11,37 @@ iterator that generates) and every call in a forked child raise StateError.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.distributed.comm import Nccl
-from rollmesh.distributed.leading import LedEngine, Operations, call_text
+from rollmesh.distributed.leading import LedEngine, Operations, by_every_rank, make_call
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.peers import FOLLOW, join
-from rollmesh.errors import ConfigError, RequestError, StateError, UnexpectedKeyError
+from rollmesh.errors import ConfigError, StateError, UnexpectedKeyError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.options import EngineOptions, GeneratorOptions, check_option, documentation, takes
-from rollmesh.request.arguments import check_vocabulary, eos_ids, param_list
-from rollmesh.request.calls import Calls, Prompt, sequences_of
-from rollmesh.request.loop import Call, EngineLoop
-from rollmesh.request.outputs import RequestOutput, SelfTestReport, SyncReport
+from rollmesh.request.arguments import check_vocabulary, eos_ids
+from rollmesh.request.calls import Calls
+from rollmesh.request.loop import Call
+from rollmesh.request.outputs import SelfTestReport, SyncReport
 from rollmesh.request.requests import Requests
-from rollmesh.request.sampling import SamplingParams, logit_edit_names
-from rollmesh.request.streams import Streams
-from rollmesh.request.text import Chat, TextCodec, tokenizer_of_folder
+from rollmesh.request.text import Prompt, TextCodec, tokenizer_of_folder
 from rollmesh.runtime import cublas
 from rollmesh.runtime.arguments import (
     PARTS,
     boolean,
     choice,
     deadline_of,
-    items_of,
     part_mask,
     part_names,
 )
@@ -68,24 +63,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _by_every_rank(
-    method: Callable[Concatenate[Generator, P], T],
-) -> Callable[Concatenate[Generator, P], T]:
-    """Marks a call that every rank may make, if ranks are processes: rank 0 makes it, and the other
-    ranks apply its operations and return its result."""
-    signature = inspect.signature(method)
-
-    @wraps(method)
-    def call(self: Generator, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._call(
-            method.__name__,
-            lambda: signature.bind(self, *args, **kwargs).arguments,
-            lambda: method(self, *args, **kwargs),
-        )
-
-    return call
-
-
 class ParameterInfo(NamedTuple):
     """One entry of Generator.manifest()."""
 
@@ -103,7 +80,7 @@ class Shard(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Generator:
+class Generator(Calls):
     """Generates tokens with a model whose weights come from a trainer. Creating a generator loads
     no weights. Its arguments are the rows of rollmesh.options.GeneratorOptions:
 
@@ -132,33 +109,31 @@ class Generator:
         self._nccl = None if nccl is None else str(nccl.library)
         blas = self._cublas = cublas.for_generator(where, dtype) if options.fast else None
         check_vocabulary(self.tokenizer, spec)
-        self._codec = None if self.tokenizer is None else TextCodec(self.tokenizer)
+        codec = None if self.tokenizer is None else TextCodec(self.tokenizer)
         self.eos_token_ids = eos_ids(options.eos_token_ids, self.tokenizer, spec)
         num_parameters = spec.num_parameters  # allocates, so before the engine exists
-        self._engine = join(
+        engine = join(
             spec.engine_values(self.max_model_len),
             self._engine_options(options, where, nccl),
             None if nccl is not None and nccl.group is None else options.comm,
             self.mesh,
             partial(LedEngine, mesh=self.mesh),
         )
-        self._requests = Requests(
-            self._engine,
-            self._codec,
+        requests = Requests(
+            engine,
+            codec,
             self.eos_token_ids,
             spec.vocab_size,
             dtype,
             self.max_model_len,
             blas is None,
         )
-        self._weights = Weights(self._engine, self._requests)
+        self._weights = Weights(engine, requests)
         try:
-            self._loop = EngineLoop(self._engine, self._requests)
+            super().__init__(engine, requests, codec)
         except BaseException:
-            self._engine.close()
+            engine.close()
             raise
-        self._calls = Calls(self._engine, self._requests, self._codec, self._loop)
-        self._streams = Streams(self._calls)
         most = spec.rope_settings.longest
         if options.max_model_len is not None and self.max_model_len > most:
             _log.warning(
@@ -263,17 +238,16 @@ class Generator:
             return entry.shape, entry.wanted()
 
         shape, rows = wanted() if self._loop.is_inside else self._loop.call(wanted)
-        rows = rows[rows[:, 1 + BOX_DIMS :].all(axis=1)]  # without the parts that are empty
-        needed = (
-            rows[rows[:, 0] == self._engine.rank, 1:] if self._engine.has_peers else rows[:, 1:]
-        )
-        if not len(needed):
-            return Shard(shape, (0,) * len(shape), (0,) * len(shape))
-        first, sizes = needed[:, : len(shape)], needed[:, BOX_DIMS : BOX_DIMS + len(shape)]
-        offsets = first.min(axis=0)
-        return Shard(
-            shape, tuple(offsets.tolist()), tuple(((first + sizes).max(axis=0) - offsets).tolist())
-        )
+        count, me = len(shape), self._engine.rank
+        needed = rows[:, 1 + BOX_DIMS :].all(axis=1)  # without the parts that are empty
+        if self._engine.has_peers:
+            needed &= rows[:, 0] == me
+        if not needed.any():
+            return Shard(shape, (0,) * count, (0,) * count)
+        rows = rows[needed, 1:]
+        first, sizes = rows[:, :count], rows[:, BOX_DIMS : BOX_DIMS + count]
+        offsets, ends = first.min(axis=0), (first + sizes).max(axis=0)
+        return Shard(shape, tuple(offsets.tolist()), tuple((ends - offsets).tolist()))
 
     def metrics(self) -> dict[str, Any]:
         """Returns counters since creation, sizes in bytes, times in seconds, and:
@@ -287,16 +261,12 @@ class Generator:
         stats = self._loop.call(self._engine.stats)
         pages = stats["kv_pages"]
         usage = (pages - stats["kv_pages_free"]) / pages if pages else 0.0
-        asleep = [part for part, bit in PARTS.items() if stats["asleep"] & bit]
-        own = {
-            "version": self._weights.version,
-            "asleep": asleep,
-            "paused": self._engine.paused,
-            "kv_usage": usage,
-        }
         return {
             **stats,
-            **own,
+            "version": self._weights.version,
+            "asleep": [part for part, bit in PARTS.items() if stats["asleep"] & bit],
+            "paused": self._engine.paused,
+            "kv_usage": usage,
             "nccl": self._nccl,
             "cublas": self._cublas and str(self._cublas),
             "invariant": self._cublas is None,
@@ -310,174 +280,8 @@ class Generator:
         times: list[OpTime] = self._loop.call(self._engine.profile)
         return times
 
-    # ---------------------------------------------------------------------------------- generation
-    @_by_every_rank
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        on_error: Literal["raise", "return"] = "raise",
-        timeout: float | None = None,
-    ) -> list[RequestOutput]:
-        """Completes prompts. Returns one RequestOutput for each prompt, in the same order.
-
-        prompts   a prompt or a list of prompts, each a text or token ids
-        params    one SamplingParams for all prompts, or one for each; None: SamplingParams()
-        on_error  "raise": finishes the other requests, then raises the first error, with all
-                  outputs in its attribute `outputs`; "return": each error is in its output's
-                  `error`
-        timeout   seconds; requests that still run then are aborted with a DeadlineError
-
-        Errors of a single request: RequestError, CapacityError, NumericsError, DeadlineError.
-        Errors of the whole call: NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and
-        any other exception abort all requests of the call.
-        """
-        return self._calls.generate(prompts, params, use_tqdm, on_error, timeout)
-
-    @_by_every_rank
-    def chat(
-        self,
-        messages: Sequence[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        on_error: Literal["raise", "return"] = "raise",
-        timeout: float | None = None,
-        *,
-        tools: Sequence[Any] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[RequestOutput]:
-        """Completes chats, as generate does. messages: one list of {role, content}, or several. The
-        arguments after `timeout` are those of the tokenizer's apply_chat_template;
-        chat_template_kwargs has variables of the template, such as enable_thinking.
-
-        A request fails with RequestError if the tokenizer has no template, if a message has content
-        other than text, or if the template refuses the chat."""
-        if self._codec is None:
-            raise RequestError(
-                "chat: expected a generator with a tokenizer of transformers, got one without a "
-                "tokenizer"
-            )
-        chats = items_of(RequestError, "messages", messages)
-        if chats and isinstance(chats[0], Mapping):
-            chats = [chats]
-        options: dict[str, Any] = {
-            "tools": tools,
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        options |= {
-            "continue_final_message": continue_final_message,
-            **(chat_template_kwargs or {}),
-        }
-        prompts = [Chat(chat, options) for chat in chats]
-        return self._calls.generate(prompts, params, use_tqdm, on_error, timeout)
-
-    @_by_every_rank
-    def submit(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[int]:
-        """Queues prompts and returns their request ids; poll() runs them. After an error the queue
-        is unchanged.
-
-        If ranks are processes, all ranks must make the same calls of submit and poll in the same
-        order."""
-        return self._calls.submit(prompts, params)
-
-    @_by_every_rank
-    def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
-        """Runs engine steps, at least one, until min_outputs submitted requests are finished. Stops
-        earlier if all requests are finished, after `timeout` seconds, or if the generator is
-        paused.
-
-        Returns the finished requests, oldest first. The errors of requests, including exceptions of
-        a tokenizer, are in their outputs. If poll raises (asleep, Ctrl-C), the next poll returns
-        the requests that had finished.
-
-        If ranks are processes, they synchronize after each step, so that all ranks return the same
-        requests; the first timeout that passes on any rank ends the call on all. Each step takes as
-        long as that of the slowest replica, so generate is faster if all requests must finish."""
-        return self._calls.poll(min_outputs, timeout)
-
-    @_by_every_rank
-    def abort(self, ids: int | Sequence[int] | None = None) -> None:
-        """Aborts these requests, or all with None. poll (or generate) returns them with their
-        tokens so far and finish_reason "abort"; a running score or logits raises StateError."""
-        self._calls.abort(ids)
-
-    async def agenerate(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> RequestOutput:
-        """Completes one prompt, a text or token ids:
-        `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of coroutines, in
-        any event loops, may wait at the same time; one thread runs the engine steps for all of
-        them. They wait while the generator is paused or its KV is asleep.
-
-        Cancelling the coroutine aborts its request. The seed of a request without one depends on
-        the order in which requests arrive.
-
-        Raises the error that ended the request (RequestError, CapacityError, NumericsError, an
-        exception of the tokenizer), NotSyncedError, or StateError (closed, weights asleep, inside
-        another call of this thread, one rank of several processes)."""
-        return await self._streams.generate(prompt, params)
-
-    def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Completes one prompt like agenerate, and yields outputs while the request runs:
-        `async for output in gen.astream(prompt)`. Each output has all tokens and the text so far;
-        the last has finished=True. A slow reader gets fewer outputs. Each text begins with the
-        previous text, since incomplete characters and the beginning of a stop string are left out.
-        A sync with inflight="restart" starts tokens and text again. The arrays of each output are
-        copies; only the last output has routed_experts.
-
-        After leaving the loop early, closing the iterator aborts the request: use
-        contextlib.aclosing, or the event loop closes it later."""
-        return self._streams.stream(prompt, params)
-
-    # ------------------------------------------------------------------------------------- scoring
-    @_by_every_rank
-    def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
-        """Returns float32 [len, vocab] for each sequence: row i has the logits of token i+1, given
-        tokens 0..i."""
-        sequences = sequences_of(ids_list)
-        return self._calls.score(sequences, [None] * len(sequences), self.spec.vocab_size)
-
-    @_by_every_rank
-    def score(
-        self,
-        ids_list: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[NDArray[np.float32]]:
-        """Returns float32 [len − 1] for each sequence: the logprob of token i+1, given tokens 0..i,
-        bit-identical to `.logprobs` of generate.
-
-        params  one SamplingParams for all sequences, or one for each. The result is then identical
-                to `.sampling_logprobs`: under temperature and filters, -inf for a token that they
-                exclude. logit_bias and allowed_token_ids apply. min_tokens must be 0, and penalties
-                and bad_words are not supported, since the length of the prompt is not known here
-        """
-        sequences = sequences_of(ids_list)
-        chosen: list[SamplingParams | None] = [None] * len(sequences)
-        if params is not None:
-            chosen = [*param_list(params, len(sequences))]
-            for param in chosen:
-                if param is not None and param.min_tokens > 0:
-                    raise RequestError(f"min_tokens: expected 0 in score, got {param.min_tokens}")
-                for name in () if param is None else logit_edit_names(param):
-                    if name not in ("logit_bias", "allowed_token_ids"):
-                        raise RequestError(
-                            f"{name}: expected none in score, got {shown(getattr(param, name))}"
-                        )
-        return self._calls.score(sequences, chosen)
-
     # ------------------------------------------------------------------------------------- weights
-    @_by_every_rank
+    @by_every_rank
     def sync_weights(
         self,
         source: Any,
@@ -568,7 +372,7 @@ class Generator:
         push. Raises StateError while other ranks are in follow()."""
 
         given = {"version": version, **options}
-        self._call("begin_sync", lambda: given, lambda: SyncOptions(**given))
+        make_call(self, "begin_sync", lambda: given, lambda: SyncOptions(**given))
         sync = Sync(self._weights, self._loop.lend, SyncOptions(**given))
         try:
             self._loop.lend(lambda: self._weights.begin(sync))
@@ -628,25 +432,6 @@ class Generator:
         elif not engine.is_followed:
             engine.lead_call(FOLLOW, lambda: None, self._loop.call)
 
-    def _call(
-        self, name: str, arguments: Callable[[], Mapping[str, Any]], function: Callable[[], T]
-    ) -> T:
-        """Makes a call that every rank may make, see _by_every_rank."""
-        engine = self._engine
-        if not isinstance(engine, LedEngine) or engine.is_followed:
-            return function()
-        values = arguments()
-        text = call_text(name, values)
-        if engine.rank == 0:
-            return engine.lead_call(text, function, self._loop.call)
-
-        def apply() -> Any:
-            operations = self._operations(lambda version: values.get("source"))
-            return engine.apply_calls(text, operations, lambda operation: operation())
-
-        result: T = self._loop.lend(apply)
-        return result
-
     def _operations(self, source: Callable[[int | None], Any] | None) -> Operations:
         """Returns a function that finds an operation of rank 0 by its name. source: see follow."""
         parts = (self._requests, self._weights, self._engine)
@@ -662,7 +447,7 @@ class Generator:
         return operation
 
     # ------------------------------------------------------------------------- pause, sleep, close
-    @_by_every_rank
+    @by_every_rank
     def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Stops scheduling. mode: "abort" ends running requests, "wait" finishes them first, "keep"
         stops them until resume().
@@ -682,12 +467,12 @@ class Generator:
         call = Call(pause)
         self._loop.run(call)
 
-    @_by_every_rank
+    @by_every_rank
     def resume(self) -> None:
         """Ends pause()."""
         self._loop.call(partial(self._engine.pause, False))
 
-    @_by_every_rank
+    @by_every_rank
     def sleep(
         self,
         parts: str | Sequence[str] = ("weights", "kv"),
@@ -727,7 +512,7 @@ class Generator:
         self._loop.call(lambda: self._weights.sleep(mask, keep))
         _log.info("sleep: %s%s", part_names(mask), ", weights kept" if keep else "")
 
-    @_by_every_rank
+    @by_every_rank
     def wake(self, parts: str | Sequence[str] = ("weights", "kv")) -> None:
         """Allocates the memory again. Weights that were not kept need a sync. Raises CapacityError
         if a GPU has too little memory; all parts then stay asleep, kept weights stay kept, and a
@@ -740,7 +525,7 @@ class Generator:
         """Calls wake(), under vLLM's name. tags: "weights", "kv_cache" or both; None: both."""
         self.wake(tuple(PARTS) if tags is None else tags)
 
-    @_by_every_rank
+    @by_every_rank
     def reset_prefix_cache(self) -> None:
         """Removes all prefixes from the prefix cache."""
         self._loop.call(self._engine.reset_prefix_cache)
@@ -762,12 +547,7 @@ class Generator:
         self._loop.check_alive()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

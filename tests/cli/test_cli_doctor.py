@@ -37,7 +37,6 @@ def test_doctor_says_what_was_chosen_and_what_is_missing() -> None:
         "NumPy",
         "threads",
         "shm",
-        "lost ranks",
         "torch",
         "transformers",
         "nvcc",
@@ -80,8 +79,6 @@ def test_doctor_where_processes_cannot_be_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert doctor._shared_memory(tmp_path / "none").startswith("no: ")
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
-    assert "/proc" in doctor._process_ends()
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     assert doctor._torch_groups().startswith("missing")
 
@@ -206,7 +203,7 @@ def test_doctor_where_the_librarys_name_is_wrong(
 ) -> None:
     """Input: a missing file, and a file that is not a library. If cuBLASLt is not found, the output
     names the extra that contains it."""
-    monkeypatch.setattr(cublas, "candidates", lambda *_: iter(()))
+    monkeypatch.setattr(cublas.libraries, "candidates", lambda *_: iter(()))
     monkeypatch.setattr(doctor, "_first_line", lambda *_, **__: None)
     wrong = tmp_path / "none.so"
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(wrong))

@@ -119,9 +119,7 @@ def test_tensors_that_no_op_takes(trainer: Trainer, rng: np.random.Generator) ->
         with pytest.raises(kind, match=message):
             ops.gemm(wrong, there, 17)
     with pytest.raises(errors.LayoutError, match="w: expected memory aligned to 16 bytes"):
-        ops.gemm(
-            trainer.tensor(x), ops.to_device(np.concatenate([w[:1], w])).part(1, (len(w),)), 17
-        )
+        ops.gemm(trainer.tensor(x), trainer.tensor(np.concatenate([w[:1], w])[1:]), 17)
     with pytest.raises(errors.DTypeError, match="out: expected dtype float32, got int32"):
         ops.gather_rows(
             trainer.tensor(x),
@@ -129,7 +127,8 @@ def test_tensors_that_no_op_takes(trainer: Trainer, rng: np.random.Generator) ->
             out=trainer.tensor(np.zeros((5, 33), np.int32), dtype=DL_INT32),
         )
     with pytest.raises(
-        errors.UnsupportedTensorError, match="inv_freq: expected a NumPy array, got one on cuda:0"
+        errors.UnsupportedTensorError,
+        match=r"inv_freq: expected a NumPy array of float32, got .*DeviceArray",
     ):
         ops.rope_table(ops.to_device(x[0].copy()), 4)  # type: ignore[arg-type]
     with pytest.raises(
@@ -242,7 +241,7 @@ def test_slots_and_parameters_out_of_range(rng: np.random.Generator) -> None:
         zip(("k_cache", "v_cache"), ops.kv_cache(1, 1, 16, 32, dtype="float32", device="cuda:0"))
     )
     for slots in (np.array([0, 16]), np.array([-2, 0])):
-        with pytest.raises(errors.RequestError, match="a slot: expected"):
+        with pytest.raises(errors.RequestError, match="slots: expected values in"):
             ops.qk_rope_kv(
                 **given, **caches, slots=ops.to_device(slots), num_heads=1, page_size=16, eps=1e-6
             )

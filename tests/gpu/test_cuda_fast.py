@@ -578,7 +578,7 @@ def test_without_the_library_the_refusal_says_what_is_missing(
     ):
         make(seed=None)
     monkeypatch.delenv(cublas.LIBRARY_SWITCH)
-    monkeypatch.setattr(cublas, "candidates", lambda *_: iter(()))
+    monkeypatch.setattr(cublas.libraries, "candidates", lambda *_: iter(()))
     install = r"\(pip install '\.\[cuda\]' in rollmesh's checkout\)"
     with pytest.raises(
         rm.ConfigError, match=rf"^fast = True: expected libcublasLt.so, .*got none {install}$"

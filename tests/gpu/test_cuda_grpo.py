@@ -56,7 +56,7 @@ def test_a_run_whose_ranks_exchange_by_nccl_is_the_cpus(
     if not is_simt(library):
         pytest.skip("the stand-in for NCCL is one on a simulated device")
     made = str(standin(tmp_path))
-    monkeypatch.setattr(nccl, "candidates", lambda *_: iter([(made, "the stand-in")]))
+    monkeypatch.setattr(nccl.libraries, "candidates", lambda *_: iter([(made, "the stand-in")]))
     monkeypatch.setenv(nccl.SHARES_GPU_VARIABLE, "0")
     monkeypatch.delenv(nccl.SHARES_GPU_VARIABLE)  # what is put there goes with the test
     small = ["train.steps=1", "generator.max_num_seqs=16", "generator.tp=2", "generator.ep=2"]
@@ -71,8 +71,9 @@ def test_a_run_whose_ranks_exchange_by_nccl_is_the_cpus(
 
 def test_what_a_generator_is_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, object] = {}
-    monkeypatch.setattr(rm, "Generator", lambda spec, **options: made.update(options))
-    monkeypatch.setattr(rm.comm, "nccl", lambda group: ("nccl over", group))
+    name = "rollmesh.run.generator"
+    monkeypatch.setattr(f"{name}.Generator", lambda spec, **options: made.update(options))
+    monkeypatch.setattr(f"{name}.nccl", lambda group: ("nccl over", group))
     hf_config = AutoConfig.for_model("qwen3", **config.load(DENSE).model.hf_fields())
     for changes, want in (
         (["generator.isa=ref"], (None, False, "ref")),

@@ -344,7 +344,6 @@ def test_no_gpu_is_said(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert (
-        done.stderr
-        == "benchmarks.gpu_first: no GPU is here: nvidia-smi: No such file or directory\n"
+        done.stderr == "benchmarks.gpu_first: found no GPU: nvidia-smi: No such file or directory\n"
     )
     assert not (tmp_path / "to").exists()

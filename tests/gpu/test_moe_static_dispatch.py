@@ -1,11 +1,9 @@
-"""Dispatch with fixed sizes (csrc/model/moe/static_dispatch.c) on the simulated device. Steps of
-few rows use it with any dispatcher, longer steps do not, and both are bit-identical to one rank on
-the CPU.
+"""Dispatch with fixed sizes (csrc/model/moe/static_dispatch.c) on the simulated device: what a step
+sends follows from its number of rows, and the results are bit-identical to one rank on the CPU.
 
 Input: steps of one row and more per replica, ranks without rows and without any of the chosen
 experts, rows whose size is not a multiple of four bytes. Oracle: results of one rank on the CPU;
-byte counts from device_traffic.py, and from the CPU's mesh if the dispatch is the dynamic one.
-Bound: equality.
+byte counts from device_traffic.py. Bound: equality.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import rollmesh as rm
 
 TRAVELLING = ("alltoall", "allgather_reducescatter")
 BACKENDS = (*TRAVELLING, "local_allreduce")
-FEW = 5  # rows of a step in the static form, at most: max_num_seqs
+FEW = 5  # max_num_seqs
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_experts": 8,
@@ -121,13 +119,12 @@ def test_a_step_of_few_rows_moves_what_its_rows_say(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_long_step_moves_what_is_chosen(backend: str) -> None:
-    """The prompt has more rows than sequences fit at once: the device's mesh sends the same number
-    of bytes and calls as the CPU's. A step of one row then sends a number of bytes that does not
-    depend on the choices, and fewer calls if rows are exchanged."""
+def test_a_long_step_does_not_depend_on_choices(backend: str) -> None:
+    """The prompt has more rows than sequences fit at once. The step sends the same number of bytes
+    and makes the same calls for every prompt of that length, and a step of one row makes no more
+    calls than on the CPU, which exchanges what is chosen."""
     config = helpers.tiny_config(moe=True, **SIZES)
     state = helpers.numpy_state_dict(config, seed=1)
-    prompt = [[(7 * i) % 97 for i in range(FEW + 1)]]
     found = {}
     for device in ("cpu", "cuda"):
         with generator(
@@ -138,14 +135,17 @@ def test_a_long_step_moves_what_is_chosen(backend: str) -> None:
             ep_backend=backend,
             enable_prefix_caching=False,
         ) as made:
-            long = moved(made, prompt, max_tokens=1)
-            found[device] = long, {moved(made, [[i]], max_tokens=1)[1:] for i in range(12)}
-    assert found["cpu"][0] == found["cuda"][0]
-    assert found["cpu"][0][0] == 1
-    assert len(found["cuda"][1]) == 1
-    ((_, calls),) = found["cuda"][1]
+            found[device] = [
+                {
+                    moved(made, [[(7 * i + start) % 97 for i in range(rows)]], max_tokens=1)
+                    for start in range(8)
+                }
+                for rows in (FEW + 1, 1)
+            ]
+    (((steps, _, calls),), ((_, _, few_calls),)) = found["cuda"]
+    assert (steps, calls) == (1, few_calls)
     fewer = {"alltoall": 1, "allgather_reducescatter": 2, "local_allreduce": 0}[backend]
-    assert {each for _, each in found["cpu"][1]} == {calls + fewer * LAYERS}
+    assert {each for _, _, each in found["cpu"][1]} == {few_calls + fewer * LAYERS}
 
 
 # ------------------------------------------------------------------------------------------- bits
@@ -168,7 +168,7 @@ HARD: dict[str, tuple[rm.Mesh, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", some(["bfloat16", "float32"], [0]))
 @pytest.mark.parametrize("backend", TRAVELLING)
 @pytest.mark.parametrize("case", HARD)
-def test_both_forms_give_one_ranks_bits(case: str, backend: str, dtype: str) -> None:
+def test_fixed_sizes_give_one_ranks_bits(case: str, backend: str, dtype: str) -> None:
     """The replicas run steps with very different rows: prompts of 70 in chunks of 32 beside samples
     that decode one token at a time."""
     mesh, changes, options = HARD[case]

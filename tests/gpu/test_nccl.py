@@ -158,10 +158,10 @@ def test_what_is_no_nccl_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_to_find_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "candidates", lambda *_: iter(()))
+    monkeypatch.setattr(nccl.libraries, "candidates", lambda *_: iter(()))
     with pytest.raises(
         rm.ConfigError,
-        match=r"expected libnccl.so.2, .*got none \(pip install 'nvidia-nccl-cu13>=2\.30\.3'\)",
+        match=r"expected libnccl.so, .*got none \(pip install 'nvidia-nccl-cu13>=2\.30\.3'\)",
     ):
         nccl.find()
 
@@ -188,7 +188,7 @@ def test_doctor_says_what_shares_a_gpu(
 
 
 def test_doctor_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "candidates", lambda *_: iter(()))
+    monkeypatch.setattr(nccl.libraries, "candidates", lambda *_: iter(()))
     assert f"({nccl.INSTALL}); only needed for several GPUs" in doctor._nccl()
 
 

@@ -87,6 +87,19 @@ def source(rng: np.random.Generator, dtype: str, rows: int, cols: int, finite: b
         return np.where(np.abs(x.astype(np.float64)) < 3e38, x, np.zeros_like(x)) if finite else x
 
 
+def packed(
+    isa: str | None, threads: int, dst: np.ndarray, weight: np.ndarray, layout: int, row0: int,
+    index0: int,
+) -> tuple[int, int]:  # fmt: skip
+    """Packs into dst; returns the digest and the index of the first value that is not finite."""
+    given = {
+        "weight": weight, "layout": layout, "dst_row0": row0, "index0": index0, "dst_first": 0,
+        "grouped": False, "dst": dst.reshape(-1),
+    }  # fmt: skip
+    found = ops.kernels(isa, threads).run("pack", given)[1]
+    return int(found.view(np.uint64)[0]), int(found[1])
+
+
 @pytest.mark.quick(24)
 @pytest.mark.parametrize("isa", ["ref", None])
 @pytest.mark.parametrize("layout", [PLAIN, PACKED, GATE, UP])
@@ -122,9 +135,7 @@ def test_pack(
         want, out = before.copy(), before.copy()
         want[places(layout, bf16, rows, cols, row0)] = want_bits
         target = out if bf16 else out.view(np.float32)
-        got = ops.kernels(isa, 1 + trial % 2).pack(
-            target.reshape(total, cols) if layout == PLAIN else target, x, layout, row0, 0
-        )
+        got = packed(isa, 1 + trial % 2, target, x, layout, row0, 0)
         where = f"{rows=} {cols=} {row0=} {total=}"
         same = want == out
         if not bf16:
@@ -161,13 +172,7 @@ def test_rows_where_they_lie(layout: int, stored: str, rng: np.random.Generator)
                     out = np.zeros(size + 64, kind)
                     start = -out.ctypes.data // out.itemsize % (64 // out.itemsize) + shift
                     target = out[start : start + size]
-                    told = ops.kernels(isa, 2).pack(
-                        target.reshape(-1, cols) if layout == PLAIN else target,
-                        source,
-                        layout,
-                        row0,
-                        0,
-                    )
+                    told = packed(isa, 2, target, source, layout, row0, 0)
                     found.append((told, target.tobytes()))
                 assert found[0] == found[1], (rows, cols, at, row0, shift)
 
@@ -190,12 +195,12 @@ def test_digests_of_runs_of_rows_add_up(layout: int, stored: str, rng: np.random
                 np.uint16 if stored == "bfloat16" else np.float32,
             )
             target = out[: part.size].reshape(part.shape) if layout == PLAIN else out
-            got = ops.kernels(threads=2).pack(target, part, layout, 0, begin * cols)
+            got = packed(None, 2, target, part, layout, 0, begin * cols)
             assert got == (digest(to_bits(part), begin * cols), -1), (rows, cols, begin, end)
             total += got[0]
             if part.size:
                 part[-1, -1] = np.inf
-                assert ops.kernels().pack(target, part, layout, 0, begin * cols)[1] == part.size - 1
+                assert packed(None, 1, target, part, layout, 0, begin * cols)[1] == part.size - 1
         assert total % 2**64 == digest(to_bits(whole))
 
 
@@ -212,7 +217,7 @@ def test_the_digest_knows_where_a_part_begins(rng: np.random.Generator) -> None:
                         bits.shape if layout == PLAIN else 32 * 96,
                         np.uint16 if stored == "bfloat16" else np.float32,
                     )
-                    assert ops.kernels().pack(out, x, layout, 0, index0) == (
+                    assert packed(None, 1, out, x, layout, 0, index0) == (
                         digest(bits, index0),
                         -1,
                     ), (stored, cols, index0, layout)

@@ -84,11 +84,6 @@ def test_a_killed_rank_is_named(
     kill(native, pytestconfig, "--kills", str(kills), "--seed", str(seed))
 
 
-@pytest.mark.full
-def test_a_killed_rank_is_named_without_pidfds(native: Build, pytestconfig: pytest.Config) -> None:
-    kill(native, pytestconfig, "--kills", "4", "--without-pidfd", "1")
-
-
 @pytest.mark.slow
 def test_300_killed_ranks_are_named(native: Build, pytestconfig: pytest.Config) -> None:
     kill(native, pytestconfig, "--kills", "300", "--seed", "2")

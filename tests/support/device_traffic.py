@@ -8,7 +8,7 @@ import rollmesh as rm
 from rollmesh.distributed.traffic import Step
 
 # Bytes that two ranks exchange once a step to compare their NCCL calls (csrc/comm/comm.c).
-ACCOUNT = 32
+ACCOUNT = 24
 
 
 def device_step_bytes(

@@ -38,8 +38,8 @@ import helpers
 import numpy as np
 
 import rollmesh as rm
-from rollmesh import generator as generators
 from rollmesh.distributed import comm as comms
+from rollmesh.distributed import leading
 from rollmesh.runtime.arguments import PARTS
 
 LIMIT = 120.0
@@ -285,7 +285,7 @@ def bad_weight(rank: Rank) -> Any:
             else:
                 versions = rank.job["how"] == "version"
                 if versions:  # the ranks would find the difference before the vote
-                    generators.call_text = lambda name, arguments: f"{name}()"
+                    leading.call_text = lambda name, arguments: f"{name}()"
                 with generator.begin_sync(8 + rank.victim if versions else None, cast=True) as sync:
                     for name, value in bad.items():
                         # The victim does not get this tensor.

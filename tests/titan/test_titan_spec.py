@@ -401,7 +401,7 @@ REFUSED: list[tuple[Callable[[Config], None], str]] = [
     (set_of("attention.rope.dim", 64), r"rope.dim: expected 128, got 64"),
     (
         set_of("attention.qk_norm.eps", 1e-5),
-        r"layers\[1\].attention.qk_norm.eps: expected that of attention_norm, 1e-06, got 1e-05",
+        r"layers\[1\].attention.qk_norm.eps: expected 1e-06, got 1e-05",
     ),
     (
         set_of("attention.qk_norm", None),
@@ -414,7 +414,7 @@ REFUSED: list[tuple[Callable[[Config], None], str]] = [
     ),
     (
         set_of("model.norm.eps", 1e-5),
-        r"model.norm.eps: expected that of the layers, 1e-06, got 1e-05",
+        r"model.norm.eps: expected 1e-06, got 1e-05",
     ),
     (set_of("attention.wo.bias", True), r"attention.wo.bias: expected False, got True"),
     (set_of("attention.qkv_linear.wqkv.bias", True), r"wqkv.bias: expected False, got True"),

@@ -597,7 +597,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             f32(2, 8), f32(4, 8), torch.tensor([1, 1]), kept_tokens=torch.tensor([[1]])
         ),
         rm.ShapeError,
-        "kept_tokens: expected 2 rows, one for each target, got 1",
+        r"kept_tokens: expected integers of shape \(2, k\), got torch.int64 of shape \(1, 1\)",
     ),
     "a kept token": (
         lambda: functions.token_logprobs(

@@ -721,7 +721,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "kept tokens": (
         lambda m: rm.torch.logprobs(m, IDS, kept_tokens=torch.ones(3, 1, dtype=torch.int32)),
         rm.ShapeError,
-        "kept_tokens: expected 2 rows, one for each target, got 3",
+        r"kept_tokens: expected integers of shape \(2, k\), got torch.int32 of shape \(3, 1\)",
     ),
     "a layer by itself": (
         lambda m: m.model.layers[0](torch.ones(1, 3, 64)),

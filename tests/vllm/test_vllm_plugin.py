@@ -26,6 +26,7 @@ import pytest
 from helpers import tiny_config
 from native_build import standin
 from paths import ROOT, SUPPORT
+from vllm_releases import TORCH
 
 import rollmesh as rm
 import rollmesh.vllm as plugin
@@ -84,12 +85,13 @@ def test_the_table_of_releases_is_what_can_be_installed() -> None:
         "optional-dependencies"
     ]["vllm"]
     assert extra == [f"vllm>={plugin.TRIED[0]},<={plugin.TRIED[-1]}"]
-    assert f"vllm=={plugin.TRIED[-1]} torch=={plugin.RELEASES[plugin.TRIED[-1]].torch}" in (
+    assert f"vllm=={plugin.TRIED[-1]} torch=={TORCH[plugin.TRIED[-1]]}" in (
         ROOT / "docs/vllm.md"
     ).read_text("utf-8")
     script = (ROOT / ".ci/vllm").read_text("utf-8")
-    for version, release in plugin.RELEASES.items():
-        assert f"[{version}]=torch=={release.torch}" in script
+    assert tuple(TORCH) == plugin.TRIED
+    for version, torch in TORCH.items():
+        assert f"[{version}]=torch=={torch}" in script
 
 
 @pytest.mark.parametrize("words", ["rollmesh", "other,rollmesh", "rollmesh,other"])

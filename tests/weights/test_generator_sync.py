@@ -1,6 +1,6 @@
 """Weight sync from the caller's side: mapping, iterator, block and pieces; errors and the state
-after them; requests in flight; the self-test. test_sync.py tests which tensors and names the engine
-accepts."""
+after them; requests in flight; the self-test. test_sync.py and test_sync_tensors.py test which
+names and tensors the engine accepts."""
 
 from __future__ import annotations
 

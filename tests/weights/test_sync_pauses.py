@@ -1,12 +1,13 @@
 """Requests take steps between the copies of a push, which stops them for a moment only.
 
 Input: a tiny random model whose copies are cut into single tasks. Oracle: the digest of the same
-set pushed while no request runs, and the tokens of requests that no push has interrupted.
+set pushed while no request runs, and the tokens of an uninterrupted run.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -19,6 +20,8 @@ import rollmesh as rm
 from rollmesh import _core
 from rollmesh.request.loop import Loan
 from rollmesh.weights import plan
+from rollmesh.weights.sync import SyncOptions
+from rollmesh.weights.updates import Weights
 
 CONFIG = tiny_config(True, num_hidden_layers=3)
 OLD, NEW = numpy_state_dict(CONFIG, seed=1), numpy_state_dict(CONFIG, seed=2)
@@ -147,3 +150,23 @@ def test_closing_in_the_callback_of_a_push(generator: rm.Generator) -> None:
         engine.sync_take(big[-1], NEW[name])
     with pytest.raises(rm.StateError, match="closed"):
         engine.sync_push(big, 1, engine.close)
+
+
+@pytest.mark.parametrize("inflight, is_paused", [("wait", False), ("keep", True)])
+def test_a_pause_is_of_running_requests(
+    generator: rm.Generator, monkeypatch: pytest.MonkeyPatch, inflight: Any, is_paused: bool
+) -> None:
+    """The commit takes at least 0.5 s. No request waits for it if all have finished before."""
+    kept, reports = Weights._commit, list[rm.SyncReport]()
+
+    def slow(weights: Weights, options: SyncOptions) -> rm.SyncReport:
+        time.sleep(0.5)
+        return kept(weights, options)
+
+    monkeypatch.setattr(Weights, "_commit", slow)
+    assert generator.sync_weights(NEW, version=2).pause_s == 0
+    while_running(
+        generator,
+        lambda: reports.append(generator.sync_weights(OLD, version=3, inflight=inflight)),
+    )
+    assert (reports[0].pause_s >= 0.5) == is_paused

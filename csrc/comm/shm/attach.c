@@ -13,7 +13,6 @@
 // with that name finds the creator dead and removes the name. A rank locks the file while it checks
 // and removes the name, so that it cannot remove a new file of the same name.
 #define _GNU_SOURCE
-#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -28,7 +27,7 @@
 
 #define FOLDER "/dev/shm"
 static const char MAGIC[16] = "rollmesh region";
-enum { NAME_MAX_LENGTH = 200, RETRY_MS = 2, LOCK_TRIES = 500 };
+enum { NAME_MAX_LENGTH = 200, RETRY_NS = 2000000 };
 
 typedef struct attaching {
   rm_region *region;
@@ -39,20 +38,12 @@ typedef struct attaching {
   double deadline;
 } attaching;
 
-static void pause_ms(int ms) { nanosleep(&(struct timespec){.tv_nsec = 1000000L * ms}, NULL); }
-
-static int process_of(uint64_t identity) { return (int)(identity >> 32); }
-
-static int is_dead(uint64_t identity) { return rm_process_ended(&identity, &(int){-1}, 1) != 0; }
-
 // --------------------------------------------------------------------------------------- the name
-// Removes the name if it still refers to this file. It waits for the lock for a limited time.
-// Without the lock it could, at worst, remove the name of a run that starts at this moment, whose
-// ranks would then report that rank 0 did not attach.
+// Removes the name if it still refers to this file. Without the lock, which is held for
+// microseconds, it could remove the name of a run that starts at this moment.
 static void remove_name(const attaching *a, int file) {
   struct stat here, there;
-  int tries = LOCK_TRIES;
-  while (flock(file, LOCK_EX | LOCK_NB) && tries-- > 0) pause_ms(RETRY_MS);
+  flock(file, LOCK_EX);
   if (fstat(file, &here) == 0 && lstat(a->path, &there) == 0 && here.st_ino == there.st_ino &&
       here.st_dev == there.st_dev)
     unlink(a->path);
@@ -70,10 +61,10 @@ static rm_code open_name(const attaching *a, rm_region_head *head, int *file, rm
                : rm_fail(err, RM_E_AUTH, "%s cannot be opened: %s", a->path, strerror(errno));
   rm_code code = RM_OK;
   if (fstat(*file, &status)) code = rm_fail(err, RM_E_AUTH, "%s: %s", a->path, strerror(errno));
-  else if (!S_ISREG(status.st_mode))
-    code = rm_fail(err, RM_E_AUTH, "%s: expected a regular file, got another kind", a->path);
-  else if (status.st_uid != geteuid() || (status.st_mode & 07777) != 0600)
-    code = rm_fail(err, RM_E_AUTH, "%s: expected owner %u and mode 600, got owner %u and mode %o",
+  else if (status.st_uid != geteuid() || status.st_mode != (S_IFREG | 0600))
+    code = rm_fail(err, RM_E_AUTH,
+                   "%s: expected a regular file with owner %u and mode 600, got owner %u and mode "
+                   "%o",
                    a->path, (unsigned)geteuid(), (unsigned)status.st_uid,
                    (unsigned)status.st_mode & 07777);
   else if (pread(*file, head, sizeof *head, 0) != (ssize_t)sizeof *head ||
@@ -101,12 +92,13 @@ static rm_code fill_file(attaching *a, rm_error *err) {
   if (!(region->map = rm_map_file(region->file, region->map_bytes)))
     return rm_no_memory(err, "a region of ranks", a->region->map_bytes);
   region->map->head = (rm_region_head){.nonce = a->nonce,
-                                       .maker = rm_process_self(),
+                                       .maker = (uint64_t)getpid(),
                                        .world = (uint64_t)o->world,
                                        .n_groups = (uint64_t)o->n_groups,
                                        .buffer_bytes = o->buffer_bytes};
   memcpy(region->map->head.magic, MAGIC, sizeof MAGIC);
-  atomic_store(&region->map->ranks[0].identity, region->map->head.maker);
+  rm_process_lock(region->file, 0);
+  atomic_store(&region->map->ranks[0].pid, getpid());
   atomic_store(&region->map->n_attached, 1);
   return RM_OK;
 }
@@ -117,12 +109,12 @@ static rm_code remove_stale(const attaching *a, rm_error *err) {
   int file;
   const rm_code code = open_name(a, &head, &file, err);
   if (code || file < 0) return code;
-  const int stale = is_dead(head.maker);
+  const int stale = rm_process_ended(file, 0);
   if (stale) remove_name(a, file);
   close(file);
   return stale ? RM_OK
                : rm_fail(err, RM_E_AUTH, "%s belongs to process %d, which runs", a->path,
-                         process_of(head.maker));
+                         (int)head.maker);
 }
 
 static rm_code make_file(attaching *a, rm_error *err) {
@@ -144,26 +136,24 @@ static rm_code make_file(attaching *a, rm_error *err) {
 // ------------------------------------------------------------------------------------- the others
 // Waits for the file of a running rank 0, which replaces a file whose creator has ended.
 static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
-  int file, ours_is_dead = 0;
+  int file;
   rm_code code;
   for (;;) {
     if ((code = open_name(a, head, &file, err))) return code;
-    const int alive = file >= 0 && !is_dead(head->maker);
+    const int alive = file >= 0 && !rm_process_ended(file, 0);
     if (alive && head->nonce == a->nonce) break;
-    ours_is_dead = file >= 0 && !alive && head->nonce == a->nonce;
     const int late = rm_now() >= a->deadline;
-    if (late && ours_is_dead) remove_name(a, file);
+    if (late && file >= 0 && !alive) remove_name(a, file);
     if (file >= 0) close(file);
     if (alive)
       return rm_fail(err, RM_E_AUTH, "%s has another nonce: process %d of another run created it",
-                     a->path, process_of(head->maker));
+                     a->path, (int)head->maker);
     if (late)
-      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT, "no region \"%s\" within %.3g s: rank 0 %s",
-                     a->name, a->region->options.timeout,
-                     ours_is_dead
-                         ? "is lost, the process has ended"
-                         : "did not make it, or the other ranks gave up before this rank attached");
-    pause_ms(RETRY_MS);
+      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
+                     "no region \"%s\" within %.3g s: rank 0 did not make it or has ended, or the "
+                     "other ranks gave up before this rank attached",
+                     a->name, a->region->options.timeout);
+    nanosleep(&(struct timespec){.tv_nsec = RETRY_NS}, NULL);
   }
   a->region->file = file;
   return RM_OK;
@@ -193,10 +183,11 @@ static void end_gathering(attaching *a, uint32_t cause) {
 
 static rm_code register_rank(attaching *a, rm_error *err) {
   rm_region_map *map = a->region->map;
-  uint64_t twin = 0;
-  if (!atomic_compare_exchange_strong(&map->ranks[a->rank].identity, &twin, rm_process_self()))
+  int32_t twin = 0;
+  if (!rm_process_lock(a->region->file, a->rank) ||
+      !atomic_compare_exchange_strong(&map->ranks[a->rank].pid, &twin, getpid()))
     return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d of \"%s\" attached twice: processes %d and %d",
-                   a->rank, a->name, process_of(twin), (int)getpid());
+                   a->rank, a->name, (int)atomic_load(&map->ranks[a->rank].pid), (int)getpid());
   if (atomic_fetch_add(&map->n_attached, 1) + 1 < (uint32_t)a->region->options.world) return RM_OK;
   remove_name(a, a->region->file);
   uint32_t gathering = RM_ATTACHING;
@@ -205,29 +196,22 @@ static rm_code register_rank(attaching *a, rm_error *err) {
   return RM_OK;
 }
 
-// Finds the ranks that have ended after they attached, and the ranks that have not attached.
-static void look(attaching *a, uint64_t *dead, uint64_t *absent) {
-  rm_region *region = a->region;
-  const int world = region->options.world;
-  uint64_t identities[RM_REGION_RANKS];
-  *absent = 0;
-  for (int r = 0; r < world; r++) {
-    identities[r] = atomic_load(&region->map->ranks[r].identity);
-    if (!identities[r]) *absent |= UINT64_C(1) << r;
-    else if (region->pidfd[r] < 0) region->pidfd[r] = rm_process_pidfd(identities[r]);
-  }
-  *dead = rm_process_ended(identities, region->pidfd, world);
+// The ranks that have not attached.
+static uint64_t find_absent(const rm_region *region) {
+  uint64_t absent = 0;
+  for (int r = 0; r < region->options.world; r++)
+    if (!atomic_load(&region->map->ranks[r].pid)) absent |= UINT64_C(1) << r;
+  return absent;
 }
 
 // Waits until all have attached, or a rank has reported an error.
 static rm_code gather(attaching *a, rm_error *err) {
   rm_region *region = a->region;
   char who[4 * RM_REGION_RANKS + 8];
-  uint64_t dead, absent;
   uint32_t gathering;
   while ((gathering = atomic_load(&region->map->gathering)) == RM_ATTACHING) {
     rm_region_futex_wait(&region->map->gathering, RM_ATTACHING, RM_REGION_SLICE);
-    look(a, &dead, &absent);
+    const uint64_t dead = rm_process_dead_ranks(region, UINT64_MAX);
     if (atomic_load(&region->map->gathering) != RM_ATTACHING) continue;
     if (dead)
       end_gathering(a, rm_region_set_error(region, a->rank, RM_E_RANK_LOST,
@@ -236,14 +220,13 @@ static rm_code gather(attaching *a, rm_error *err) {
     else if (rm_now() >= a->deadline)
       end_gathering(a, rm_region_set_error(region, a->rank, RM_E_COLLECTIVE_TIMEOUT,
                                            "%s did not attach to the region \"%s\" within %.3g s",
-                                           rm_region_names(absent, who, sizeof who), a->name,
-                                           region->options.timeout));
+                                           rm_region_names(find_absent(region), who, sizeof who),
+                                           a->name, region->options.timeout));
   }
   if (gathering != RM_ATTACHED) {
     remove_name(a, region->file);
     return rm_region_rank_error(region, gathering - RM_ATTACHED, err);
   }
-  look(a, &dead, &absent); // opens a pidfd for each rank; the first wait finds an ended one
   return RM_OK;
 }
 
@@ -272,11 +255,9 @@ static rm_code attach(attaching *a, rm_error *err) {
 }
 
 static int is_name(const char *name) {
-  size_t length = strnlen(name, NAME_MAX_LENGTH + 1);
-  if (length < 1 || length > NAME_MAX_LENGTH) return 0;
-  for (; length > 0; length--, name++)
-    if (!(isascii(*name) && isalnum((unsigned char)*name)) && !strchr("-_.", *name)) return 0;
-  return 1;
+  const size_t length =
+      strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.");
+  return !name[length] && length >= 1 && length <= NAME_MAX_LENGTH;
 }
 
 rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,

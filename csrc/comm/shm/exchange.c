@@ -16,8 +16,6 @@ typedef struct stream {
   size_t bytes; // of the whole stream
 } stream;
 
-static int is_gather(rm_comm_op op) { return op == RM_COMM_GATHER || op == RM_COMM_BROADCAST; }
-
 static size_t buffer_of(const rm_region_endpoint *end) { return end->region->buffer_bytes; }
 
 // Returns the stream of rank `from`, from the sizes in its header.
@@ -26,7 +24,7 @@ static stream stream_of(const rm_region_endpoint *end, int from, rm_comm_op op,
   stream out = {0};
   for (int step = 1; step < end->size; step++) {
     const int to = (from + step) % end->size;
-    if (is_gather(op)) {
+    if (op == RM_COMM_GATHER) {
       if (bytes[to] > out.bytes) out.bytes = bytes[to];
     } else {
       out.at[to] = out.bytes;
@@ -56,8 +54,8 @@ static void fill(rm_region_endpoint *end, rm_comm_op op, const stream *mine, uin
   for (int step = 1; step < end->size; step++) {
     const int to = (end->me + step) % end->size;
     const part p = part_of(mine->at[to], rm_block_bytes(&send[to]), begin, room);
-    rm_block_read(&send[to], p.first, buffer + (mine->at[to] + p.first - begin), p.length);
-    if (is_gather(op) && p.length) return; // once for all
+    rm_block_move(&send[to], p.first, buffer + (mine->at[to] + p.first - begin), p.length, 0);
+    if (op == RM_COMM_GATHER && p.length) return; // once for all
   }
 }
 
@@ -65,8 +63,8 @@ static void take(rm_region_endpoint *end, int from, size_t at, uint64_t round,
                  const rm_block *into) {
   const size_t room = buffer_of(end), begin = (size_t)round * room;
   const part p = part_of(at, rm_block_bytes(into), begin, room);
-  const char *buffer = end->buffers[from] + (end->round & 1) * room;
-  rm_block_write(into, p.first, buffer + (at + p.first - begin), p.length);
+  char *buffer = end->buffers[from] + (end->round & 1) * room;
+  rm_block_move(into, p.first, buffer + (at + p.first - begin), p.length, 1);
 }
 
 // Ends the group if rank `from` makes a different call than this rank.
@@ -74,29 +72,22 @@ static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header
                        const rm_region_header *theirs, size_t expected, rm_error *err) {
   rm_region *region = end->region;
   const int me = end->members[end->me], other = end->members[from];
-  const char *op = rm_comm_op_name((rm_comm_op)mine->op),
-             *others = rm_comm_op_name((rm_comm_op)theirs->op);
+  const char *op = rm_comm_op_name((rm_comm_op)mine->op);
   const unsigned long long n = mine->sequence;
   uint32_t cause;
   if (atomic_load(&end->slots[from]->members) != atomic_load(&end->slots[end->me]->members))
     cause = rm_region_set_error(region, me, RM_E_MESH_MISMATCH,
                                 "group %d has other members for rank %d than for rank %d",
                                 end->index, other, me);
-  else if (theirs->op != mine->op)
-    cause =
-        rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH,
-                            "call %llu: rank %d is in %s, rank %d in %s", n, other, others, me, op);
-  else if (theirs->sequence != n || theirs->round != mine->round)
+  else if (theirs->op != mine->op || theirs->sequence != n || theirs->round != mine->round ||
+           theirs->epoch != mine->epoch)
     cause = rm_region_set_error(
         region, me, RM_E_COLLECTIVE_MISMATCH,
-        "%s: rank %d is in call %llu, round %llu, rank %d in call %llu, round %llu", op, other,
-        (unsigned long long)theirs->sequence, (unsigned long long)theirs->round, me, n,
-        (unsigned long long)mine->round);
-  else if (theirs->epoch != mine->epoch)
-    cause = rm_region_set_error(
-        region, me, RM_E_COLLECTIVE_MISMATCH,
-        "%s, call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld", op, n, other,
-        (long long)theirs->epoch, me, (long long)mine->epoch);
+        "rank %d is in %s, call %llu, round %llu, with weights of epoch %lld, rank %d in %s, call "
+        "%llu, round %llu, with weights of epoch %lld",
+        other, rm_comm_op_name((rm_comm_op)theirs->op), (unsigned long long)theirs->sequence,
+        (unsigned long long)theirs->round, (long long)theirs->epoch, me, op, n,
+        (unsigned long long)mine->round, (long long)mine->epoch);
   else if (theirs->bytes[end->me] != expected)
     cause =
         rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH,

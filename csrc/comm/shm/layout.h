@@ -40,8 +40,7 @@ enum { RM_REGION_RANKS = 64, RM_REGION_LINE = 64, RM_REGION_TEXT = 360 };
 enum { RM_ATTACHING, RM_ATTACHED };
 
 typedef struct rm_region_rank {
-  // Pid and low half of the process's start time; 0: not attached.
-  _Alignas(RM_REGION_LINE) _Atomic uint64_t identity;
+  _Alignas(RM_REGION_LINE) _Atomic int32_t pid; // 0: not attached
   _Atomic uint32_t cause; // 1 + the rank whose error this rank reports; 0: it has seen no error
   _Atomic uint32_t writing; // 1 once the error below is being written
   int32_t code; // rm_code; code and text are valid once a `cause` or a barrier refers to the rank
@@ -50,7 +49,7 @@ typedef struct rm_region_rank {
 
 typedef struct rm_region_head { // of a named region; constant once the file has its name
   char magic[16];
-  uint64_t nonce, maker; // of rm_region_attach; identity of the process that created the file
+  uint64_t nonce, maker; // of rm_region_attach; pid of the process that created the file
   uint64_t world, n_groups, buffer_bytes;
 } rm_region_head;
 
@@ -84,10 +83,11 @@ struct rm_region {
   size_t map_bytes, slots_at, buffers_at;
   size_t buffer_bytes; // of one buffer
   size_t pair_bytes; // from a rank's first buffer to the next rank's
-  int file; // shm: the file, to allocate memory for a rank's buffers; −1: threads
+  // shm: the file, to allocate memory for a rank's buffers, and for the locks of process.c; −1:
+  // threads
+  int file;
   int most_spins; // the most polls of the barrier before a rank sleeps
   rm_region_options options;
-  int pidfd[RM_REGION_RANKS]; // shm: of each rank's process, −1 where the system has none
 };
 
 // One rank's endpoint of a group: the transport's self.
@@ -95,6 +95,7 @@ typedef struct rm_region_endpoint {
   rm_region *region; // one reference
   int me, size, index; // me: in the group
   int32_t members[RM_REGION_RANKS];
+  uint64_t member_set;
   rm_region_slot *group; // of the first member
   rm_region_slot *slots[RM_REGION_RANKS];
   char *buffers[RM_REGION_RANKS]; // two of each member
@@ -156,8 +157,10 @@ rm_code rm_region_rank_error(rm_region *region, uint32_t cause, rm_error *err);
 // "rank 2", "ranks 2, 3"
 const char *rm_region_names(uint64_t ranks, char *text, size_t room);
 
-// process.c: processes by identity (pid and start time), since pids are reused.
-uint64_t rm_process_self(void); // identity, never 0
-int rm_process_pidfd(uint64_t identity); // a pidfd, −1 when there is none
-// Bit i is set for each i < n whose process has ended.
-uint64_t rm_process_ended(const uint64_t identities[], const int handles[], int n);
+// process.c: whether a rank's process runs.
+// Takes rank's lock on the region's file. Returns 0 if the process of another rank has it.
+int rm_process_lock(int file, int rank);
+// Whether the process that took the lock has ended: the lock is free.
+int rm_process_ended(int file, int rank);
+// The ranks in `ranks`, a set, that have attached and whose processes have ended.
+uint64_t rm_process_dead_ranks(const rm_region *region, uint64_t ranks);

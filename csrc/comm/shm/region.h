@@ -23,7 +23,7 @@ typedef struct rm_region rm_region;
 
 typedef struct rm_region_options {
   int world; // ranks, 1 … 64
-  int n_groups; // groups per rank, 1 … 64: `index` of rm_region_comm is below it
+  int n_groups; // groups per rank: `index` of rm_region_comm is below it
   size_t buffer_bytes; // of each of the two buffers of a rank in a group
   double timeout; // seconds, of attaching; each comm starts with it too
 } rm_region_options;
@@ -41,7 +41,7 @@ rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,
 void rm_region_release(rm_region *region); // drops a reference; each comm holds one
 
 // Creates this rank's endpoint of a group, once for each rank and index. `members`: the group's
-// ranks of the world, in the group's order, with `rank` among them. All ranks of a group use the
+// ranks of the world, distinct, in the group's order, with `rank` among them. All ranks of a group use the
 // same index; groups that share a rank use different ones. When a group fails and its rank aborts
 // its other groups, they report the first failure too.
 rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int n_members,

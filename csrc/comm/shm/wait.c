@@ -76,25 +76,10 @@ static absent look(const rm_region_endpoint *end) {
   return found;
 }
 
-static uint64_t find_dead_ranks(const rm_region_endpoint *end) {
-  uint64_t identities[RM_REGION_RANKS], dead = 0;
-  int handles[RM_REGION_RANKS];
-  if (end->region->file < 0) return 0; // threads of this process
-  for (int i = 0; i < end->size; i++) {
-    identities[i] = atomic_load(&end->region->map->ranks[end->members[i]].identity);
-    handles[i] = end->region->pidfd[end->members[i]];
-  }
-  const uint64_t ended = rm_process_ended(identities, handles, end->size);
-  for (int i = 0; i < end->size; i++)
-    if (ended >> i & 1) dead |= bit(end->members[i]);
-  return dead;
-}
-
 // Checks an incomplete round. Returns the cause of an error (1 + rank), or 0.
-static uint32_t diagnose(rm_region_endpoint *end, const rm_region_call *call, int with_processes,
-                         double now) {
+static uint32_t diagnose(rm_region_endpoint *end, const rm_region_call *call, double now) {
   const absent found = look(end);
-  const uint64_t dead = with_processes ? find_dead_ranks(end) : 0;
+  const uint64_t dead = rm_process_dead_ranks(end->region, end->member_set);
   const char *op = rm_comm_op_name(call->op);
   const unsigned long long n = call->sequence;
   const int me = end->members[end->me];
@@ -122,12 +107,11 @@ static int is_over(const rm_region_endpoint *end, uint32_t barrier) {
 
 // Ends the group if a member is lost or the deadline has passed, unless the round has completed in
 // the meantime.
-static void check(rm_region_endpoint *end, const rm_region_call *call, int with_processes,
-                  double now) {
+static void check(rm_region_endpoint *end, const rm_region_call *call, double now) {
   _Atomic uint32_t *barrier = &end->group->barrier;
   const int me = end->members[end->me];
   const int had_error = atomic_load(&end->region->map->ranks[me].cause) != 0;
-  const uint32_t cause = diagnose(end, call, with_processes, now);
+  const uint32_t cause = diagnose(end, call, now);
   uint32_t seen = atomic_load(barrier);
   if (!cause) return;
   while (!is_over(end, seen))
@@ -143,7 +127,8 @@ rm_code rm_region_check(void *self, rm_error *err) {
   const int me = end->members[end->me];
   char who[4 * RM_REGION_RANKS + 8];
   if (!(atomic_load(&end->group->barrier) & RM_BARRIER_CAUSE)) {
-    const uint64_t left = look(end).left, lost = left ? left : find_dead_ranks(end);
+    const uint64_t left = look(end).left,
+                   lost = left ? left : rm_process_dead_ranks(end->region, end->member_set);
     if (!lost) return RM_OK;
     rm_region_fail_group(end, rm_region_set_error(end->region, me, RM_E_RANK_LOST, "lost %s: %s",
                                                   rm_region_names(lost, who, sizeof who),
@@ -159,9 +144,10 @@ static uint32_t sleep_on(rm_region_endpoint *end, const rm_region_call *call) {
   while (!is_over(end, barrier = atomic_load(&end->group->barrier))) {
     const double now = rm_now(), until = next_look < call->deadline ? next_look : call->deadline;
     if (now < until) rm_region_futex_wait(&end->group->barrier, barrier, until - now);
-    const double then = rm_now();
-    check(end, call, then >= next_look, then);
-    if (then >= next_look) next_look = then + RM_REGION_SLICE;
+    else {
+      check(end, call, now);
+      next_look = now + RM_REGION_SLICE;
+    }
   }
   return barrier;
 }

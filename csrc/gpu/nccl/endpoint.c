@@ -257,7 +257,6 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
                          rm_error *err) {
   rm_nccl_endpoint *end = self;
   call c = {.op = op, .send = send, .recv = recv, .gathered = gathered_bytes(end, op, send, recv)};
-  const rm_block *from = &send[end->rank], *to = &recv[end->rank];
   char what[64];
   snprintf(what, sizeof what, "%s, call %llu", rm_comm_op_name(op), (unsigned long long)sequence);
   (void)epoch; // comm.c adds it to the digest
@@ -268,10 +267,9 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
     return code;
   }
   const int n = c.gathered ? 0 : end->size;
-  size_t sent = rm_device_place(send, n, end->rank, rm_is_one_block(op), 1, end->out, end->from);
-  const size_t received = rm_device_place(recv, n, end->rank, 0, 1, end->in, end->to),
-               own_at = sent;
-  if (rm_device_own_needs_run(from, to)) sent += rm_block_bytes(to);
+  const size_t sent =
+      rm_device_place(send, n, end->rank, op == RM_COMM_GATHER, 1, end->out, end->from);
+  const size_t received = rm_device_place(recv, n, end->rank, 0, 1, end->in, end->to);
   if ((code = check_room(end, op, sent, received, err))) return code;
   if (c.gathered) code = all_gather(end, &c, what, timeout, err);
   else {
@@ -281,7 +279,7 @@ rm_code rm_nccl_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t e
     if (!code) rm_device_unpack_all(end->device, recv, n, end->to);
   }
   if (!code && (!c.gathered || c.whole == end->in))
-    rm_device_own(end->device, from, to, end->out + own_at);
+    rm_device_own(end->device, &send[end->rank], &recv[end->rank]);
   return code;
 }
 

@@ -33,9 +33,6 @@ static rm_code prepare(rm_nccl_endpoint *end, const rm_nccl_options *options, he
                        rm_error *err) {
   const char *shares = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   void *out = NULL, *in = NULL;
-  if (options->capacity > INT64_MAX)
-    return rm_fail(err, RM_E_CONFIG, "capacity: expected less than 2^63 bytes, got %zu",
-                   options->capacity);
   rm_code code = rm_nccl_load(options->library, &end->api, err);
   for (int i = 0; i < 2 && end->capacity && !code; i++)
     code =
@@ -145,8 +142,7 @@ static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *
                               double timeout, rm_comm *comm, rm_error *err) {
   const size_t n = (size_t)end->size, word = sizeof *here;
   const rm_device *device = end->device;
-  rm_block *send = rm_alloc(2 * n, sizeof *send), *recv = send + n;
-  if (!send) return rm_fail(err, RM_E_MEMORY, "no memory for %zu blocks", 2 * n);
+  rm_block *send = rm_comm_blocks(comm), *recv = send + n;
   for (size_t r = 0; r < n; r++) {
     here[r] = word_of(end->rank, (int)r);
     send[r] = (rm_block){there + r, 1, word, word};
@@ -161,7 +157,6 @@ static rm_code exchange_words(rm_nccl_endpoint *end, uint64_t *there, uint64_t *
   if (!code) code = rm_nccl_exchange(end, RM_COMM_GATHER, 0, 0, timeout, send, recv, err);
   if (!code) device->copy_to_host(device->self, here + n, there + n, 2 * n * word);
   if (!code) code = rm_comm_wait(&comm, 1, device, RM_WAIT_QUEUE, timeout, err);
-  rm_free(send);
   for (int r = 0; r < end->size && !code; r++)
     if (here[n + (size_t)r] != word_of(r, end->rank) || here[2 * n + (size_t)r] != word_of(r, 0))
       code = rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
@@ -201,24 +196,21 @@ static rm_code make_end(rm_comm *host, const rm_device *device, const rm_nccl_op
 
 rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_nccl_options *options,
                             rm_comm **out, rm_error *err) {
-  rm_error own = RM_ERROR_INIT; // the other ranks get the message even if the caller passes NULL
-  rm_error *shared = err ? err : &own;
   rm_nccl_endpoint *end;
   rm_nccl_id id;
   hello mine = {0};
   const double kept = rm_comm_timeout(host);
   *out = NULL;
-  rm_code code = make_end(host, device, options, &end, shared);
+  rm_code code = make_end(host, device, options, &end, err);
   if (code) {
     rm_comm_abort(host, code);
     goto out;
   }
   rm_comm_set_timeout(host, options->timeout);
-  code = prepare(end, options, &mine, shared);
-  code = meet(end, code, &mine, &id, shared);
-  if (!code) code = init(end, id, options->timeout, shared);
-  const rm_transport transport = {.name = "nccl",
-                                  .moves_own = 1,
+  code = prepare(end, options, &mine, err);
+  code = meet(end, code, &mine, &id, err);
+  if (!code) code = init(end, id, options->timeout, err);
+  const rm_transport transport = {.moves_own = 1,
                                   .waits_in_queue = 1,
                                   .self = end,
                                   .exchange = rm_nccl_exchange,
@@ -226,10 +218,10 @@ rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_ncc
                                   .check = rm_nccl_check,
                                   .leave = rm_nccl_leave,
                                   .destroy = rm_nccl_destroy};
-  if (!code && (code = rm_comm_create(&transport, end->rank, end->size, out, shared)))
+  if (!code && (code = rm_comm_create(&transport, end->rank, end->size, out, err)))
     rm_comm_abort(host, code);
   if (!code) rm_comm_set_timeout(*out, options->timeout);
-  if (!code && !(code = test_group(end, options->timeout, *out, shared))) goto out;
+  if (!code && !(code = test_group(end, options->timeout, *out, err))) goto out;
   if (*out) rm_comm_destroy(*out);
   else {
     rm_nccl_abort_comm(end);
@@ -239,6 +231,5 @@ rm_code rm_comm_create_nccl(rm_comm *host, const rm_device *device, const rm_ncc
   *out = NULL;
 out:
   rm_comm_set_timeout(host, kept);
-  rm_error_clear(&own);
   return code;
 }

@@ -2,6 +2,9 @@
 // expert, so they are reordered once, and the outputs once more. Writing directly to the final
 // position was rejected: it needs a transport with remote addresses. The order of rows within an
 // expert changes no bit.
+//
+// Results of the two moves are views until the next call on the dispatch; they may be written to,
+// and what out returned may be passed to back.
 #include <string.h>
 
 #include "comm/block.h"
@@ -14,6 +17,7 @@ static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
   const size_t all = d->sees_all ? ranks * (size_t)d->max_rows : 0;
   const rm_field fields[] = {
       {&d->cursor, (size_t)d->n_experts, sizeof *d->cursor},
+      {&d->home_rows, ranks, sizeof *d->home_rows},
       {&d->starts, ranks * (size_t)(d->n_experts + 1), sizeof *d->starts},
       {&d->place, choices, sizeof *d->place},
       {&d->group_rows, (size_t)d->here.n + 1, sizeof *d->group_rows},
@@ -26,17 +30,16 @@ static rm_code create_buffers(rm_dispatch *d, rm_error *err) {
   const size_t n = sizeof fields / sizeof *fields;
   d->block_bytes = rm_fields_bytes(fields, n);
   d->block = d->block_bytes ? rm_map(d->block_bytes) : NULL;
-  if (d->block && rm_fields_place(fields, n, d->block, d->block_bytes)) return RM_OK;
-  return rm_no_memory(err, "rows between ranks", d->block_bytes);
+  if (!d->block) return rm_no_memory(err, "rows between ranks", d->block_bytes);
+  rm_fields_place(fields, n, d->block);
+  return RM_OK;
 }
 
 rm_code rm_dispatch_create(const rm_moe *moe, int64_t max_rows, rm_dispatch *out, rm_error *err) {
   rm_comm *ep = moe->rank->ep;
   const int n_ranks = rm_comm_size(ep), me = rm_comm_rank(ep);
   const int64_t top_k = moe->spec->top_k;
-  int64_t choices, total;
-  if (!rm_mul_i64(max_rows, top_k, &choices) || !rm_mul_i64(choices, n_ranks, &total) ||
-      total > INT32_MAX)
+  if (max_rows * top_k * n_ranks > INT32_MAX)
     return rm_fail(err, RM_E_LIMIT,
                    "max_rows: expected at most %d choices in all, got max_rows=%lld on %d ranks "
                    "with top_k=%lld",
@@ -66,10 +69,6 @@ static int64_t rows_for(const rm_dispatch *d, int r, int s) {
   return starts[d->experts[s].n] - starts[0];
 }
 
-static int64_t home_rows(const rm_dispatch *d, int r) {
-  return starts_of(d, r)[d->n_experts] / d->top_k;
-}
-
 // This rank's part of the plan: the number of rows for each expert, and the place of each choice.
 static void sort_choices(rm_dispatch *d, const int32_t *ids) {
   int32_t *starts = starts_of(d, d->me);
@@ -80,34 +79,13 @@ static void sort_choices(rm_dispatch *d, const int32_t *ids) {
   for (int64_t i = 0; i < d->n_choices; i++) d->place[i] = d->cursor[ids[i]]++;
 }
 
-// Checks the counts of other ranks before buffers are written by them. A refusal aborts the group,
-// since the other ranks wait in a call that this rank will not make.
-static rm_code check_starts(const rm_dispatch *d, rm_error *err) {
-  const int64_t most = d->max_rows * d->top_k,
-                most_here = d->max_rows * rm_min64(d->top_k, d->here.n);
-  for (int r = 0; r < d->n_ranks; r++) {
-    const int32_t *starts = starts_of(d, r);
-    const long long n = starts[d->n_experts];
-    int fits = starts[0] == 0 && n <= most && n % d->top_k == 0;
-    for (int64_t e = 0; e < d->n_experts; e++) fits = fits && starts[e] <= starts[e + 1];
-    if (fits && rows_for(d, r, d->me) <= most_here) continue;
-    rm_comm_abort(d->ep, RM_E_COLLECTIVE_MISMATCH);
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                   "expected a multiple of top_k=%lld choices, at most %lld, got %lld from rank %d",
-                   (long long)d->top_k, (long long)most, n, r);
-  }
-  return RM_OK;
-}
-
-rm_code rm_dispatch_plan(rm_dispatch *d, const int32_t *ids, int64_t n_rows, rm_error *err) {
+// ids: [n_rows][top_k], distinct within a row.
+static rm_code plan(rm_dispatch *d, const int32_t *ids, int64_t n_rows, rm_error *err) {
   const size_t bytes = (size_t)(d->n_experts + 1) * sizeof *d->starts;
-  rm_block *recv = rm_comm_blocks(d->ep) + d->n_ranks;
   d->ids = ids;
   d->n_choices = n_rows * d->top_k;
   sort_choices(d, ids);
-  for (int r = 0; r < d->n_ranks; r++) recv[r] = (rm_block){starts_of(d, r), 1, bytes, bytes};
-  rm_code code = rm_comm_gather(d->ep, recv[d->me], recv, err);
-  if (!code) code = check_starts(d, err);
+  rm_code code = rm_comm_all_gather(d->ep, starts_of(d, d->me), d->starts, bytes, err);
   if (code) return code;
   int32_t *group_rows = d->group_rows;
   group_rows[0] = 0;
@@ -184,23 +162,17 @@ static rm_code exchange(rm_dispatch *d, rm_comm_op op, rm_error *err) {
   return rm_comm_exchange(d->ep, op, send, recv, err);
 }
 
-static rm_code gather(rm_dispatch *d, const void *mine, void *all, size_t bytes, rm_error *err) {
-  char *at = all;
-  rm_block *recv = rm_comm_blocks(d->ep) + d->n_ranks;
-  for (int r = 0; r < d->n_ranks; at += rm_block_bytes(&recv[r++]))
-    recv[r] = (rm_block){at, home_rows(d, r), bytes, bytes};
-  const rm_block own = {(void *)(uintptr_t)mine, home_rows(d, d->me), bytes, bytes};
-  return rm_comm_gather(d->ep, own, recv, err);
-}
-
 // Gathers all rows and picks those of this rank's experts: by rank, then row, as reorder_task
 // orders them.
 static rm_code gather_rows(rm_dispatch *d, const char *x, rm_error *err) {
   int64_t n = 0;
-  rm_code code = gather(d, x, d->all_rows, d->row_bytes, err);
-  if (!code) code = gather(d, d->ids, d->all_ids, (size_t)d->top_k * sizeof *d->all_ids, err);
+  for (int r = 0; r < d->n_ranks; r++)
+    n += d->home_rows[r] = starts_of(d, r)[d->n_experts] / d->top_k;
+  rm_code code = rm_comm_gather_rows(d->ep, x, d->all_rows, d->home_rows, d->row_bytes, err);
+  if (!code)
+    code = rm_comm_gather_rows(d->ep, d->ids, d->all_ids, d->home_rows,
+                               (size_t)d->top_k * sizeof *d->all_ids, err);
   if (code) return code;
-  for (int r = 0; r < d->n_ranks; r++) n += home_rows(d, r);
   memcpy(d->cursor, d->group_rows, (size_t)d->here.n * sizeof *d->cursor);
   for (int64_t i = 0; i < n * d->top_k; i++) {
     const int64_t e = d->all_ids[i] - d->here.first;
@@ -211,7 +183,7 @@ static rm_code gather_rows(rm_dispatch *d, const char *x, rm_error *err) {
   return RM_OK;
 }
 
-rm_code rm_dispatch_out(rm_dispatch *d, const rm_ctx *ctx, const void *x, char **rows,
+static rm_code move_out(rm_dispatch *d, const rm_ctx *ctx, const void *x, char **rows,
                         rm_error *err) {
   *rows = d->work;
   if (d->sees_all) return gather_rows(d, x, err);
@@ -222,10 +194,22 @@ rm_code rm_dispatch_out(rm_dispatch *d, const rm_ctx *ctx, const void *x, char *
   return code;
 }
 
-rm_code rm_dispatch_back(rm_dispatch *d, const rm_ctx *ctx, const void *rows, char **choices,
-                         rm_error *err) {
-  *choices = d->choices;
+static rm_code move_back(rm_dispatch *d, const rm_ctx *ctx, const void *rows, rm_error *err) {
   run(ctx, reorder_task, d->n_arrive,
       &(copy_job){.d = d, .from = rows, .to = d->arrived, .back = 1});
   return exchange(d, RM_COMM_COMBINE, err);
+}
+
+// ------------------------------------------------------------------------------------------ a pass
+rm_code rm_moe_counted_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
+  rm_dispatch *d = &moe->dispatch;
+  char *here;
+  rm_moe_route(moe, at, moe->ids);
+  rm_code code = plan(d, moe->ids, at->rows, err);
+  if (!code) code = move_out(d, moe->ctx, at->x, &here, err);
+  if (!code) code = rm_moe_experts(moe, at, d->group_rows, d->n_arrive, here, here, err);
+  if (!code) code = move_back(d, moe->ctx, here, err);
+  if (!code)
+    rm_moe_combine(moe, at->out, d->choices, moe->ids, d->place, moe->spec->hidden_size, at->rows);
+  return code;
 }

@@ -1,5 +1,5 @@
 // dispatch.h: moves rows between the ranks that own them (their home) and the ranks of their
-// experts. Only bytes are copied.
+// experts, in the memory of the CPU. Only bytes are copied.
 //
 //   plan   expert ids of the home rows → the number of rows from each rank to each expert, known to
 //          all ranks
@@ -42,6 +42,7 @@ typedef struct rm_dispatch {
   // dispatch.c
   int32_t *cursor; // [n_experts]
   int32_t *starts; // [n_ranks][n_experts + 1] first choice of each expert among a rank's choices
+  int64_t *home_rows; // [n_ranks]; sees_all
   const int32_t *ids; // view: the home rows' of the plan
   int32_t *all_ids; // [n_ranks·max_rows][top_k]; sees_all
   char *choices; // rows [max_rows·top_k] of the home by expert
@@ -56,12 +57,3 @@ typedef struct rm_dispatch {
 // number of rows that an int32 cannot count.
 rm_code rm_dispatch_create(const struct rm_moe *moe, int64_t max_rows, rm_dispatch *out,
                            rm_error *err);
-// ids: [n_rows][top_k], each in 0 … n_experts − 1 and distinct within a row; n_rows ≤ max_rows.
-rm_code rm_dispatch_plan(rm_dispatch *dispatch, const int32_t *ids, int64_t n_rows, rm_error *err);
-
-// The two moves, by the latest plan. `ctx`: threads to copy with. Results are views until the next
-// call on the dispatch; they may be written to, and what out returned may be passed to back.
-rm_code rm_dispatch_out(rm_dispatch *dispatch, const rm_ctx *ctx, const void *x, char **rows,
-                        rm_error *err);
-rm_code rm_dispatch_back(rm_dispatch *dispatch, const rm_ctx *ctx, const void *rows, char **choices,
-                         rm_error *err);

@@ -3,17 +3,9 @@
 #include "model/moe/moe.h"
 
 // --------------------------------------------------------------------------------------- creation
-static rm_code create_groups(rm_moe *moe, rm_error *err) {
-  const size_t bytes = (size_t)(moe->spec->n_experts + 1) * sizeof *moe->group_rows;
-  const rm_code code =
-      rm_mirrored_create(moe->device, bytes, "counts of experts", &moe->groups, err);
-  moe->group_rows = (int32_t *)moe->groups.host;
-  return code;
-}
-
 rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device,
                       const rm_rank *rank, rm_shard *shard, const rm_ctx *ctx, int64_t max_rows,
-                      int64_t static_rows, rm_error *err) {
+                      rm_error *err) {
   const rm_mesh *mesh = &rank->mesh;
   const rm_peers peers = rm_mesh_peers(mesh, rank->index, RM_AXIS_EP);
   *moe = (rm_moe){.params = params,
@@ -26,32 +18,26 @@ rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *dev
                   .ctx = ctx,
                   .dtype = params->dtype,
                   .max_rows = max_rows};
-  if (mesh->ep == 1) return create_groups(moe, err);
+  if (mesh->ep == 1) return RM_OK;
   moe->dispatches = rank->dispatcher != RM_DISPATCH_LOCAL_ALLREDUCE;
   moe->ep = rank->device_ep ? rank->device_ep : rank->ep;
   moe->experts = rm_alloc((size_t)mesh->ep, sizeof *moe->experts);
   if (!moe->experts) return rm_no_memory(err, "the experts of an ep group", 0);
   for (int32_t i = 0; i < peers.count; i++)
     moe->experts[i] = rm_placement_of(params->spec, mesh, peers.first + i * peers.step).experts;
-  rm_code code = rm_moe_static_create(moe, static_rows, err);
-  if (code || rm_moe_is_static(moe, INT64_MAX)) return code;
-  if (!moe->dispatches) return create_groups(moe, err);
-  code = rm_dispatch_create(moe, (max_rows + mesh->tp - 1) / mesh->tp, &moe->dispatch, err);
-  return code ? code : rm_moe_stage_create(moe, err);
+  moe->is_static = !device->on_host;
+  if (moe->is_static) return rm_moe_static_create(moe, err);
+  if (!moe->dispatches) return RM_OK;
+  return rm_dispatch_create(moe, (max_rows + mesh->tp - 1) / mesh->tp, &moe->dispatch, err);
 }
 
 void rm_moe_destroy(rm_moe *moe) {
-  rm_mirrored_destroy(&moe->stage.mirrored);
-  rm_mirrored_destroy(&moe->groups);
   rm_mirrored_destroy(&moe->fixed.none);
   rm_unmap(moe->dispatch.block, moe->dispatch.block_bytes);
   rm_free(moe->experts);
 }
 
-size_t rm_moe_bytes(const rm_moe *moe) {
-  return moe->groups.bytes + moe->stage.mirrored.bytes + moe->fixed.none.bytes +
-         moe->dispatch.block_bytes;
-}
+size_t rm_moe_bytes(const rm_moe *moe) { return moe->fixed.none.bytes + moe->dispatch.block_bytes; }
 
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_spec *spec = moe->spec;
@@ -60,11 +46,12 @@ size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const size_t choices = (size_t)(moe->max_rows * spec->top_k), elem = rm_dtype_bytes(moe->dtype),
                ep = (size_t)moe->rank->mesh.ep;
   const size_t homes = ep * (size_t)most.home_rows, slots = homes * (size_t)most.each,
-               in_part = ep * (size_t)(moe->fixed.rows * most.each);
+               in_part = ep * (size_t)(moe->max_rows * most.each);
   const size_t arrive = dispatches ? (size_t)moe->dispatch.max_arrive : choices;
   const rm_field list[RM_MOE_FIELDS - RM_STATIC_FIELDS] = {
       {&moe->ids, choices, sizeof *moe->ids},
       {&moe->gates, choices, sizeof *moe->gates},
+      {&moe->group_rows, (size_t)spec->n_experts + 1, sizeof *moe->group_rows},
       {&moe->inner, arrive > slots ? arrive : slots, (size_t)spec->moe_intermediate_size * elem},
       {&moe->place, dispatches ? homes * (size_t)spec->top_k : choices, sizeof *moe->place},
       {&moe->sorted, dispatches ? slots : choices, (size_t)spec->hidden_size * elem},
@@ -158,7 +145,7 @@ void rm_moe_combine(const rm_moe *moe, void *out, const void *y, const int32_t *
 static void permute(rm_moe *moe, const rm_moe_rows *at) {
   const rm_permute_args args = {
       .x_out = moe->sorted,
-      .group_rows = rm_mirrored_on_device(&moe->groups, moe->group_rows),
+      .group_rows = moe->group_rows,
       .place = moe->place,
       .x = at->x,
       .ids = moe->ids,
@@ -169,18 +156,17 @@ static void permute(rm_moe *moe, const rm_moe_rows *at) {
       .dtype = moe->dtype,
   };
   if (at->rows) moe->kernels->permute(moe->ctx, &args);
-  else rm_device_zero(moe->device, args.group_rows, moe->groups.bytes);
+  else
+    rm_device_zero(moe->device, args.group_rows,
+                   (size_t)(args.n_experts + 1) * sizeof *args.group_rows);
 }
 
-// Sends each rank its columns of the outputs of this rank's experts, which are in `sorted`.
+// Sends each rank its columns of the outputs of this rank's experts, which are in `sorted`. Called
+// on the CPU, which can read group_rows.
 static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
   const rm_shard *shard = moe->shard;
   const size_t row = rm_moe_row_bytes(moe), mine = (size_t)moe->here->hidden.n * shard->elem;
   const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first;
-  rm_mirrored_copy_to_host(&moe->groups, moe->group_rows, moe->groups.bytes);
-  // The host needs the sizes of the blocks.
-  const rm_code code = rm_rank_wait(moe->rank, moe->device, RM_WAIT_QUEUE, err);
-  if (code) return code;
   rm_block *send = rm_comm_blocks(moe->ep), *recv = send + shard->size;
   for (int r = 0; r < shard->size; r++) {
     const rm_range its = moe->experts[r], columns = rm_shard_columns(shard, RM_DIM_OUT, r);
@@ -198,19 +184,18 @@ static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
 // outputs are in `part`, on one rank in `sorted`, whose inputs are free by then.
 static rm_code counted_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   permute(moe, at);
-  const rm_code code = rm_moe_experts(
-      moe, at, rm_mirrored_on_device(&moe->groups, moe->group_rows + moe->here->experts.first),
-      at->rows * moe->spec->top_k, moe->sorted,
-      moe->shard->comm && !moe->ep ? moe->part : moe->sorted, err);
+  const rm_code code = rm_moe_experts(moe, at, moe->group_rows + moe->here->experts.first,
+                                      at->rows * moe->spec->top_k, moe->sorted,
+                                      moe->shard->comm && !moe->ep ? moe->part : moe->sorted, err);
   return code || !moe->ep ? code : exchange_outputs(moe, err);
 }
 
-static rm_code replicated(rm_moe *moe, const rm_moe_rows *at, int is_static, rm_error *err) {
+static rm_code replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   const rm_shard *shard = moe->shard;
   const size_t row = rm_moe_row_bytes(moe);
   rm_moe_route(moe, at, moe->ids);
   const rm_code code =
-      is_static ? rm_moe_static_replicated(moe, at, err) : counted_replicated(moe, at, err);
+      moe->is_static ? rm_moe_static_replicated(moe, at, err) : counted_replicated(moe, at, err);
   if (code) return code;
   if (!shard->comm) {
     rm_moe_combine(moe, at->out, moe->sorted, moe->ids, moe->place, moe->spec->hidden_size,
@@ -228,10 +213,9 @@ static rm_code replicated(rm_moe *moe, const rm_moe_rows *at, int is_static, rm_
 
 // --------------------------------------------------------------------------------------- a layer
 rm_code rm_moe_forward(rm_moe *moe, const rm_moe_rows *rows, rm_error *err) {
-  const int is_static = rm_moe_is_static(moe, rows->most);
   const int64_t tp = moe->dispatches ? moe->rank->mesh.tp : 1,
                 n = rm_max64((rows->most + tp - 1) / tp, 1),
-                each = is_static ? (moe->fixed.rows + tp - 1) / tp : n;
+                each = moe->is_static ? (moe->max_rows + tp - 1) / tp : n;
   rm_code code = RM_OK;
   for (int64_t first = 0; first < n && !code; first += each) {
     // A rank without more rows takes part with none.
@@ -246,8 +230,8 @@ rm_code rm_moe_forward(rm_moe *moe, const rm_moe_rows *rows, rm_error *err) {
         .most = rm_min64(n - first, each),
         .routed = rows->routed + done * moe->spec->n_moe_layers * moe->spec->top_k,
     };
-    code = !moe->dispatches ? replicated(moe, &pass, is_static, err)
-           : is_static      ? rm_moe_static_dispatched(moe, &pass, err)
+    code = !moe->dispatches ? replicated(moe, &pass, err)
+           : moe->is_static ? rm_moe_static_dispatched(moe, &pass, err)
                             : rm_moe_counted_dispatched(moe, &pass, err);
   }
   return code;

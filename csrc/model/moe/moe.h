@@ -10,11 +10,10 @@
 //                back. `allgather_reducescatter` and `alltoall` differ in what they send
 //                (dispatch.h).
 //
-// On a device each form also has a static variant, whose exchanges have sizes that depend on the
-// number of rows alone (static_dispatch.c), so that the host does not wait for the device. Long
-// steps are split into passes over some of the rows, which bounds the memory for any number of
-// experts. With the staged transport only steps of few rows use it; with NCCL all steps do, and the
-// counted variant allocates nothing.
+// On the CPU exchanges have the sizes of what is chosen. On a device with ep > 1 each form has a
+// static variant, whose exchanges have sizes that depend on the number of rows alone
+// (static_dispatch.c), so that the host does not wait for the device. Long steps are split into
+// passes over some of the rows, which bounds the memory for any number of experts.
 //
 // In all forms the home rank adds the experts' outputs for a token in the contract's tree, so all
 // are bit-identical to one rank. The thread that uses the model calls these functions.
@@ -26,18 +25,6 @@
 #include "model/params.h"
 #include "model/shard.h"
 
-// Mirrored buffers for the counted form on a device, since its dispatcher works in host memory.
-// Rows are T [hidden].
-typedef struct rm_moe_stage {
-  rm_mirrored_buffer mirrored; // owned: holds the arrays below, which are host addresses
-  char *x; // [home rows] inputs
-  int32_t *ids; // [home rows][top_k]
-  char *here; // [rows for this rank's experts] inputs, then outputs
-  int32_t *group_rows; // [local experts + 1]
-  char *choices; // [home rows·top_k] outputs
-  int32_t *place; // [home rows][top_k]
-} rm_moe_stage;
-
 // Sizes of the static form for a step of a given number of rows.
 typedef struct rm_static_sizes {
   int64_t home_rows; // of each rank; some are padding
@@ -45,10 +32,8 @@ typedef struct rm_static_sizes {
   int64_t each; // outputs that a rank returns for each row
 } rm_static_sizes;
 
-// Buffers of the static form; unused where rows = 0.
+// Buffers of the static form.
 typedef struct rm_moe_static {
-  int64_t rows; // max rows of a pass
-  int64_t most_rows; // max rows of a step that uses this form
   rm_mirrored_buffer none; // owned: [home_rows][top_k] −1, the expert ids of padding rows
   char *all; // [ep][pitch] rows and expert ids of all ranks; dispatched only
   // [homes][pitch][each] choices among this rank's experts; replicated: homes = 1, all rows.
@@ -70,7 +55,8 @@ typedef struct rm_moe {
   const rm_ctx *ctx;
   rm_dtype dtype;
   int dispatches; // input and output are home rows
-  int64_t max_rows; // of a step; of a pass if all steps use the static form
+  int is_static; // uses the static form
+  int64_t max_rows; // of a pass
   int32_t *ids; // [rows][top_k], best first
   float *gates; // [rows][top_k]
   char *inner; // T [rows of this rank's experts][moe_intermediate]
@@ -81,12 +67,9 @@ typedef struct rm_moe {
   rm_range *experts; // owned, [ep] experts of each rank
   rm_moe_static fixed; // owned
   // replicated
-  rm_mirrored_buffer groups; // owned: holds group_rows
-  int32_t *group_rows; // [n_experts + 1] host address
+  int32_t *group_rows; // [n_experts + 1]
   char *part; // T [rows·top_k][hidden columns of this rank]; where tp > 1
-  // dispatched, in the counted form
-  rm_dispatch dispatch; // owned
-  rm_moe_stage stage; // owned; on a device
+  rm_dispatch dispatch; // owned; dispatched, on the CPU
 } rm_moe;
 
 // Rows of one layer.
@@ -100,21 +83,15 @@ typedef struct rm_moe_rows {
   int16_t *routed; // [rows][n_moe_layers][top_k], out: the chosen ids of this layer
 } rm_moe_rows;
 
-// shard and ctx may be set up later. static_rows: max rows of a step that uses the static form, if
-// ep > 1 and the ep group's transport is staged; 0: no step uses it. With NCCL all steps use it.
-enum { RM_STATIC_FIELDS = 5, RM_MOE_FIELDS = 6 + RM_STATIC_FIELDS };
+// shard and ctx may be set up later. max_rows: of a step.
+enum { RM_STATIC_FIELDS = 5, RM_MOE_FIELDS = 7 + RM_STATIC_FIELDS };
 rm_code rm_moe_create(rm_moe *moe, const rm_params *params, const rm_device *device,
                       const rm_rank *rank, rm_shard *shard, const rm_ctx *ctx, int64_t max_rows,
-                      int64_t static_rows, rm_error *err);
+                      rm_error *err);
 void rm_moe_destroy(rm_moe *moe);
 size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]); // returns how many
 size_t rm_moe_bytes(const rm_moe *moe); // memory besides its fields
 
-// Whether a step uses the static form. most_rows: the rows of the rank that has most; the same on
-// all ranks of the group.
-static inline int rm_moe_is_static(const rm_moe *moe, int64_t most_rows) {
-  return moe->fixed.rows > 0 && most_rows <= moe->fixed.most_rows;
-}
 // Max rows of a pass of the static form: RM_STATIC_ROWS of each rank's own, or as many as make
 // exchanges of RM_STATIC_BYTES, whichever is less, but at least one. Buffers take about 2.5 times
 // those bytes. Examples: Qwen3-30B-A3B (top 8 of 128 experts) on 8 ranks exchanges 128 MiB for 512
@@ -134,12 +111,10 @@ static inline size_t rm_moe_row_bytes(const rm_moe *moe) {
 }
 rm_static_sizes rm_static_sizes_of(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dtype,
                                    int64_t rows); // rows: of the step
-// The sizes of the largest pass; zeros where no step uses the static form.
+// The sizes of the largest pass; zeros in the counted form.
 rm_static_sizes rm_moe_static_most(const rm_moe *moe);
-// Sets max_rows to that of a pass where all steps use the static form.
-rm_code rm_moe_static_create(rm_moe *moe, int64_t static_rows, rm_error *err);
+rm_code rm_moe_static_create(rm_moe *moe, rm_error *err); // sets max_rows to that of a pass
 void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]);
-rm_code rm_moe_stage_create(rm_moe *moe, rm_error *err); // does nothing on a CPU
 // One pass of each form. static_replicated is called after rm_moe_route: it computes this rank's
 // experts and exchanges outputs, into `part`.
 rm_code rm_moe_static_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err);

@@ -2,8 +2,7 @@
 // step's number of rows, independent of the chosen experts. So ranks need not exchange counts, the
 // host is not involved, and a step can be captured and replayed with other choices. The cost: a
 // rank returns min(top_k, local experts) outputs for each row, whether they were chosen or not.
-// With the staged transport only steps of few rows use it (rm_model_options.static_rows); with NCCL
-// it costs less than a wait for the host in every layer.
+// With NCCL this costs less than a wait for the host in every layer.
 //
 //   dispatched   all ranks' rows and expert ids are all-gathered; each rank computes the rows for
 //                its experts and returns the outputs
@@ -57,20 +56,14 @@ int64_t rm_static_run_rows(const rm_spec *spec, const rm_mesh *mesh, rm_dtype dt
 }
 
 rm_static_sizes rm_moe_static_most(const rm_moe *moe) {
-  return moe->fixed.rows
-             ? rm_static_sizes_of(moe->spec, &moe->rank->mesh, moe->dtype, moe->fixed.rows)
-             : (rm_static_sizes){0};
+  return moe->is_static ? rm_static_sizes_of(moe->spec, &moe->rank->mesh, moe->dtype, moe->max_rows)
+                        : (rm_static_sizes){0};
 }
 
-rm_code rm_moe_static_create(rm_moe *moe, int64_t static_rows, rm_error *err) {
+rm_code rm_moe_static_create(rm_moe *moe, rm_error *err) {
   rm_moe_static *fixed = &moe->fixed;
-  const rm_mesh *mesh = &moe->rank->mesh;
-  const int for_all = static_rows > 0 && rm_comm_can_be_captured(moe->ep);
-  fixed->most_rows = for_all ? INT64_MAX : rm_min64(static_rows, moe->max_rows);
-  fixed->rows =
-      rm_static_run_rows(moe->spec, mesh, moe->dtype, rm_min64(fixed->most_rows, moe->max_rows));
-  if (for_all) moe->max_rows = fixed->rows;
-  if (!fixed->rows || !moe->dispatches) return RM_OK;
+  moe->max_rows = rm_static_run_rows(moe->spec, &moe->rank->mesh, moe->dtype, moe->max_rows);
+  if (!moe->dispatches) return RM_OK;
   const rm_static_sizes most = rm_moe_static_most(moe);
   const size_t bytes = (size_t)(most.home_rows * moe->spec->top_k) * ID_BYTES;
   const rm_code code = rm_mirrored_create(moe->device, bytes, "ids of no rows", &fixed->none, err);
@@ -85,9 +78,7 @@ void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]) {
   const rm_static_sizes most = rm_moe_static_most(moe);
   const size_t row = rm_moe_row_bytes(moe), dispatches = moe->dispatches != 0,
                homes = dispatches ? (size_t)moe->rank->mesh.ep : 1;
-  const size_t rows = !fixed->rows ? 0
-                      : dispatches ? (size_t)most.pitch
-                                   : (size_t)fixed->rows,
+  const size_t rows = (size_t)(dispatches || !moe->is_static ? most.pitch : moe->max_rows),
                n = homes * rows * (size_t)most.each;
   const rm_field list[RM_STATIC_FIELDS] = {
       {&fixed->all, dispatches ? homes * rows : 0, row},
@@ -157,15 +148,6 @@ rm_code rm_moe_static_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *e
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, send, recv, err);
 }
 
-// All-gathers each rank's rows and ids in `all`.
-static rm_code gather_homes(rm_moe *moe, int64_t pitch, rm_error *err) {
-  const size_t row = rm_moe_row_bytes(moe);
-  rm_block *recv = rm_comm_blocks(moe->ep) + rm_comm_size(moe->ep);
-  for (int r = 0; r < rm_comm_size(moe->ep); r++)
-    recv[r] = (rm_block){moe->fixed.all + (size_t)(r * pitch) * row, pitch, row, row};
-  return rm_comm_gather(moe->ep, recv[rm_comm_rank(moe->ep)], recv, err);
-}
-
 // Sends each rank the outputs of its rows, into `sorted`, whose inputs are free by now.
 static rm_code return_outputs(rm_moe *moe, rm_static_sizes sizes, rm_error *err) {
   const size_t row = rm_moe_row_bytes(moe);
@@ -193,7 +175,7 @@ rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *e
   rm_device_copy(moe->device, mine, at->x, (size_t)at->rows * row);
   rm_device_copy(moe->device, ids + at->rows * top_k, moe->fixed.none.on_device,
                  (size_t)(empty * top_k) * ID_BYTES);
-  if ((code = gather_homes(moe, sizes.pitch, err)) ||
+  if ((code = rm_comm_all_gather(moe->ep, mine, moe->fixed.all, (size_t)sizes.pitch * row, err)) ||
       (code = compute(moe, at, moe->fixed.all, (const int32_t *)(moe->fixed.all + ids_at), mesh->ep,
                       sizes.home_rows, sizes.pitch, sizes.pitch * (int64_t)row / ID_BYTES, err)) ||
       (code = return_outputs(moe, sizes, err)))

@@ -92,20 +92,12 @@ def _main(argv: Sequence[str] | None) -> int:
         return 128 + int(number)
 
 
-class _Handler(logging.Handler):
-    def __init__(self, command: str):
-        super().__init__(logging.WARNING)
-        self._command = command
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):
-            print(f"rollmesh {self._command}: {record.getMessage()}", file=sys.stderr)
-
-
 @contextmanager
 def warnings_shown(command: str) -> Iterator[None]:
     """Prints the library's warnings on standard error."""
-    handler = _Handler(command)
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter(f"rollmesh {command}: %(message)s"))
     log = logging.getLogger("rollmesh")
     log.addHandler(handler)
     try:

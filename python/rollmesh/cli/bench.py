@@ -15,6 +15,7 @@ import argparse
 import subprocess
 import sys
 import time
+import timeit
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -216,10 +217,5 @@ def _show(times: Times, steps: int) -> None:
         )
 
 
-def _best_of(call: Callable[[], object], times: int = 3) -> float:
-    best = float("inf")
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
-    return best
+def _best_of(call: Callable[[], object]) -> float:
+    return min(timeit.repeat(call, number=1, repeat=3))

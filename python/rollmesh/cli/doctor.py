@@ -126,7 +126,6 @@ def _mesh() -> list[tuple[str, str]]:
     return [
         ("threads", "works: all ranks in this process, the default"),
         ("shm", _shared_memory(Path("/dev/shm"))),
-        ("lost ranks", _process_ends()),
         ("torch", _torch_groups()),
         ("nccl", "between GPUs: see below"),
         ("deepep", "not supported"),
@@ -148,15 +147,6 @@ def _shared_memory(folder: Path) -> str:
         if fits >= 2
         else f"no: too little room for two ranks: {text}"
     )
-
-
-def _process_ends() -> str:
-    """Describes how the end of another process is detected."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError) as error:
-        return f"seen by looking at /proc: this system gives no pidfds ({plain(error)})"
-    return "seen at once, by pidfds"
 
 
 def _torch_groups() -> str:

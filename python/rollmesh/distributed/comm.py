@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import numbers
 import os
 import re
-import select
+import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -45,25 +44,22 @@ from rollmesh.errors import (
     StateError,
 )
 from rollmesh.runtime import nccl as _nccl
+from rollmesh.runtime.arguments import REAL, integer
 from rollmesh.runtime.devices import Device
 from rollmesh.runtime.messages import shown
 
 # Operations, in the order of csrc/comm/comm.h.
-OPS = ("barrier", "broadcast", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")
+OPS = ("barrier", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")
 MAX_TIMEOUT_S = 10**6
 SEEN_ENDING_S = 0.2  # a connection breaks a moment before the pidfd of its process signals
 BOARD_S = 2.0  # timeout of reads and writes of torch's store
 ASK_S = 1.0  # between two reads of the store that look for a rank that has given up
 GAVE_UP = "rollmesh: the rank that gave up"
+# Environment variables of torchrun whose values together are a run's own.
+NAMES_OF_RUN = (
+    "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
 NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _machine() -> str:
@@ -76,8 +72,9 @@ def _machine() -> str:
     )
 
 
-def _number(variable: str, text: str | None) -> int:
-    if text is None or not text.isdecimal():
+def _number(variable: str) -> int:
+    text = os.environ[variable]
+    if not text.isdecimal():
         raise ConfigError(f"{variable}: expected a number in the environment, got {shown(text)}")
     return int(text)
 
@@ -106,16 +103,10 @@ def check_group(group: Any) -> None:
         raise ConfigError(
             f"group: expected rm.comm.nccl(…) or rm.comm.shm(…) without torch, got {shown(group)}"
         ) from error
-    outside = distributed.GroupMember.NON_GROUP_MEMBER  # an integer that is not a rank
-    if type(group) is type(outside) and group == outside:
-        raise ConfigError(
-            "group: expected a group that this process is in, got torch's NON_GROUP_MEMBER; leave "
-            "the call out on this rank"
-        )
     if group is not None and not isinstance(group, distributed.ProcessGroup):
         raise ConfigError(
-            "group: expected a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup or None, "
-            f"got a {type(group).__name__}"
+            "group: expected a comm (rm.comm.nccl, shm, torch), torch's ProcessGroup with this "
+            f"process in it or None, got {shown(group)}"
         )
     if not distributed.is_initialized():
         raise StateError(
@@ -145,19 +136,17 @@ class Comm:
     MAX_WORLD = 4096
 
     def __init__(self, rank: int, world: int, timeout: float):
-        if not _is_int(world) or not 1 <= world <= self.MAX_WORLD:
-            raise ConfigError(
-                f"world: expected a number of ranks in [1, {self.MAX_WORLD}], got {shown(world)}"
-            )
-        if not _is_int(rank) or not 0 <= rank < world:
-            raise ConfigError(
-                f"rank: expected one of {world} ranks, counted from 0, got {shown(rank)}"
-            )
-        if not _is_real(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
+        self.world = integer("world", world, 1, self.MAX_WORLD)
+        self.rank = integer("rank", rank, 0, self.world - 1)
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, REAL)
+            or not 0 < timeout <= MAX_TIMEOUT_S
+        ):
             raise ConfigError(
                 f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}"
             )
-        self.rank, self.world, self.timeout = int(rank), int(world), float(timeout)
+        self.timeout = float(timeout)
         self._used = self._closed = False
 
     def connect(self, mesh: Mesh) -> Endpoints:
@@ -232,7 +221,7 @@ class Torch(Comm):
         # torch's key-value store of the control group. It is readable after connections broke.
         self._store: Any = None
         self.heard = False  # True once a connection broke: another rank gave up first
-        self._watched: dict[int, int] = {}  # rank → pidfd, for the other ranks on this machine
+        self._watched = selectors.DefaultSelector()  # pidfds of the other ranks on this machine
         self._ranks: list[int] = distributed.get_process_group_ranks(
             group or distributed.group.WORLD
         )
@@ -244,17 +233,16 @@ class Torch(Comm):
         world = list(range(self.world))
         control = self._group(world)
         if control is not None:
-            self._store = self._exchanges[0].store()
+            self._store = self._exchanges[0].group.get_group_store()
             mine = {"mesh": asdict(mesh), "machine": _machine(), "process": os.getpid()}
             everyone = [json.loads(part) for part in control.all_gather(json.dumps(mine).encode())]
             check_alike([its["mesh"] for its in everyone])
-            self._watch(
-                {
-                    rank: its["process"]
-                    for rank, its in enumerate(everyone)
-                    if its["machine"] == mine["machine"]
-                }
-            )
+            for rank, its in enumerate(everyone):
+                if rank != self.rank and its["machine"] == mine["machine"]:
+                    # No pidfds on this system, another pid namespace, or no free descriptor.
+                    with suppress(AttributeError, OSError):
+                        process = os.pidfd_open(its["process"])
+                        self._watched.register(process, selectors.EVENT_READ, rank)
         sizes = {"tp": mesh.tp, "ep": mesh.ep}
         ends: dict[str, _core.Comm | None] = {}
         for axis, size in sizes.items():
@@ -281,20 +269,10 @@ class Torch(Comm):
         end.set_timeout(self.timeout)
         return end
 
-    def _watch(self, processes: Mapping[int, int]) -> None:
-        for rank, process in processes.items():
-            if rank != self.rank and hasattr(os, "pidfd_open"):
-                with suppress(OSError):  # in another pid namespace, or no free descriptor
-                    self._watched[rank] = os.pidfd_open(process)
-
     def ended(self, wait_s: float = 0.0) -> list[int]:
         """Returns the ranks on this machine whose process has ended. Processes on other machines
         cannot be watched."""
-        poll = select.poll()
-        ranks = {fd: rank for rank, fd in self._watched.items()}
-        for fd in ranks:
-            poll.register(fd, select.POLLIN)
-        return sorted(ranks[fd] for fd, _ in poll.poll(1000 * wait_s)) if ranks else []
+        return sorted(key.data for key, _ in self._watched.select(wait_s))
 
     def announce_giving_up(self) -> None:
         """Writes to the store that this rank gives up, unless another rank did so before. Ignores
@@ -322,9 +300,9 @@ class Torch(Comm):
 
     def close(self) -> None:
         super().close()
-        for fd in self._watched.values():
-            os.close(fd)
-        self._watched = {}
+        for key in list((self._watched.get_map() or {}).values()):
+            os.close(key.fd)
+        self._watched.close()
         exchanges, self._exchanges = self._exchanges, []
         for exchange in exchanges:
             exchange.close()
@@ -335,13 +313,9 @@ class _Exchange:
     them, then exchange the bytes."""
 
     def __init__(self, comm: Torch, group: Any, rank: int, size: int):
-        self._comm, self._group, self._rank, self._size = comm, group, rank, size
+        self._comm, self.group, self._rank, self._size = comm, group, rank, size
         self._process = os.getpid()
         self._asked = time.monotonic()  # time of the last read of the store
-
-    def store(self) -> Any:
-        """Returns the group's store, or None if torch is too old to return one."""
-        return self._group.get_group_store() if hasattr(self._group, "get_group_store") else None
 
     def __call__(
         self,
@@ -356,7 +330,7 @@ class _Exchange:
         from torch import distributed
 
         del timeout  # the torch group has its own timeout
-        if self._group is None:
+        if self.group is None:
             raise RankLostError(f"rank {self._rank} has aborted or left the group")
         mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
         headers = [torch.empty_like(mine) for _ in range(self._size)]
@@ -365,10 +339,10 @@ class _Exchange:
             : sum(map(len, send))
         ]
         try:
-            distributed.all_gather(headers, mine, group=self._group)
+            distributed.all_gather(headers, mine, group=self.group)
             self._check([header.tolist() for header in headers], op, sequence, epoch, sizes)
             distributed.all_to_all_single(
-                out, data, sizes, [len(part) for part in send], group=self._group
+                out, data, sizes, [len(part) for part in send], group=self.group
             )
         except RuntimeError as error:
             raise self._named(error, op, sequence) from error
@@ -412,7 +386,7 @@ class _Exchange:
     def look(self) -> None:
         """Called while a rank waits for its GPU. Raises RankLostError if another rank is known to
         have ended."""
-        if self._group is None:
+        if self.group is None:
             raise RankLostError(f"rank {self._rank} has aborted or left the group")
         if ended := ", ".join(map(str, self._comm.ended())):
             self._comm.heard = True
@@ -426,14 +400,14 @@ class _Exchange:
     def abort(self) -> None:
         """Closes the connections. Ranks that wait on them raise an error and read the reason from
         the store."""
-        if self._group is not None and os.getpid() == self._process:
+        if self.group is not None and os.getpid() == self._process:
             self._comm.announce_giving_up()
             self.close()
 
     def close(self) -> None:
         from torch import distributed
 
-        group, self._group = self._group, None  # its connections close with the last reference
+        group, self.group = self.group, None  # its connections close with the last reference
         # A forked child must not destroy the parent's group.
         if group is not None and os.getpid() == self._process and distributed.is_initialized():
             distributed.destroy_process_group(group)
@@ -521,30 +495,21 @@ def shm(
     are read from its environment variables. The name is a file in /dev/shm until all ranks have
     connected; use a random name, since another mesh must not use it at the same time. timeout:
     seconds that a rank waits for another rank, in any call, before CollectiveTimeoutError."""
-    given = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
-    if rank is None or world is None:
-        if None in given:
-            raise ConfigError(
-                "comm.shm: expected rank and world, or RANK and WORLD_SIZE in the environment "
-                "(torchrun sets them)"
-            )
-        rank = _number("RANK", given[0]) if rank is None else rank
-        world = _number("WORLD_SIZE", given[1]) if world is None else world
+    env = os.environ
+    if (rank is None or world is None) and not {"RANK", "WORLD_SIZE"} <= env.keys():
+        raise ConfigError(
+            "comm.shm: expected rank and world, or RANK and WORLD_SIZE in the environment "
+            "(torchrun sets them)"
+        )
+    rank = _number("RANK") if rank is None else rank
+    world = _number("WORLD_SIZE") if world is None else world
     if name is None:
-        parts = [
-            os.environ.get(key, "")
-            for key in (
-                "TORCHELASTIC_RUN_ID",
-                "MASTER_ADDR",
-                "MASTER_PORT",
-                "TORCHELASTIC_RESTART_COUNT",
-            )
-        ]
-        if not parts[2]:
+        if not env.get("MASTER_PORT"):
             raise ConfigError(
                 "comm.shm: expected a name, or MASTER_PORT in the environment (torchrun sets it)"
             )
-        name = "rollmesh-" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:24]
+        text = " ".join(env.get(key, "") for key in NAMES_OF_RUN)
+        name = "rollmesh-" + hashlib.sha256(text.encode()).hexdigest()[:24]
     return Shm(name, rank, world, timeout)
 
 
@@ -574,6 +539,3 @@ def nccl(group: Comm | None = None, library: str | os.PathLike[str] | None = Non
     different versions of NCCL. Later calls raise RankLostError, CollectiveTimeoutError and
     CollectiveMismatchError, as with any comm, and DeviceError if CUDA fails."""
     return Nccl(group, library)
-
-
-__all__ = ["Comm", "Endpoints", "Nccl", "Shm", "Torch", "nccl", "shm", "threads", "torch"]

@@ -27,14 +27,13 @@ requests, and a foreign request counts as finished once its result has arrived.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar, cast
-from weakref import ref
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from rollmesh import _core
 from rollmesh.distributed.comm import Comm
@@ -49,8 +48,9 @@ from rollmesh.errors import (
     RankLostError,
     StateError,
 )
-from rollmesh.runtime.threads import starting
 
+P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 Operations = Callable[[str], Callable[..., Any]]
 Run = Callable[[Callable[[], Any]], Any]
@@ -86,20 +86,58 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
+def by_every_rank(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], T]:
+    """Marks a method of Generator that every rank may call, see make_call."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def bound() -> Mapping[str, Any]:
+            return signature.bind(self, *args, **kwargs).arguments
+
+        return make_call(self, method.__name__, bound, lambda: method(self, *args, **kwargs))
+
+    return call
+
+
+def make_call(
+    generator: Any,
+    name: str,
+    arguments: Callable[[], Mapping[str, Any]],
+    function: Callable[[], T],
+) -> T:
+    """Makes a call that every rank may make, if ranks are processes: rank 0 makes it, and the other
+    ranks apply its operations and return its result."""
+    engine = generator._engine
+    if not isinstance(engine, LedEngine) or engine.is_followed:
+        return function()
+    values = arguments()
+    text = call_text(name, values)
+    if engine.rank == 0:
+        return engine.lead_call(text, function, generator._loop.call)
+
+    def apply() -> Any:
+        operations = generator._operations(lambda version: values.get("source"))
+        return engine.apply_calls(text, operations, lambda operation: operation())
+
+    result: T = generator._loop.lend(apply)
+    return result
+
+
 class LedEngine(PeerEngine):
     """One rank of a generator whose ranks are processes. Callers have exclusive use of it."""
 
     def __init__(self, engine: _core.Engine, comm: Comm, control: _core.Comm, *, mesh: Mesh):
         super().__init__(engine, comm, control)
-        # Guards the control comm and the queue. A collective operation holds it until it returns.
-        self._lock = threading.RLock()
         self._queue: list[Any] = []  # [name, sent, result] of operations that were not sent yet
         self._is_inside = False  # whether an operation is running
         self._call = IN_STREAMS  # the call that rank 0 is in
         self.is_followed = False  # rank 0: whether all other ranks were in follow() last
         self._is_following = False  # other ranks: whether they are in follow()
-        self._sent_at, self._closed = time.monotonic(), threading.Event()
-        self._thread: threading.Thread | None = None  # sends messages while rank 0 is idle
+        self._sent_at = time.monotonic()
+        self.silence_s = comm.timeout / IDLE_SHARE
         self._tp, self._has_replicas = mesh.tp, mesh.dp > 1
         self._reported: set[int] = set()  # requests whose result this rank has sent
 
@@ -121,15 +159,15 @@ class LedEngine(PeerEngine):
                 self._send([name, sent, None])
             return run()
 
-        with self._lock:
-            self._is_inside = True
-            try:
-                result = super().lead(kind, name, args, send_and_run)
-                if self.rank == 0 and kind == Lead.QUEUED:
-                    self._queue.append([name, sent, result])
-                return result
-            finally:
-                self._is_inside = False
+        self._is_inside = True
+        try:
+            result = super().lead(kind, name, args, send_and_run)
+            if self.rank == 0 and kind == Lead.QUEUED:
+                self._queue.append([name, sent, result])
+                self.idle()  # a call may queue requests for a long time
+            return result
+        finally:
+            self._is_inside = False
 
     def lead_call(self, call: str, function: Callable[[], T], run: Run) -> T:
         """Makes a public call that every rank makes. run: runs a function with exclusive use of the
@@ -162,30 +200,18 @@ class LedEngine(PeerEngine):
 
     def _send(self, *operations: Any, end: Any = None) -> None:
         """Sends the queue and these operations. end: the end of a call, see lead_call."""
-        with self._lock:
-            value = [[*self._queue, *operations], end]
-            everyone = self.gather(self._call, value, leads=True)
-            self._queue.clear()
-            self._sent_at = time.monotonic()
-            self.is_followed = all(follows for _, _, follows in everyone[1:])
-        if self.is_followed and self._thread is None:
-            sending = (ref(self), self._closed, self._comm.timeout / IDLE_SHARE)
-            self._thread = threading.Thread(
-                target=_keep_sending, args=sending, name="rollmesh-leader", daemon=True
-            )
-            with starting("rank 0 of follow()"):
-                self._thread.start()
+        value = [[*self._queue, *operations], end]
+        everyone = self.gather(self._call, value, leads=True)
+        self._queue.clear()
+        self._sent_at = time.monotonic()
+        self.is_followed = all(follows for _, _, follows in everyone[1:])
 
-    def send_if_silent(self, silence: float) -> None:
-        """Sends the queue, which may be empty, if the last message is at least `silence` seconds
-        old."""
-        with self._lock:
-            idle = time.monotonic() - self._sent_at
-            if self.is_followed and not self._closed.is_set() and idle >= silence:
+    def idle(self) -> None:
+        if self.is_followed and time.monotonic() - self._sent_at >= (self.silence_s or 0):
+            with suppress(Error):  # the next call raises the error
                 self._send()
 
     def close(self) -> None:
-        self._closed.set()
         if self.is_followed:
             with suppress(Error):  # the mesh may have ended already
                 self._send(end=CLOSE)
@@ -315,11 +341,3 @@ class LedEngine(PeerEngine):
             self._engine.release(number)
         self.foreign.pop(number, None)
         self._reported.discard(number)
-
-
-def _keep_sending(leader: ref[LedEngine], closed: threading.Event, silence: float) -> None:
-    """Sends messages until rank 0 closes its generator, or has deleted it."""
-    while not closed.wait(silence) and (engine := leader()) is not None:
-        with suppress(Error):  # the next call raises the error
-            engine.send_if_silent(silence)
-        del engine

@@ -4,19 +4,14 @@ experts span ep ranks: 1 (each expert is sharded over tp like a dense MLP), tp, 
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.model.placement import MAX_RANKS
-from rollmesh.runtime.arguments import choice
-from rollmesh.runtime.messages import shown
+from rollmesh.runtime.arguments import choice, integer
 
 EP_BACKENDS = ("disabled", "local_allreduce", "allgather_reducescatter", "alltoall")
-DEEPEP_LACKS = (
-    "an adapter over the deep_ep package, which needs NVSHMEM and a CUDA device for each rank"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +37,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "cp", "pp"):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, numbers.Integral)
-                or not 1 <= int(value) <= MAX_RANKS
-            ):
-                raise ConfigError(
-                    f"mesh {name}: expected an integer in [1, {MAX_RANKS}], got {shown(value)}"
-                )
-            object.__setattr__(self, name, int(value))
+            value = integer(f"mesh {name}", getattr(self, name), 1, MAX_RANKS)
+            object.__setattr__(self, name, value)
         for name in ("cp", "pp"):
             if getattr(self, name) != 1:
                 raise ConfigError(
@@ -73,7 +60,7 @@ def check_backend(name: Any) -> str:
     """Checks the name of a token dispatcher and returns it. Raises ConfigError."""
     if isinstance(name, str) and name == "deepep":
         raise ConfigError(
-            f"ep_backend: expected one of {', '.join(EP_BACKENDS)}, got 'deepep', which lacks "
-            f"{DEEPEP_LACKS}"
+            f"ep_backend: expected one of {', '.join(EP_BACKENDS)}, got 'deepep', which needs "
+            "NVSHMEM and a CUDA device for each rank"
         )
     return choice("ep_backend", name, EP_BACKENDS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from rollmesh.errors import (
     Error,
     FormatError,
     RankLostError,
-    SyncAbortedError,
 )
 from rollmesh.runtime.engine_views import CONTRACT_VERSION
 from rollmesh.runtime.messages import reason, shown
@@ -36,18 +35,15 @@ T = TypeVar("T")
 PUSHES = "begin_sync"
 FOLLOW = "follow()"  # the call of a rank that makes every call of rank 0
 A_STEP: list[Any] = [[["step", [], None]], None]  # rank 0 sends a step alone
-WORDS = {"none": None, "push": "push", "step": A_STEP}  # words for frequent values
 
 
 def _pack(call: str, value: Any, why: str | None, leads: bool) -> bytes:
-    """Returns a message. Frequent ones have a short form, because serialising a value takes longer
-    than a step of a small model: a word or an integer, then the call. Others begin with a colon."""
+    """Returns a message. The messages of a step have a short form, a word and the call, because
+    serialising a value takes longer than a step of a small model. Others begin with a colon."""
     word = None
     if leads:
         word = "step" if value == A_STEP else None
-    elif value is None:
-        word = "none"
-    elif type(value) is int or (type(value) is str and value == "push"):
+    elif value is None or type(value) is int:
         word = str(value)
     if word is None or why is not None:
         return b":" + encode([call, value, why, leads])
@@ -61,7 +57,9 @@ def _unpack(message: bytes) -> list[Any]:
         return list(decode(message[1:]))
     try:
         word, _, call = message.decode("utf-8", "surrogatepass").partition(" ")
-        return [call, WORDS[word] if word in WORDS else int(word), None, word == "step"]
+        if word == "step":
+            return [call, A_STEP, None, True]
+        return [call, None if word == "None" else int(word), None, False]
     except ValueError as error:
         raise FormatError(f"expected a message of a rank, got {shown(message)}") from error
 
@@ -81,11 +79,6 @@ class PeerEngine(RankEngine):
         self.control.close()
         self._comm.close()
 
-    def all_gather(self, call: str, value: Any = None, error: Exception | None = None) -> list[Any]:
-        everyone = self.gather(call, value, None if error is None else reason(error))
-        self.raise_failure(error, [why for _, why, _ in everyone])
-        return [value for value, _, _ in everyone]
-
     def gather(
         self, call: str, value: Any, why: str | None = None, leads: bool = False
     ) -> list[tuple[Any, str | None, bool]]:
@@ -100,19 +93,6 @@ class PeerEngine(RankEngine):
                 )
                 raise self._known_error
         return [(value, why, its == FOLLOW) for its, value, why, _ in everyone]
-
-    def handshake(self, facts: Mapping[str, Any]) -> None:
-        """Raises MeshMismatchError unless all ranks have the same spec and options. The error lists
-        the ranks and the differences."""
-        text = {
-            name: json.dumps(value, sort_keys=True, default=lambda array: array.tolist())
-            for name, value in facts.items()
-        }
-        digest = {
-            name: hashlib.sha256(value.encode()).hexdigest()[:16] if len(value) > 80 else value
-            for name, value in text.items()
-        }
-        check_alike(self.all_gather("initialization", digest))
 
     def abort_unless_shared(self, error: BaseException) -> bool:
         alike = isinstance(error, Error) and not isinstance(error, ALONE)
@@ -138,12 +118,8 @@ class PeerEngine(RankEngine):
             raise
 
     def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
-        if error is not None:
-            self._known_error = error
-            raise error
-        for rank, why in enumerate(reasons):
-            if why is not None:
-                raise SyncAbortedError(f"rank {rank}: {why}")
+        self._known_error = error or self._known_error
+        super().raise_failure(error, reasons)
 
 
 def join(
@@ -161,62 +137,65 @@ def join(
     ends = None if comm is None else comm.connect(mesh)
     if comm is None or ends is None or ends.control is None:
         return RankEngine(_core.Engine(values, options))
+    facts = options.shared_by_ranks() | {"spec": asdict(values), "contract": CONTRACT_VERSION}
+    mine = {name: _short(facts[name]) for name in facts.keys() - set(may_differ)}
+    # Compared first, since with None the ranks exchange messages while the engines are made.
+    sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}
     try:
-        # Compared first, since with None the ranks exchange messages while the engines are made.
-        sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}
-        everyone = [
-            decode(part)
-            for part in ends.control.all_gather(encode([comm.handshake_values(), sized]))
-        ]
+        message = encode([comm.handshake_values(), sized])
+        everyone = [decode(part) for part in ends.control.all_gather(message)]
         comm.accept_handshake([its for its, _ in everyone])
         check_alike([its for _, its in everyone])
-        engine = _create(values, options, comm.rank, ends, ends.control)
+        engine = _create(values, options, comm.rank, ends, ends.control, mine)
     except BaseException:
         ends.control.close()
         comm.close()
         raise
-    peer = make(engine, comm, ends.control)
-    try:
-        facts = options.shared_by_ranks()
-        peer.handshake(
-            {
-                **{name: facts[name] for name in facts.keys() - set(may_differ)},
-                "spec": asdict(values),
-                "contract": CONTRACT_VERSION,
-                "family": engine.stats()["family"],
-            }
-        )
-    except BaseException:
-        peer.close()
-        raise
-    return peer
+    return make(engine, comm, ends.control)
+
+
+def _short(value: Any) -> str:
+    """Returns the JSON text of a value that ranks compare, or the digest of a long one."""
+    text = json.dumps(value, sort_keys=True, default=lambda array: array.tolist())
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if len(text) > 80 else text
 
 
 def _create(
-    values: Any, options: Any, rank: int, ends: Endpoints, control: _core.Comm
+    values: Any,
+    options: Any,
+    rank: int,
+    ends: Endpoints,
+    control: _core.Comm,
+    facts: dict[str, str],
 ) -> _core.Engine:
-    """Makes this rank's engine. Raises RankLostError if another rank failed to make its engine."""
+    """Makes this rank's engine. Raises RankLostError if another rank failed to make its engine, and
+    MeshMismatchError unless all ranks have the same facts."""
+    engine: _core.Engine | None = None
+    own: BaseException | None = None
     try:
         engine = _core.Engine(values, options, (rank, ends.tp, ends.ep, ends.world))
-    except BaseException as error:
+        facts["family"] = engine.stats()["family"]
+    except BaseException as error:  # noqa: BLE001 (raised once the other ranks know)
+        own = error
         for end in (ends.tp, ends.ep, ends.world):
             if end is not None:  # other ranks may be waiting for this rank
                 end.abort()
-        failures = map(decode, control.all_gather(encode(f"{type(error).__name__}: {error}"[:500])))
-        first = next(
-            (
-                (other, why)
-                for other, why in enumerate(failures)
-                if why and not why.startswith(RankLostError.__name__)
-            ),
-            None,
-        )
-        # Another rank failed while the groups were connected.
-        if isinstance(error, RankLostError) and first is not None:
-            raise RankLostError(f"rank {first[0]} could not be made: {first[1]}") from error
-        raise
-    for other, failure in enumerate(map(decode, control.all_gather(encode(None)))):
-        if failure is not None:
+    try:
+        message = encode([own and reason(own), facts])
+        everyone = [decode(part) for part in control.all_gather(message)]
+        failed = [(other, why) for other, (why, _) in enumerate(everyone) if why is not None]
+        # Ranks that lost another one while the groups were connected come last.
+        failed.sort(key=lambda its: its[1].startswith(RankLostError.__name__))
+        if own is not None and (not isinstance(own, RankLostError) or failed[0][0] == rank):
+            raise own
+        if failed:
+            raise RankLostError(f"rank {failed[0][0]} could not be made: {failed[0][1]}") from own
+        check_alike([its for _, its in everyone])
+        assert engine is not None
+        return engine
+    except BaseException:
+        if engine is not None:
             engine.close()
-            raise RankLostError(f"rank {other} could not be made: {failure}")
-    return engine
+        raise
+    finally:
+        own = None  # it refers to this frame

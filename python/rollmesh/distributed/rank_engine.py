@@ -20,7 +20,9 @@ from rollmesh.errors import (
     CollectiveTimeoutError,
     DeviceError,
     RankLostError,
+    SyncAbortedError,
 )
+from rollmesh.runtime.messages import reason
 
 # Errors that one rank may raise while the others do not.
 ALONE = (CollectiveMismatchError, CollectiveTimeoutError, RankLostError, DeviceError)
@@ -58,6 +60,7 @@ class RankEngine:
 
     has_peers = False  # whether this process is one rank of several
     rank = 0
+    silence_s: float | None = None  # how often the engine's thread calls idle(), at least
 
     def __init__(self, engine: _core.Engine):
         self._engine = engine
@@ -75,13 +78,17 @@ class RankEngine:
     def finished(self) -> set[int]:
         return self._engine.finished()
 
+    def idle(self) -> None:
+        """Called by the engine's thread while no call is active. Rank 0 then sends an empty message
+        if it has sent none for silence_s, since a rank waits at most for the comm's timeout."""
+
     def all_gather(self, call: str, value: Any = None, error: Exception | None = None) -> list[Any]:
         """Returns every rank's value once all ranks have reached this point. error: this rank's
         error, or None. This rank raises it; the other ranks raise SyncAbortedError with the reason.
         If ranks are in different calls, all raise CollectiveMismatchError."""
-        del call
-        self.raise_failure(error, [])
-        return [value]
+        everyone = self.gather(call, value, None if error is None else reason(error))
+        self.raise_failure(error, [why for _, why, _ in everyone])
+        return [value for value, _, _ in everyone]
 
     def gather(
         self, call: str, value: Any, why: str | None = None
@@ -93,9 +100,11 @@ class RankEngine:
     def raise_failure(self, error: Exception | None, reasons: list[str | None]) -> None:
         """Raises this rank's own error or, if another rank has failed, SyncAbortedError with the
         first reason. All ranks have received the same reasons."""
-        del reasons
         if error is not None:
             raise error
+        for rank, why in enumerate(reasons):
+            if why is not None:
+                raise SyncAbortedError(f"rank {rank}: {why}")
 
     def abort_unless_shared(self, error: BaseException) -> bool:
         """Called when this rank leaves a call by an exception. Aborts the mesh unless the other

@@ -91,45 +91,31 @@ class Step(NamedTuple):
     def tp_bytes(self) -> int:
         if self.mesh.tp == 1:
             return 0
-        spec, tp = self.spec, self.mesh.tp
-        pairs, before = tp * (tp - 1), self.gathered(self.hidden) if self.sp else 0
-        attention = before + self.gathered(spec.num_attention_heads * spec.head_dim) + self.output()
+        spec, rows, others = self.spec, self.rows, self.mesh.tp - 1
+        hidden, output = self.gathered(self.hidden), self.output()
+        before = hidden if self.sp else 0
+        block = before + output  # of a block that computes columns, without its inner columns
+
+        def dense(width: int) -> int:
+            return block + self.gathered(width)
+
+        layers = spec.num_hidden_layers * dense(spec.num_attention_heads * spec.head_dim)
         if spec.qk_norm == "whole":  # sums of squares, float32
-            attention += (
-                self.rows * (spec.num_attention_heads + spec.num_key_value_heads) * 4 * (tp - 1)
-            )
-        dense = before + self.gathered(spec.intermediate_size) + self.output()
-        if self.travels:
-            moe = 0 if self.sp else self.gathered(self.hidden)
-        else:
-            inside = (
-                self.gathered(spec.moe_intermediate_size, self.rows * spec.num_experts_per_tok)
-                if self.mesh.ep == 1
-                else 0
-            )
-            moe = before + inside + self.output()
+            heads = spec.num_attention_heads + spec.num_key_value_heads
+            layers += spec.num_hidden_layers * rows * heads * 4 * others
+        layers += (spec.num_hidden_layers - self.num_moe) * dense(spec.intermediate_size)
+        moe = hidden - before if self.travels else block
+        if self.mesh.ep == 1:
+            moe += self.gathered(spec.moe_intermediate_size, rows * spec.num_experts_per_tok)
         if spec.shared_intermediate_size:
-            moe += (
-                self.gathered(spec.shared_intermediate_size)
-                + self.output()
-                + (before if self.travels else 0)
-            )
-        layers = (
-            spec.num_hidden_layers * attention
-            + (spec.num_hidden_layers - self.num_moe) * dense
-            + self.num_moe * moe
-        )
-        routed = (
-            self.rows * self.num_moe * spec.num_experts_per_tok * 2 * (tp - 1)
-            if self.travels
-            else 0
-        )
-        last = self.gathered(self.hidden) if self.sp else 0
+            inner = self.gathered(spec.shared_intermediate_size)
+            moe += inner + (block if self.travels else output)
+        if self.travels:  # the routing
+            moe += rows * spec.num_experts_per_tok * 2 * others
         blocks = -(-spec.vocab_size // VOCAB_BLOCK)
-        unsent = self.kept("vocab")
-        head = 4 * (self.rows * spec.vocab_size - unsent) + self.rows * (blocks * 8 + 16) * (tp - 1)
-        looked_up = self.gathered(self.hidden)
-        return looked_up + layers + routed + last + head + self.rows * pairs
+        head = 4 * (rows * spec.vocab_size - self.kept("vocab")) + rows * (blocks * 8 + 16) * others
+        pairs = self.mesh.tp * others
+        return hidden + layers + self.num_moe * moe + before + head + rows * pairs
 
     def ep_bytes(self) -> float:
         mesh, top_k = self.mesh, self.spec.num_experts_per_tok

@@ -57,7 +57,7 @@ from rollmesh.run.config import Config
 from rollmesh.run.data import Dataset, Prompt, load_dataset
 from rollmesh.run.environment import Environment, check_template
 from rollmesh.run.folder import RunFolder
-from rollmesh.run.generator import Pushed, RolloutGenerator, group_sampling, make_generator
+from rollmesh.run.generator import RolloutGenerator, group_sampling, make_generator
 from rollmesh.run.metrics import Completions, Metrics
 from rollmesh.run.models import model_config, read_tokenizer
 from rollmesh.run.samples import Rollout, Scores, completion_rows, step_metrics
@@ -229,7 +229,7 @@ def run_step(
     return metrics, completion_rows(step, rollout, scores)[:count]
 
 
-def _push(run: Run, step: int) -> tuple[Pushed, float]:
+def _push(run: Run, step: int) -> tuple[rm.SyncReport, float]:
     began = time.perf_counter()
     report = run.trainer.push(run.generator, step)
     seconds, threshold = time.perf_counter() - began, run.config.sync.self_test

@@ -11,6 +11,7 @@ prompts and completions of a chat are lists of messages. The function may change
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import time
@@ -27,41 +28,40 @@ _log = logging.getLogger("rollmesh.grpo")
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
 
-def char_match(
-    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
-) -> list[float]:
+def _by_answer(compare: Callable[[str, str], float]) -> RewardFunction:
+    """Makes a reward of a comparison of a completion's text with the column `answer`."""
+
+    @functools.wraps(compare)
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
+    ) -> list[float]:
+        for wanted in answer or [None]:  # empty if the rows do not have the column
+            if not isinstance(wanted, str):
+                got = shown(wanted)
+                raise TypeError(f"expected text in the column answer of each prompt, got {got}")
+        return [float(compare(text_of(c), a)) for c, a in zip(completions, answer, strict=True)]
+
+    return reward
+
+
+@_by_answer
+def char_match(text: str, answer: str) -> float:
     """Returns the share of positions with the answer's character, relative to the longer of the two
     texts. Only the answer itself gets 1."""
-
-    def share(text: str, wanted: str) -> float:
-        longer = max(len(text), len(wanted))
-        return sum(a == b for a, b in zip(text, wanted, strict=False)) / longer if longer else 1.0
-
-    return _compared(share, completions, answer)
+    longer = max(len(text), len(answer))
+    return sum(a == b for a, b in zip(text, answer, strict=False)) / longer if longer else 1.0
 
 
-def exact_match(
-    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
-) -> list[float]:
+@_by_answer
+def exact_match(text: str, answer: str) -> float:
     """Returns 1 if the completion is the answer, apart from white space at both ends."""
-    return _compared(lambda text, wanted: text.strip() == wanted.strip(), completions, answer)
+    return text.strip() == answer.strip()
 
 
-def contains(
-    prompts: Sequence[Any], completions: Sequence[Any], *, answer: Sequence[Any] = (), **_: Any
-) -> list[float]:
+@_by_answer
+def contains(text: str, answer: str) -> float:
     """Returns 1 if the completion contains the answer."""
-    return _compared(lambda text, wanted: wanted in text, completions, answer)
-
-
-def _compared(
-    compare: Callable[[str, str], float], completions: Sequence[Any], answer: Sequence[Any]
-) -> list[float]:
-    for wanted in answer or [None]:  # empty if the rows do not have the column
-        if not isinstance(wanted, str):
-            got = shown(wanted)
-            raise TypeError(f"expected text in the column answer of each prompt, got {got}")
-    return [float(compare(text_of(c), a)) for c, a in zip(completions, answer, strict=True)]
+    return answer in text
 
 
 def text_of(completion: Any) -> str:

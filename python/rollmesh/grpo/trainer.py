@@ -37,7 +37,7 @@ from rollmesh.run.seeds import seed_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollmesh.run.generator import Pushed, RolloutGenerator
+    from rollmesh.run.generator import RolloutGenerator
 
 MAX_KL_EXPONENT = 40.0  # for [loss] kl; above it the squared gradient norm may exceed float32
 
@@ -75,14 +75,13 @@ class Trainer:
             foreach=True,
         )
 
-    def push(self, generator: RolloutGenerator, version: int) -> Pushed:
-        """Makes the weights the generator's `version`. With rollmesh's kernels, a generator in this
-        process shares the packed copy of the weights."""
+    def push(self, generator: RolloutGenerator, version: int) -> rm.SyncReport:
+        """Makes the weights the generator's `version`."""
         table = self.config.sync
         options: dict[str, Any] = {"cast": table.cast}
         if table.inflight != "wait":
             options["inflight"] = table.inflight
-        report = self.forward.push(self.model, generator, version, **options)
+        report = generator.sync_weights(self.state_dict(), version=version, **options)
         self.version = version
         return report
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rollmesh import _core
-from rollmesh.errors import ConfigError
 from rollmesh.model.spec import ModelSpec
-from rollmesh.runtime.messages import shown
+from rollmesh.runtime.arguments import integer
 
 MAX_RANKS = 2**16
 
@@ -34,10 +33,7 @@ def placements(spec: ModelSpec, tp: int = 1, dp: int = 1, ep: int = 1) -> list[P
     Raises rm.ConfigError unless there are at most 4096 ranks, ep is 1, tp or dp*tp, tp divides the
     query heads, and ep divides the experts."""
     for name, degree in (("tp", tp), ("dp", dp), ("ep", ep)):
-        if isinstance(degree, bool) or not isinstance(degree, int) or not 1 <= degree <= MAX_RANKS:
-            raise ConfigError(
-                f"{name}: expected an integer in [1, {MAX_RANKS}], got {shown(degree)}"
-            )
+        integer(name, degree, 1, MAX_RANKS)
     table = _core.placement(spec.engine_values(1), tp, dp, ep)
     return [
         Placement(*(range(first, first + n) for first, n in ranges)) for ranges in table.tolist()

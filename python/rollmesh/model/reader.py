@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rollmesh.errors import ConfigError
-from rollmesh.model.rope import MAX_FLOAT, ROPE_TABLES
+from rollmesh.model.rope import ROPE_TABLES, number
 from rollmesh.runtime.messages import plain, shown
 
 # Bounds of integers here. The engine's own limits (csrc/model/spec.c) are checked when a ModelSpec
@@ -72,24 +72,13 @@ class Reader:
         return value
 
     def positive(self, key: str, default: float) -> float:
-        value = self.values.get(key, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not 0 < value <= MAX_FLOAT
-        ):
-            raise ConfigError(f"{key}: expected a finite number > 0, got {shown(value)}")
-        return float(value)
+        return float(number(key, self.values.get(key, default), 0, strict=True))
 
-    def switch(self, key: str | bool | Callable[[Reader], bool]) -> bool:
-        """A key that is off where it is missing, what always holds, or a rule."""
-        return (
-            key
-            if isinstance(key, bool)
-            else self.boolean(key, False)
-            if isinstance(key, str)
-            else key(self)
-        )
+    def switch(self, key: str | bool | Callable[[Reader], bool], default: bool = False) -> bool:
+        """Returns a key's value or its default, a constant, or the result of a rule."""
+        if isinstance(key, str):
+            return self.boolean(key, default)
+        return key if isinstance(key, bool) else key(self)
 
     def given(self, key: str) -> bool:
         return self.values.get(key) is not None

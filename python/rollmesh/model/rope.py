@@ -334,7 +334,7 @@ TYPES: dict[
 
 
 # ---------------------------------------------------------------------------------- from a config
-def _number(name: str, value: Any, low: float, *, strict: bool = False) -> float:
+def number(name: str, value: Any, low: float, *, strict: bool = False) -> float:
     good = (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
@@ -355,7 +355,7 @@ def _factors(name: str, value: Any, count: int) -> tuple[float, ...]:
             f"{name}: expected {count} entries, half of the elements of a head that rope turns, "
             f"got {seen}"
         )
-    return tuple(_number(f"{name}[{i}]", v, 0, strict=True) for i, v in enumerate(value))
+    return tuple(number(f"{name}[{i}]", v, 0, strict=True) for i, v in enumerate(value))
 
 
 def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
@@ -376,8 +376,8 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
     ):
         return None
     if key in ("factor", "original_max_position_embeddings"):
-        return _number(f"{name}.{key}", value, 1)
-    return _number(f"{name}.{key}", value, 0, strict=not key.startswith(("mscale", "partial")))
+        return number(f"{name}.{key}", value, 1)
+    return number(f"{name}.{key}", value, 0, strict=not key.startswith(("mscale", "partial")))
 
 
 def _table(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -425,7 +425,7 @@ def from_config(
     rope_type = given.get("rope_type", given.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in TYPES:
         raise ConfigError(f"rope_type: expected one of {', '.join(TYPES)}, got {shown(rope_type)}")
-    theta = _number(
+    theta = number(
         "rope_theta",
         given.get("rope_theta", config.get("rope_theta", default_theta)),
         0,
@@ -437,7 +437,7 @@ def from_config(
     )
     if partial is None:
         p["partial_rotary_factor"] = partial = 1.0
-    _number("partial_rotary_factor", partial, 0)
+    number("partial_rotary_factor", partial, 0)
     if default_partial is not None:
         turned = int(head_dim * partial)
         if rope_type == "proportional" or not 2 <= turned <= head_dim or turned % 2:

@@ -559,9 +559,7 @@ def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
         "num_experts": experts.number(c),
         "num_experts_per_tok": c.integer("num_experts_per_tok", default=experts.top_k),
         "moe_intermediate_size": c.integer(experts.width),
-        "norm_topk_prob": c.boolean(experts.renormalize, experts.renormalize_default)
-        if isinstance(experts.renormalize, str)
-        else experts.renormalize,
+        "norm_topk_prob": c.switch(experts.renormalize, experts.renormalize_default),
         "router_bias": experts.router_bias,
         "score_func": experts.score_func,
         "n_group": n_group,

@@ -1,106 +1,130 @@
 """Reads a Qwen3 or a Llama of torchtitan: its config as a Hugging Face config, for
 ModelSpec.from_torchtitan.
 
-torchtitan's config is a tree of dataclasses whose classes choose the modules, and has settings
-that a Hugging Face config lacks. They do not show in the state dict, so ignoring one would give
-wrong numbers without an error. Therefore:
+torchtitan's config is a tree of dataclasses whose classes select the modules, and it has settings
+that a Hugging Face config lacks. The state dict does not show these settings, so ignoring one would
+give wrong numbers without an error. The tables below therefore list every class with its fields:
 
-* a class that is not named here is refused (a converter's Float8Linear, a subclass of one's own);
-* of the classes that are named each field is read, or has to have its default;
-* what the engine does not compute is refused by name, all of it in one message.
+* a class that is not listed is refused (a converter's Float8Linear, a user's subclass);
+* a field that is not listed must have its default;
+* one error lists everything that the engine does not compute.
 
-torchtitan itself is not imported. Its sources, 0.3.0: models/qwen3, models/llama3, models/common.
+torchtitan itself is not imported. The tables follow torchtitan 0.3.0: models/qwen3, models/llama3,
+models/common.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.model.rope import MAX_FLOAT
 from rollmesh.runtime.messages import shown
 
-_NOT_OF_INFERENCE = {
-    "param_init",
-    "sharding_config",
-}  # of every module: its first values, its layout
-_LINEAR, _NORM = ("Linear", "RowParallelLinear"), ("RMSNorm",)
-_ATTENTION = ("FlexAttention", "VarlenAttention", "ScaledDotProductAttention")
-_QKV, _MLP = (
-    ("QKVLinear", "FusedQKVLinear", "AllGatherFusedQKVLinear"),
-    ("FeedForward", "AllGatherFusedFeedForward"),
+
+class _Rule(Enum):
+    READ = "the value is read"
+    # Sizes, which every push checks, and settings of the trainer's communication or speed.
+    ANY = "the value has no effect on the numbers"
+
+
+# A rule of a field is a _Rule, the only value allowed, or a dict for another dataclass: its classes
+# by name with the rules of their fields. The class None allows the value None.
+_Fields = Mapping[str, Any]
+READ, ANY = _Rule.READ, _Rule.ANY
+
+
+def _fields(names: str, rule: Any = READ) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), rule)
+
+
+def _classes(names: str, rules: _Fields) -> dict[str | None, _Fields]:
+    return dict.fromkeys(names.split(), rules)
+
+
+_LINEAR_FIELDS = {"bias": False, "in_features": ANY, "out_features": READ}
+_LINEAR = _classes("Linear RowParallelLinear", _LINEAR_FIELDS)
+# CastLinear is TitanRL's: logits in float32, as the engine's are in every dtype.
+_HEAD = {**_LINEAR, "CastLinear": {**_LINEAR_FIELDS, "compute_dtype": "float32"}}
+_NORM = {"RMSNorm": {"elementwise_affine": True, "normalized_shape": ANY, "eps": READ}}
+_MLP = _classes("FeedForward AllGatherFusedFeedForward", _fields("w1 w3 w2", _LINEAR))
+_HEADS = _fields("head_dim n_heads n_kv_heads", ANY)
+_KERNEL = _fields("block_size kernel_options", ANY)  # of FlexAttention
+_ROPE = _fields(
+    "dim theta max_seq_len scaling rope_factor beta_fast beta_slow original_seq_len truncate "
+    "low_freq_factor high_freq_factor original_max_position_embeddings scaling_factor"
 )
-_DISPATCHERS = tuple(
-    f"{kind}TokenDispatcher"
-    for kind in ("Local", "AllToAll", "TorchAO", "DeepEP", "HybridEP", "MinimalAsyncEP")
-)
-
-
-class _Node:
-    """One dataclass of the tree. `where`: its place, as a user would write it. `faults`: what was
-    refused, of the whole tree."""
-
-    def __init__(self, value: Any, where: str, faults: list[str], kinds: Sequence[str]):
-        kind = type(value)
-        name = kind.__qualname__.removesuffix(".Config")
-        if (
-            kind.__module__.split(".")[0] != "torchtitan"
-            or name not in kinds
-            or not dataclasses.is_dataclass(value)
-        ):
-            wanted = " or ".join(f"{kind}.Config" for kind in kinds)
-            raise ConfigError(
-                f"{where}: expected torchtitan's {wanted}, got "
-                f"{kind.__module__}.{kind.__qualname__}"
-            )
-        self._value, self.where, self._faults = value, where, faults
-        self._fields = {field.name: field for field in dataclasses.fields(value)}
-        self._unread = self._fields.keys() - _NOT_OF_INFERENCE
-        self.name = name
-
-    def read(self, field: str) -> Any:
-        if field not in self._fields:
-            raise ConfigError(
-                f"{self.where}: expected a field {field}, as torchtitan 0.3.0 has, got "
-                f"{', '.join(self._fields)}"
-            )
-        self._unread -= {field}
-        return getattr(self._value, field)
-
-    def want(self, field: str, wanted: Any) -> None:
-        """Refuses another value."""
-        if (value := self.read(field)) != wanted:
-            self.refuse(f"{field}: expected {wanted!r}, got {shown(value)}")
-
-    def refuse(self, why: str) -> None:
-        self._faults.append(f"{self.where}.{why}")
-
-    def node(self, field: str, kinds: Sequence[str]) -> _Node:
-        return _Node(self.read(field), f"{self.where}.{field}", self._faults, kinds)
-
-    def skip(self, *fields: str) -> None:
-        """Sizes, which every push checks, and what only the trainer's communication or speed
-        depends on."""
-        self._unread -= set(fields)
-
-    def done(self) -> None:
-        """Every field that was not read has to have its default."""
-        for name in sorted(self._unread):
-            field, value = self._fields[name], getattr(self._value, name)
-            default = (
-                field.default
-                if field.default_factory is dataclasses.MISSING
-                else field.default_factory()
-            )
-            if value != default:
-                self.refuse(
-                    f"{name}: expected no such field, as in torchtitan 0.3.0, or its default "
-                    f"{default!r}, got {shown(value)}"
-                )
-
-
+_ATTENTION = {
+    **_fields("n_heads dim n_kv_heads head_dim"),
+    "qkv_linear": {
+        "QKVLinear": {**_HEADS, **_fields("wq wkv", _LINEAR)},
+        **_classes("FusedQKVLinear AllGatherFusedQKVLinear", {**_HEADS, "wqkv": _LINEAR}),
+    },
+    "wo": _LINEAR,
+    "inner_attention": {
+        **_classes("FlexAttention ScaledDotProductAttention", _KERNEL),
+        "VarlenAttention": {**_KERNEL, "window_size": (-1, 0)},
+    },
+}
+_DISPATCHER = {
+    "top_k": READ,
+    **_fields(
+        "num_experts pad_multiple cudagraphable num_max_tokens_per_rank hidden_dim dtype device",
+        ANY,
+    ),
+}
+_MOE = {
+    **_fields("num_experts load_balance_coeff"),
+    "router": {
+        "TokenChoiceTopKRouter": {
+            **_fields(
+                "score_func route_scale num_expert_groups num_limited_groups top_k route_norm"
+            ),
+            "num_experts": ANY,
+            "_debug_force_load_balance": False,
+            "gate": _LINEAR,
+        }
+    },
+    "routed_experts": {
+        "RoutedExperts": {
+            "inner_experts": {
+                "GroupedExperts": {"hidden_dim": READ, **_fields("num_experts dim", ANY)}
+            },
+            "token_dispatcher": {
+                **_classes(
+                    "LocalTokenDispatcher AllToAllTokenDispatcher TorchAOTokenDispatcher "
+                    "DeepEPTokenDispatcher MinimalAsyncEPTokenDispatcher",
+                    _DISPATCHER,
+                ),
+                # Any other capacity factor drops tokens.
+                "HybridEPTokenDispatcher": {**_DISPATCHER, "non_blocking_capacity_factor": None},
+            },
+        }
+    },
+    "shared_experts": {None: {}, **_MLP},
+}
+_NORMS = _fields("attention_norm ffn_norm", _NORM)
+_LLAMA = {
+    "attention": {"GQAttention": {**_ATTENTION, "rope": {"ComplexRoPE": _ROPE}, "qk_norm": None}},
+    **_NORMS,
+    "moe": None,
+    "feed_forward": _MLP,
+}
+_QWEN = {
+    "attention": {"GQAttention": {**_ATTENTION, "rope": {"CosSinRoPE": _ROPE}, "qk_norm": _NORM}},
+    **_NORMS,
+}
+_QWEN_DENSE = {**_QWEN, "moe": {None: {}}, "feed_forward": _MLP}
+_QWEN_MOE = {**_QWEN, "moe": {"MoE": _MOE}, "feed_forward": ANY}  # its feed_forward is not built
+_ROOT = {
+    **_fields("layers vocab_size dim enable_weight_tying"),
+    "norm": _NORM,
+    "lm_head": _HEAD,
+    "tok_embeddings": {"Embedding": _fields("num_embeddings embedding_dim", ANY)},
+}
 BEYOND_HF = (
     "router_bias",
     "score_func",
@@ -111,61 +135,98 @@ BEYOND_HF = (
 )
 
 
+def _read(
+    value: Any, where: str, classes: Mapping[str | None, _Fields], faults: list[str]
+) -> dict[str, Any]:
+    """Returns the values that are read, by field; those of another dataclass as such a dict, with
+    None instead of a class. where: the dataclass as a user would write it. Adds what is refused to
+    `faults`."""
+    kind = type(value)
+    name = kind.__qualname__.removesuffix(".Config")
+    if kind.__module__.split(".")[0] != "torchtitan" or name not in classes:
+        wanted = " or ".join(f"{name}.Config" for name in classes if name is not None)
+        raise ConfigError(
+            f"{where}: expected torchtitan's {wanted or None}, got "
+            f"{kind.__module__}.{kind.__qualname__}"
+        )
+    # Of every module: its first values and its layout.
+    rules = {"param_init": ANY, "sharding_config": ANY, **classes[name]}
+    fields = {field.name: field for field in dataclasses.fields(value)}
+    read: dict[str, Any] = {}
+    for field, rule in rules.items():
+        if rule is ANY:
+            continue
+        if field not in fields:
+            raise ConfigError(
+                f"{where}: expected a field {field}, as torchtitan 0.3.0 has, got "
+                f"{', '.join(fields)}"
+            )
+        its = getattr(value, field)
+        if isinstance(rule, dict) and not (its is None and None in rule):
+            read[field] = _read(its, f"{where}.{field}", rule, faults)
+        elif rule is READ or isinstance(rule, dict):
+            read[field] = its
+        elif its != rule:
+            faults.append(f"{where}.{field}: expected {rule!r}, got {shown(its)}")
+    for field in sorted(fields.keys() - rules.keys()):
+        its, made = getattr(value, field), fields[field].default_factory
+        default = fields[field].default if made is dataclasses.MISSING else made()
+        if its != default:
+            faults.append(
+                f"{where}.{field}: expected no such field, as in torchtitan 0.3.0, or its default "
+                f"{default!r}, got {shown(its)}"
+            )
+    return read
+
+
 def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the config as transformers has it, fields of ModelSpec that it cannot say). model:
-    torchtitan's Qwen3Model.Config or Llama3Model.Config, or its ModelSpec."""
-    if (
-        type(model).__qualname__ == "ModelSpec"
-        and type(model).__module__.split(".")[0] == "torchtitan"
-    ):
+    """Returns the config as transformers has it, and the fields of ModelSpec that such a config
+    lacks. model: torchtitan's Qwen3Model.Config or Llama3Model.Config, or its ModelSpec."""
+    kind = type(model)
+    if kind.__qualname__ == "ModelSpec" and kind.__module__.split(".")[0] == "torchtitan":
         model = model.model
     faults: list[str] = []
-    root = _Node(model, "model", faults, ["Qwen3Model", "Llama3Model"])
-    block = root.name.removesuffix("Model") + "TransformerBlock"
-    layers = root.read("layers")
-    if not isinstance(layers, (list, tuple)) or not layers:
-        raise ConfigError(f"model.layers: expected a list of {block}.Config, got {shown(layers)}")
-    read = [
-        _layer(_Node(layer, f"model.layers[{i}]", faults, [block]))
-        for i, layer in enumerate(layers)
-    ]
-    values = _alike(read, faults)
+    root = _read(model, "model", _classes("Qwen3Model Llama3Model", _ROOT), faults)
+    is_llama = type(model).__qualname__.startswith("Llama3")
+    block = f"{'Llama3' if is_llama else 'Qwen3'}TransformerBlock"
+    if not isinstance(root["layers"], (list, tuple)) or not root["layers"]:
+        raise ConfigError(
+            f"model.layers: expected a list of {block}.Config, got {shown(root['layers'])}"
+        )
+    layers = []
+    for i, layer in enumerate(root["layers"]):
+        has_experts = getattr(layer, "moe", None) is not None
+        rules = _LLAMA if is_llama else _QWEN_MOE if has_experts else _QWEN_DENSE
+        where = f"model.layers[{i}]"
+        layers.append(_layer(_read(layer, where, {block: rules}, faults), where, faults))
+    values = _alike(layers, faults)
     values |= {
-        "model_type": "llama" if root.name == "Llama3Model" else "qwen3",
-        "vocab_size": root.read("vocab_size"),
-        "hidden_size": root.read("dim"),
+        "model_type": "llama" if is_llama else "qwen3",
+        "vocab_size": root["vocab_size"],
+        "hidden_size": root["dim"],
         "num_hidden_layers": len(layers),
-        "tie_word_embeddings": root.read("enable_weight_tying"),
+        "tie_word_embeddings": root["enable_weight_tying"],
         "eos_token_id": None,
     }
-    if any("num_experts" in layer for layer in read):
+    if "num_experts" in values:
         values["model_type"] = "qwen3_moe"
         values["mlp_only_layers"] = [
-            i for i, layer in enumerate(read) if "num_experts" not in layer
+            i for i, layer in enumerate(layers) if "num_experts" not in layer
         ]
-    eps = _norm(root.node("norm", _NORM))
-    if eps != values["rms_norm_eps"]:
-        root.refuse(f"norm.eps: expected that of the layers, {values['rms_norm_eps']}, got {eps}")
-    _linear(root.node("lm_head", (*_LINEAR, "CastLinear")))
-    embedding = root.node("tok_embeddings", ["Embedding"])
-    embedding.skip("num_embeddings", "embedding_dim")
-    embedding.done()
-    root.done()
+    _want("model.norm.eps", root["norm"]["eps"], values["rms_norm_eps"], faults)
     if faults:
-        raise ConfigError(
-            f"not a model that rollmesh computes: {'; '.join(faults[:20])}"
-            + _rest(len(faults) - 20)
-        )
+        rest = f"; and {len(faults) - 20} more" if len(faults) > 20 else ""
+        raise ConfigError(f"not a model that rollmesh computes: {'; '.join(faults[:20])}{rest}")
     return values, {field: values.pop(field) for field in BEYOND_HF if field in values}
 
 
-def _rest(count: int) -> str:
-    return f"; and {count} more" if count > 0 else ""
+def _want(where: str, value: Any, wanted: Any, faults: list[str]) -> None:
+    if value != wanted:
+        faults.append(f"{where}: expected {wanted!r}, got {shown(value)}")
 
 
 def _alike(layers: list[dict[str, Any]], faults: list[str]) -> dict[str, Any]:
-    """The values of all layers. Those of experts, or of a dense MLP, are of the layers that have
-    them."""
+    """Returns the values of all layers. Layers with experts and dense ones have different keys."""
     values: dict[str, Any] = {}
     first: dict[str, int] = {}
     for i, layer in enumerate(layers):
@@ -180,190 +241,97 @@ def _alike(layers: list[dict[str, Any]], faults: list[str]) -> dict[str, Any]:
     return values
 
 
-def _layer(layer: _Node) -> dict[str, Any]:
-    attention = layer.node("attention", ["GQAttention"])
-    heads, dim = attention.read("n_heads"), attention.read("dim")
-    kv_heads, head_dim = attention.read("n_kv_heads"), attention.read("head_dim")
-    values = {
+def _layer(layer: dict[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+    attention, heads = layer["attention"], layer["attention"]["n_heads"]
+    head_dim, kv_heads = attention["head_dim"], attention["n_kv_heads"]
+    if head_dim is None:
+        for field in ("dim", "n_heads"):
+            if not isinstance(attention[field], int) or attention[field] < 1:
+                raise ConfigError(
+                    f"{where}.attention.{field}: expected an integer > 0, got "
+                    f"{shown(attention[field])}"
+                )
+        head_dim = attention["dim"] // heads
+    eps = layer["attention_norm"]["eps"]
+    _want(f"{where}.ffn_norm.eps", layer["ffn_norm"]["eps"], eps, faults)
+    if "qk_norm" in attention:
+        _want(f"{where}.attention.qk_norm.eps", attention["qk_norm"]["eps"], eps, faults)
+    is_llama = "moe" not in layer
+    return {
         "num_attention_heads": heads,
         "num_key_value_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": _divided(attention, dim, heads) if head_dim is None else head_dim,
+        "head_dim": head_dim,
+        "rms_norm_eps": eps,
+        **_rope(attention["rope"], f"{where}.attention.rope", head_dim, is_llama, faults),
+        **(
+            _experts(layer["moe"], f"{where}.moe", faults)
+            if layer.get("moe")
+            else {"intermediate_size": layer["feed_forward"]["w1"]["out_features"]}
+        ),
     }
-    is_llama = layer.name == "Llama3TransformerBlock"
-    values |= _rope(
-        attention.node("rope", ["ComplexRoPE" if is_llama else "CosSinRoPE"]), values["head_dim"]
-    )
-    _qkv(attention.node("qkv_linear", _QKV))
-    _linear(attention.node("wo", _LINEAR))
-    _inner_attention(attention.node("inner_attention", _ATTENTION))
-    eps = {norm: _norm(layer.node(norm, _NORM)) for norm in ("attention_norm", "ffn_norm")}
-    if is_llama:
-        attention.want("qk_norm", None)
-    else:
-        eps["attention.qk_norm"] = _norm(attention.node("qk_norm", _NORM))
-    attention.done()
-    values["rms_norm_eps"] = eps["attention_norm"]
-    for norm, value in eps.items():
-        if value != values["rms_norm_eps"]:
-            layer.refuse(
-                f"{norm}.eps: expected that of attention_norm, {values['rms_norm_eps']}, got "
-                f"{value}"
-            )
-    if is_llama:
-        layer.want("moe", None)
-    has_experts = layer.read("moe") is not None and not is_llama
-    values |= (
-        _experts(layer.node("moe", ["MoE"]))
-        if has_experts
-        else _mlp(layer.node("feed_forward", _MLP))
-    )
-    layer.skip("feed_forward")  # of a layer with experts: not built
-    layer.done()
-    return values
 
 
-def _divided(attention: _Node, dim: Any, heads: Any) -> int:
-    """head_dim where the config has none."""
-    for field, value in (("dim", dim), ("n_heads", heads)):
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"{attention.where}.{field}: expected an integer > 0, got {shown(value)}"
-            )
-    size: int = dim // heads
-    return size
-
-
-def _linear(linear: _Node) -> int:
-    """Its rows."""
-    linear.want("bias", False)
-    if (
-        linear.name == "CastLinear"
-    ):  # of TitanRL: logits in float32, as the engine's are in every dtype
-        linear.want("compute_dtype", "float32")
-    linear.skip("in_features")
-    rows: int = linear.read("out_features")
-    linear.done()
-    return rows
-
-
-def _norm(norm: _Node) -> float:
-    """Its eps."""
-    norm.want("elementwise_affine", True)
-    norm.skip("normalized_shape")
-    eps: float = norm.read("eps")
-    norm.done()
-    return eps
-
-
-def _qkv(qkv: _Node) -> None:
-    for field in ("wq", "wkv") if qkv.name == "QKVLinear" else ("wqkv",):
-        _linear(qkv.node(field, _LINEAR))
-    qkv.skip("head_dim", "n_heads", "n_kv_heads")
-    qkv.done()
-
-
-def _inner_attention(attention: _Node) -> None:
-    if attention.name == "VarlenAttention":
-        attention.want("window_size", (-1, 0))
-    attention.skip("block_size", "kernel_options")  # of FlexAttention's kernel
-    attention.done()
-
-
-def _rope(rope: _Node, head_dim: int) -> dict[str, Any]:
-    """torchtitan's yarn is a rotation alone, without the factor that Hugging Face's has on cos and
-    sin."""
-    rope.want("dim", head_dim)
-    values = {"rope_theta": rope.read("theta"), "max_position_embeddings": rope.read("max_seq_len")}
-    scaling, factor = rope.read("scaling"), rope.read("rope_factor")
-    yarn = {
-        "beta_fast": rope.read("beta_fast"),
-        "beta_slow": rope.read("beta_slow"),
-        "original_max_position_embeddings": rope.read("original_seq_len"),
-        "truncate": rope.read("truncate"),
-    }
-    llama3 = {
-        key: rope.read(key)
-        for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    }
-    llama3["factor"] = rope.read("scaling_factor")
-    known = ("none", "yarn", "llama") if rope.name == "ComplexRoPE" else ("none", "yarn")
+def _rope(
+    rope: dict[str, Any], where: str, head_dim: int, is_llama: bool, faults: list[str]
+) -> dict[str, Any]:
+    """torchtitan's yarn only rotates; it lacks Hugging Face's factor on cos and sin."""
+    _want(f"{where}.dim", rope["dim"], head_dim, faults)
+    values = {"rope_theta": rope["theta"], "max_position_embeddings": rope["max_seq_len"]}
+    scaling, factor = rope["scaling"], rope["rope_factor"]
+    known = ("none", "yarn", "llama") if is_llama else ("none", "yarn")
     if scaling not in known:
-        rope.refuse(f"scaling: expected {' or '.join(map(repr, known))}, got {shown(scaling)}")
+        faults.append(
+            f"{where}.scaling: expected {' or '.join(map(repr, known))}, got {shown(scaling)}"
+        )
     if scaling == "llama":
-        values["rope_scaling"] = {"rope_type": "llama3", **llama3}
+        keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        values["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": rope["scaling_factor"],
+            **{key: rope[key] for key in keys},
+        }
     if scaling == "yarn" and not isinstance(factor, (int, float)):
-        rope.refuse(f"rope_factor: expected a number, got {shown(factor)}")
+        faults.append(f"{where}.rope_factor: expected a number, got {shown(factor)}")
     elif scaling == "yarn" and factor > 1:
         values["rope_scaling"] = {
             "rope_type": "yarn",
             "factor": factor,
             "attention_factor": 1.0,
-            **yarn,
+            "original_max_position_embeddings": rope["original_seq_len"],
+            **{key: rope[key] for key in ("beta_fast", "beta_slow", "truncate")},
         }
-    rope.done()
     return values
 
 
-def _mlp(mlp: _Node) -> dict[str, Any]:
-    rows = {field: _linear(mlp.node(field, _LINEAR)) for field in ("w1", "w3", "w2")}
-    mlp.done()
-    return {"intermediate_size": rows["w1"]}
-
-
-def _experts(moe: _Node) -> dict[str, Any]:
-    router = moe.node("router", ["TokenChoiceTopKRouter"])
-    if (score := router.read("score_func")) not in ("softmax", "sigmoid"):
-        router.refuse(f"score_func: expected 'softmax' or 'sigmoid', got {shown(score)}")
-    scale = router.read("route_scale")
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= MAX_FLOAT:
-        router.refuse(f"route_scale: expected a finite number > 0, got {shown(scale)}")
-    groups, limit = router.read("num_expert_groups"), router.read("num_limited_groups")
-    if groups is not None and (type(groups) is not int or type(limit) is not int):
-        router.refuse(
-            f"num_expert_groups: expected integers, or None, got {shown(groups)} with "
-            f"num_limited_groups={shown(limit)}"
+def _experts(moe: dict[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+    router, experts = moe["router"], moe["routed_experts"]
+    score, scale = router["score_func"], router["route_scale"]
+    if score not in ("softmax", "sigmoid"):
+        faults.append(
+            f"{where}.router.score_func: expected 'softmax' or 'sigmoid', got {shown(score)}"
         )
-    router.want("_debug_force_load_balance", False)
-    router.want("num_experts", moe.read("num_experts"))
-    top_k, norm = router.read("top_k"), router.read("route_norm")
-    _linear(router.node("gate", _LINEAR))
-    router.done()
-    experts = moe.node("routed_experts", ["RoutedExperts"])
-    inner = experts.node("inner_experts", ["GroupedExperts"])
-    inner.want("num_experts", moe.read("num_experts"))
-    inner.skip("dim")
-    width = inner.read("hidden_dim")
-    inner.done()
-    dispatcher = experts.node("token_dispatcher", _DISPATCHERS)
-    if dispatcher.name == "HybridEPTokenDispatcher":
-        dispatcher.want("non_blocking_capacity_factor", None)  # drops tokens
-    dispatcher.want("top_k", top_k)
-    dispatcher.skip(
-        "num_experts",
-        "pad_multiple",
-        "cudagraphable",
-        "num_max_tokens_per_rank",
-        "hidden_dim",
-        "dtype",
-        "device",
-    )
-    dispatcher.done()
-    experts.done()
-    router_bias = moe.read("load_balance_coeff") is not None
-    shared = moe.read("shared_experts")
-    shared_width = (
-        0 if shared is None else _mlp(moe.node("shared_experts", _MLP))["intermediate_size"]
-    )
-    moe.done()
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= MAX_FLOAT:
+        faults.append(
+            f"{where}.router.route_scale: expected a finite number > 0, got {shown(scale)}"
+        )
+    groups, limit = router["num_expert_groups"], router["num_limited_groups"]
+    if groups is not None and (type(groups) is not int or type(limit) is not int):
+        faults.append(
+            f"{where}.router.num_expert_groups: expected integers, or None, got {shown(groups)} "
+            f"with num_limited_groups={shown(limit)}"
+        )
+    top_k, dispatcher = router["top_k"], f"{where}.routed_experts.token_dispatcher"
+    _want(f"{dispatcher}.top_k", experts["token_dispatcher"]["top_k"], top_k, faults)
+    shared = moe["shared_experts"]
     return {
-        "num_experts": moe.read("num_experts"),
+        "num_experts": moe["num_experts"],
         "num_experts_per_tok": top_k,
-        "norm_topk_prob": norm,
-        "moe_intermediate_size": width,
-        "router_bias": router_bias,
+        "norm_topk_prob": router["route_norm"],
+        "moe_intermediate_size": experts["inner_experts"]["hidden_dim"],
+        "router_bias": moe["load_balance_coeff"] is not None,
         "score_func": score,
         "n_group": 1 if groups is None else groups,
         "topk_group": 1 if groups is None else limit,
         "routed_scaling_factor": scale,
-        "shared_intermediate_size": shared_width,
+        "shared_intermediate_size": shared["w1"]["out_features"] if shared else 0,
     }

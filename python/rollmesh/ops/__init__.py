@@ -28,19 +28,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh import _core
 from rollmesh._core import DeviceArray, available_isas, best_isa, isa_states
 from rollmesh.errors import ConfigError, ShapeError, UnsupportedTensorError
 from rollmesh.ops.arguments import (
     Array,
     array_of,
-    host_array,
     matrices_of,
-    new_array,
     numpy_dtype,
-    packed_size,
-    part_of,
-    real_of,
     round_up,
     size_of,
 )
@@ -118,8 +112,7 @@ def pack(
     """Returns weights in the packed layout, an array of one dim. weight: [n, k], or [groups, n, k]
     for a grouped gemm; converted to dtype as torch's .to() does."""
     op, (weight,) = op_over(isa, threads, {"weight": weight})
-    matrices = matrices_of("weight", weight)
-    return _packed(op, [(matrices, _LAYOUT_PACKED)], matrices.shape[1], dtype)
+    return _packed(op, matrices_of("weight", weight), _LAYOUT_PACKED, dtype)
 
 
 def pack_gate_up(
@@ -133,27 +126,17 @@ def pack_gate_up(
         raise ShapeError(
             f"expected gate and up of one shape ([groups, n, k]), got {gates.shape} and {ups.shape}"
         )
-    return _packed(
-        op, [(gates, _LAYOUT_GATE), (ups, _LAYOUT_UP)], 2 * round_up(gates.shape[1], 16), dtype
-    )
+    out = _packed(op, gates, _LAYOUT_GATE, dtype)
+    return _packed(op, ups, _LAYOUT_UP, dtype, out)
 
 
-def _packed(op: Op, sources: list[tuple[Array, int]], rows: int, dtype: str) -> Array:
-    """Packs the matrices [groups, n, k] of all sources into one matrix of `rows` rows for each
-    group. If the matrices are empty, checks only one group."""
-    groups, n, k = sources[0][0].shape
-    size = packed_size(rows, k)
-    out = op.new((groups * size,), numpy_dtype(dtype), zeros=True)
-    for group in range(groups if size else min(groups, 1)):
-        for matrices, layout in sources:
-            op.core.pack(
-                part_of(out, group * size, (size,)),
-                part_of(matrices, group * n * k, (n, k)),
-                layout,
-                0,
-                0,
-            )
-    return out
+def _packed(op: Op, weight: Array, layout: int, dtype: str, out: Array | None = None) -> Array:
+    """Packs a matrix, or one of each group, into `out` or a new array."""
+    given = {
+        "weight": weight, "layout": layout, "dst_row0": 0, "index0": 0, "dst_first": 0, "dst": out,
+        "grouped": weight.ndim == 3, "float32_out": numpy_dtype(dtype) is np.float32,
+    }  # fmt: skip
+    return op.core.run("pack", given)[0]
 
 
 def embed(
@@ -279,9 +262,9 @@ def rope_table(
     """Returns (cos, sin), float32 [num_positions, len(inv_freq)], already rounded to dtype.
     inv_freq is a NumPy array; the CPU computes the table."""
     op_device = op_device_on(device)
-    shape = (size_of("num_positions", num_positions), len(host_array("inv_freq", inv_freq, 1)))
-    cos, sin = new_array(shape, np.float32), new_array(shape, np.float32)
-    _core.rope_table(cos, sin, inv_freq, real_of("scale", scale), numpy_dtype(dtype) is np.uint16)
+    given = {"num_positions": num_positions, "scale": scale, "inv_freq": inv_freq}
+    given["bfloat16"] = numpy_dtype(dtype) is np.uint16
+    cos, sin = kernels().run("rope_table", given)
     return (cos, sin) if op_device is None else (op_device.to_device(cos), op_device.to_device(sin))
 
 

@@ -3,7 +3,6 @@ the size of an output is computed."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -43,12 +42,6 @@ def is_real(value: Any) -> bool:
     return isinstance(value, REAL) and not isinstance(value, bool)
 
 
-def real_of(name: str, value: Any) -> float:
-    if not is_real(value) or not abs(value) <= MAX_FLOAT32:
-        raise ConfigError(f"{name}: expected a finite float32, got {shown(value)}")
-    return float(value)
-
-
 def size_of(name: str, value: Any) -> int:
     return integer_of(ShapeError, name, value, 0, MAX_SIZE)
 
@@ -73,32 +66,22 @@ def array_of(name: str, array: Array, dims: int | None = None) -> Array:
     return array
 
 
-def host_array(name: str, array: Array, dims: int) -> Array:
-    if isinstance(array, _core.DeviceArray):
-        raise UnsupportedTensorError(f"{name}: expected a NumPy array, got one on {array.device}")
-    return array_of(name, array, dims)
-
-
 def matrices_of(name: str, array: Array) -> Array:
     if is_masked(array):
         raise UnsupportedTensorError(
             f"{name}: expected a plain array, got a masked one; .filled(value) makes one"
         )
     try:
-        array = array if isinstance(array, _core.DeviceArray) else np.asarray(words_of(array))
+        array = (
+            array
+            if isinstance(array, _core.DeviceArray)
+            else np.asarray(words_of(array), order="C")
+        )
     except (TypeError, ValueError) as error:  # rows of different lengths
         raise UnsupportedTensorError(f"{name}: expected a matrix, got {plain(error)}") from error
     if array.ndim not in (2, 3):
         raise ShapeError(f"{name}: expected 2 dims, or 3 with groups, got {array.ndim}")
-    return array if array.ndim == 3 else part_of(array, 0, (1, *array.shape))
-
-
-def part_of(array: Array, first: int, shape: tuple[int, ...]) -> Array:
-    """Returns the elements from `first` on, in C order, as an array of this shape. Does not copy
-    arrays on a device or contiguous arrays."""
-    if isinstance(array, _core.DeviceArray):
-        return array.part(first, shape)
-    return array.reshape(-1)[first : first + math.prod(shape)].reshape(shape)
+    return array
 
 
 def new_array(shape: tuple[int, ...], dtype: Any, make: Callable[..., Array] = np.empty) -> Array:
@@ -120,8 +103,3 @@ def numpy_dtype(dtype: str) -> type[np.uint16] | type[np.float32]:
 
 def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
-
-
-def packed_size(n: int, k: int) -> int:
-    """Returns the number of elements of a packed matrix with n rows (outputs) and k columns."""
-    return round_up(n, 16) * round_up(k, 32)

@@ -32,7 +32,7 @@ from rollmesh.ops.arguments import (
     new_array,
     words_of,
 )
-from rollmesh.runtime.arguments import integer_of
+from rollmesh.runtime.arguments import exportable, integer_of
 from rollmesh.runtime.devices import CUDA_FAMILIES, LIBRARY_SWITCH, device_of
 from rollmesh.runtime.messages import shown
 
@@ -116,9 +116,6 @@ class Op(NamedTuple):
 
     core: _core.Kernels
     op_device: _core.OpDevice | None = None  # None: the host
-
-    def new(self, shape: tuple[int, ...], dtype: Any, *, zeros: bool = False) -> Array:
-        return new_in(self.op_device, shape, dtype, zeros=zeros)
 
 
 def new_in(
@@ -235,4 +232,4 @@ def _taken(
         )
     if isinstance(array, _core.DeviceArray) and array.op_device is op_device:
         return array
-    return op_device.take(name, array)
+    return op_device.take(name, exportable(name, array))

@@ -15,10 +15,7 @@ from rollmesh.model.spec import ModelSpec
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.runtime.arguments import (
     BYTES,
-    MAX_ITEMS,
     integer,
-    is_longer_than,
-    is_masked,
     items_of,
 )
 from rollmesh.runtime.messages import shown
@@ -63,22 +60,6 @@ def prompt_list(prompts: Any) -> list[Any]:
     return [items] if items and isinstance(items[0], (int, np.integer)) else items
 
 
-def check_ids(prompt: Any) -> None:
-    """Raises an error for objects that NumPy would misread (bytes, masked arrays) or that would
-    take too long to read."""
-    if isinstance(prompt, BYTES):
-        raise RequestError(f"expected text or token ids, got {type(prompt).__name__}")
-    if isinstance(prompt, Mapping):
-        raise RequestError(
-            f"expected text or token ids, got a {type(prompt).__name__}; give its prompt or "
-            "prompt_token_ids alone"
-        )
-    if is_masked(prompt):
-        raise RequestError("expected a plain array, got a masked one; .filled(value) makes one")
-    if is_longer_than(prompt, MAX_ITEMS):
-        raise RequestError(f"expected at most {MAX_ITEMS} token ids, got more")
-
-
 def param_list(params: Any, count: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
@@ -86,14 +67,10 @@ def param_list(params: Any, count: int) -> list[SamplingParams]:
         return [params] * count
     chosen = list(islice(params, count + 1)) if isinstance(params, Sequence) else []
     if len(chosen) != count or not all(isinstance(param, SamplingParams) for param in chosen):
-        of = (
-            f" of {len(chosen)}{' or more' * (len(chosen) > count)}"
-            if isinstance(params, Sequence)
-            else ""
-        )
+        of = f" of {len(chosen)}{' or more' * (len(chosen) > count)}"
         raise RequestError(
             f"params: expected a SamplingParams or a sequence of {count} of them, got a "
-            f"{type(params).__name__}{of}"
+            f"{type(params).__name__}{of * isinstance(params, Sequence)}"
         )
     return chosen
 

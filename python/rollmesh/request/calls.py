@@ -1,51 +1,67 @@
-"""The calls that add requests: generate, score, submit and poll. Parts of them run in the engine's
-thread (loop.py).
+"""The calls of Generator that add requests: generate, chat, submit, poll, score, and those of event
+loops (streams.py). Parts of them run in the engine's thread (loop.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.distributed.leading import by_every_rank
 from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import CapacityError, DeadlineError, Error, RequestError, StateError
+from rollmesh.model.spec import ModelSpec
 from rollmesh.request.arguments import naming_prompt, param_list, prompt_list, request_ids
 from rollmesh.request.loop import Call, EngineLoop
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.requests import Requests, token_ids
-from rollmesh.request.sampling import SamplingParams
-from rollmesh.request.text import Chat, TextCodec
-from rollmesh.runtime.arguments import choice, deadline_of, integer, part_names
+from rollmesh.request.sampling import SamplingParams, logit_edit_names
+from rollmesh.request.streams import stream
+from rollmesh.request.text import Chat, Prompt, TextCodec
+from rollmesh.runtime.arguments import choice, deadline_of, integer, items_of, part_names
 from rollmesh.runtime.engine_views import Ids
-from rollmesh.runtime.progress import Progress
-
-Prompt = str | Chat | Sequence[int] | NDArray[np.integer[Any]]
+from rollmesh.runtime.messages import shown
+from rollmesh.runtime.progress import progress
 
 
 class Calls:
-    """The calls of one generator."""
+    """The calls of Generator that add requests."""
 
-    def __init__(
-        self, engine: RankEngine, requests: Requests, codec: TextCodec | None, loop: EngineLoop
-    ):
-        self.engine, self.requests, self.loop = engine, requests, loop
-        self._codec = codec
-        self.submitted: set[int] = set()  # ids of submit, for poll
-        self.kept: dict[int, RequestOutput] = {}  # outputs of a poll that raised, for the next one
+    spec: ModelSpec
 
+    def __init__(self, engine: RankEngine, requests: Requests, codec: TextCodec | None):
+        self._engine, self._requests, self._codec = engine, requests, codec
+        self._submitted: set[int] = set()  # ids of submit, for poll
+        # Outputs of a poll that raised, for the next one.
+        self._kept: dict[int, RequestOutput] = {}
+        self._loop = EngineLoop(engine, requests)
+
+    @by_every_rank
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-        on_error: str,
-        timeout: float | None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """See Generator.generate."""
+        """Completes prompts. Returns one RequestOutput for each prompt, in the same order.
+
+        prompts   a prompt or a list of prompts, each a text or token ids
+        params    one SamplingParams for all prompts, or one for each; None: SamplingParams()
+        on_error  "raise": finishes the other requests, then raises the first error, with all
+                  outputs in its attribute `outputs`; "return": each error is in its output's
+                  `error`
+        timeout   seconds; requests that still run then are aborted with a DeadlineError
+
+        Errors of a single request: RequestError, CapacityError, NumericsError, DeadlineError.
+        Errors of the whole call: NotSyncedError, StateError (closed, paused, asleep). Ctrl-C and
+        any other exception abort all requests of the call.
+        """
         choice("on_error", on_error, ("raise", "return"))
         deadline = deadline_of(timeout)
         items = prompt_list(prompts)
@@ -53,22 +69,19 @@ class Calls:
         outputs: list[RequestOutput | None] = [None] * len(items)
         places: list[int] = []  # index of each prompt that the engine accepted
 
-        def add(call: Call) -> list[int]:
-            self._check_ready()
-            added: list[int] = []
-            for index, (prompt, param) in enumerate(zip(items, chosen, strict=True)):
-                call.check_wanted()
-                try:
-                    added.append(self.add(prompt, param, index))
-                    places.append(index)
-                except (RequestError, CapacityError) as error:
-                    outputs[index] = _refused(prompt, error)
-            return added
+        def add(index: int, prompt: Prompt, param: SamplingParams) -> int | None:
+            try:
+                request = self._add(index, prompt, param)
+            except (RequestError, CapacityError) as error:
+                outputs[index] = _refused(prompt, error)
+                return None
+            places.append(index)
+            return request
 
-        call = _Steps(self, add, self.requests.output, deadline)
-        with Progress(len(items), use_tqdm) as progress:
-            call.reports = progress.is_shown
-            done = self.loop.run(call, deadline, progress.advance)
+        call = _Steps(self, add, zip(items, chosen, strict=True), self._requests.output, deadline)
+        with progress(len(items), use_tqdm) as advance:
+            call.reports = advance is not None
+            done = self._loop.run(call, deadline, advance)
         for index, output in zip(places, done, strict=True):
             if output.request_id in call.late and output.error is None:
                 words = f"request {output.request_id} did not finish within {timeout} s"
@@ -81,108 +94,246 @@ class Calls:
             raise raised[0]
         return told
 
-    def score(
-        self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], vocab_size: int = 0
-    ) -> list[NDArray[np.float32]]:
-        """See Generator.score. vocab_size > 0: see Generator.logits."""
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        on_error: Literal["raise", "return"] = "raise",
+        timeout: float | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes chats, as generate does. messages: one list of {role, content}, or several. The
+        arguments after `timeout` are those of the tokenizer's apply_chat_template;
+        chat_template_kwargs has variables of the template, such as enable_thinking.
 
-        def add(call: Call) -> list[int]:
-            self._check_ready()
-            added = []
-            for index, (sequence, param) in enumerate(zip(sequences, params, strict=True)):
-                call.check_wanted()
-                with naming_prompt(index):
-                    added.append(self.requests.add_score(sequence, param, vocab_size))
-            return added
+        A request fails with RequestError if the tokenizer has no template, if a message has content
+        other than text, or if the template refuses the chat."""
+        if self._codec is None:
+            raise RequestError(
+                "chat: expected a generator with a tokenizer of transformers, got one without a "
+                "tokenizer"
+            )
+        chats = items_of(RequestError, "messages", messages)
+        if chats and isinstance(chats[0], Mapping):
+            chats = [chats]
+        options = {
+            "tools": tools,
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = [Chat(chat, options) for chat in chats]
+        return self.generate(prompts, params, use_tqdm, on_error, timeout)
 
-        scores: list[NDArray[np.float32]] = self.loop.run(
-            _Steps(self, add, self.requests.scores, None)
-        )
-        return scores
-
+    @by_every_rank
     def submit(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[int]:
+        """Queues prompts and returns their request ids; poll() runs them. After an error the queue
+        is unchanged.
+
+        If ranks are processes, all ranks must make the same calls of submit and poll in the same
+        order."""
         items = prompt_list(prompts)
-        ids: list[int] = self.loop.run(_Submit(self, items, param_list(params, len(items))))
+        pairs = zip(items, param_list(params, len(items)), strict=True)
+        ids: list[int] = self._loop.run(_Submit(self, self._add, pairs))
         return ids
 
-    def poll(self, min_outputs: int, timeout: float | None) -> list[RequestOutput]:
+    @by_every_rank
+    def poll(self, min_outputs: int = 0, timeout: float | None = None) -> list[RequestOutput]:
+        """Runs engine steps, at least one, until min_outputs submitted requests are finished. Stops
+        earlier if all requests are finished, after `timeout` seconds, or if the generator is
+        paused.
+
+        Returns the finished requests, oldest first. The errors of requests, including exceptions of
+        a tokenizer, are in their outputs. If poll raises (asleep, Ctrl-C), the next poll returns
+        the requests that had finished.
+
+        If ranks are processes, they synchronize after each step, so that all ranks return the same
+        requests; the first timeout that passes on any rank ends the call on all. Each step takes as
+        long as that of the slowest replica, so generate is faster if all requests must finish."""
         min_outputs = integer("min_outputs", min_outputs, 0, 2**63 - 1)
         deadline = deadline_of(timeout)
         poll = _Poll(self, min_outputs, deadline)
         try:
-            outputs: list[RequestOutput] = self.loop.run(poll, deadline)
+            outputs: list[RequestOutput] = self._loop.run(poll, deadline)
         except DeadlineError:  # the call did not begin before the deadline
             return []
         return outputs
 
-    def abort(self, ids: int | Sequence[int] | None) -> None:
+    @by_every_rank
+    def abort(self, ids: int | Sequence[int] | None = None) -> None:
+        """Aborts these requests, or all with None. poll (or generate) returns them with their
+        tokens so far and finish_reason "abort"; a running score or logits raises StateError."""
         numbers = None if ids is None else request_ids(ids)
 
         def abort() -> None:
-            known = self.requests.live()
-            self.requests.abort(known if numbers is None else set(known).intersection(numbers))
+            known = self._requests.live()
+            self._requests.abort(known if numbers is None else set(known).intersection(numbers))
 
-        self.loop.call(abort)
+        self._loop.call(abort)
+
+    async def agenerate(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Completes one prompt, a text or token ids:
+        `outputs = await asyncio.gather(*map(gen.agenerate, prompts))`. Any number of coroutines, in
+        any event loops, may wait at the same time; one thread runs the engine steps for all of
+        them. They wait while the generator is paused or its KV is asleep.
+
+        Cancelling the coroutine aborts its request. The seed of a request without one depends on
+        the order in which requests arrive.
+
+        Raises the error that ended the request (RequestError, CapacityError, NumericsError, an
+        exception of the tokenizer), NotSyncedError, or StateError (closed, weights asleep, inside
+        another call of this thread, one rank of several processes)."""
+        outputs = [output async for output in stream(self, prompt, params, partial=False)]
+        return outputs[-1]
+
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Completes one prompt like agenerate, and yields outputs while the request runs:
+        `async for output in gen.astream(prompt)`. Each output has all tokens and the text so far;
+        the last has finished=True. A slow reader gets fewer outputs. Each text begins with the
+        previous text, since incomplete characters and the beginning of a stop string are left out.
+        A sync with inflight="restart" starts tokens and text again. The arrays of each output are
+        copies; only the last output has routed_experts.
+
+        After leaving the loop early, closing the iterator aborts the request: use
+        contextlib.aclosing, or the event loop closes it later."""
+        return stream(self, prompt, params, partial=True)
+
+    @by_every_rank
+    def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
+        """Returns float32 [len, vocab] for each sequence: row i has the logits of token i+1, given
+        tokens 0..i."""
+        sequences = sequences_of(ids_list)
+        return self._score(sequences, [None] * len(sequences), self.spec.vocab_size)
+
+    @by_every_rank
+    def score(
+        self,
+        ids_list: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """Returns float32 [len − 1] for each sequence: the logprob of token i+1, given tokens 0..i,
+        bit-identical to `.logprobs` of generate.
+
+        params  one SamplingParams for all sequences, or one for each. The result is then identical
+                to `.sampling_logprobs`: under temperature and filters, -inf for a token that they
+                exclude. logit_bias and allowed_token_ids apply. min_tokens must be 0, and penalties
+                and bad_words are not supported, since the length of the prompt is not known here
+        """
+        sequences = sequences_of(ids_list)
+        chosen: list[SamplingParams | None] = [None] * len(sequences)
+        if params is not None:
+            chosen = [*param_list(params, len(sequences))]
+            for param in chosen:
+                if param is not None and param.min_tokens > 0:
+                    raise RequestError(f"min_tokens: expected 0 in score, got {param.min_tokens}")
+                for name in () if param is None else logit_edit_names(param):
+                    if name not in ("logit_bias", "allowed_token_ids"):
+                        raise RequestError(
+                            f"{name}: expected none in score, got {shown(getattr(param, name))}"
+                        )
+        return self._score(sequences, chosen)
+
+    def _score(
+        self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], vocab_size: int = 0
+    ) -> list[NDArray[np.float32]]:
+        """See score. vocab_size > 0: see logits."""
+
+        def add(index: int, ids: Ids, param: SamplingParams | None) -> int:
+            with naming_prompt(index):
+                return self._requests.add_score(ids, param, vocab_size)
+
+        items = zip(sequences, params, strict=True)
+        scores: list[NDArray[np.float32]] = self._loop.run(
+            _Steps(self, add, items, self._requests.scores, None)
+        )
+        return scores
 
     # ---------------------------------------------------------------------- in the engine's thread
-    def add(self, prompt: Prompt, params: SamplingParams, index: int) -> int:
+    def _add(self, index: int, prompt: Prompt, params: SamplingParams) -> int:
         """Queues one prompt."""
         with naming_prompt(index):
             if not isinstance(prompt, (str, Chat)):
-                return self.requests.add(token_ids(prompt), params)
+                return self._requests.add(token_ids(prompt), params)
             if self._codec is None:
                 raise RequestError(
                     "expected token ids, since the generator has no tokenizer, got text"
                 )
             if isinstance(prompt, Chat):
                 ids = self._codec.encode_chat(prompt.messages, prompt.options)
-                return self.requests.add(token_ids(ids), params)
-            return self.requests.add(token_ids(self._codec.encode(prompt)), params, prompt=prompt)
-
-    def all_or_none(self, add: Callable[[], list[int]]) -> list[int]:
-        """Calls `add`, which adds requests, and returns their ids. If it raises, removes the
-        requests that it added."""
-        before = self.requests.live()
-        try:
-            return add()
-        except BaseException:
-            self.requests.forget(set(self.engine.ids()).difference(before))
-            raise
+                return self._requests.add(token_ids(ids), params)
+            return self._requests.add(token_ids(self._codec.encode(prompt)), params, prompt=prompt)
 
     def _check_ready(self) -> None:
         """Raises StateError if the generator is paused or asleep."""
-        if self.engine.paused:
+        if self._engine.paused:
             raise StateError("the generator is paused; resume() it first")
-        asleep = self.engine.stats()["asleep"]
+        asleep = self._engine.stats()["asleep"]
         if asleep:
             raise StateError(f"{part_names(asleep)} asleep; wake() first")
 
 
-class _Steps(Call):
-    """Adds requests, runs them until they are finished, and returns a result for each."""
+class _Adding(Call):
+    """Adds a request for each item, or none after an error."""
+
+    def __init__(
+        self, calls: Calls, add: Callable[..., int | None], items: Iterable[tuple[Any, ...]]
+    ):
+        """add: adds the request of an item and its index, and returns its id, or None."""
+
+        def add_all() -> list[int]:
+            added = []
+            try:
+                for index, item in enumerate(items):
+                    self.check_wanted()
+                    added.append(add(index, *item))
+            finally:
+                self.ids = [request for request in added if request is not None]
+            return self.ids
+
+        super().__init__(add_all)
+        self.calls, self.ids = calls, list[int]()
+
+    def drop(self) -> None:
+        self.calls._requests.forget(self.ids)
+
+
+class _Steps(_Adding):
+    """Runs the requests until they are finished, and returns a result for each."""
 
     def __init__(
         self,
         calls: Calls,
-        add: Callable[[Call], list[int]],
+        add: Callable[..., int | None],
+        items: Iterable[tuple[Any, ...]],
         take: Callable[[int], Any],
         deadline: float | None,
     ):
-        super().__init__(lambda: calls.all_or_none(lambda: add(self)))
-        self._calls, self._take, self.deadline = calls, take, deadline
+        super().__init__(calls, add, items)
+        self._take, self.deadline = take, deadline
         self.reports = False  # whether to report the number of finished requests to the caller
         self._is_cut = False  # whether the deadline has passed
         self.late: set[int] = set()  # requests aborted by the deadline
-        self._ids: list[int] = []
         self._open: set[int] = set()
 
     def begin(self) -> bool:
+        self.calls._check_ready()
         super().begin()
-        self._ids, self._open = self.result, set(self.result)
+        self._open = set(self.ids)
         return self._is_finished()
 
     def look(self, finished: set[int], rows: int, late: bool) -> bool:
@@ -191,47 +342,37 @@ class _Steps(Call):
             self.news.put(len(done))
         if done:
             self._open -= done
-            self._calls.requests.raise_fault(done)
-        elif rows == 0 and not late and not self._calls.engine.paused:
+            self.calls._requests.raise_fault(done)
+        elif rows == 0 and not late and not self.calls._engine.paused:
             raise Error(
                 f"the engine has nothing to do, but {len(self._open)} requests are not finished"
             )
         if late and self._open and not self._is_cut:
-            self._calls.requests.cut_off(self._open)
+            self.calls._requests.cut_off(self._open)
             self._is_cut, self.deadline = True, None
         return self._is_finished()
 
     def _is_finished(self) -> bool:
         if self._open:
             return False
-        self.late = self._calls.requests.late.intersection(self._ids)
-        self.result = [self._take(request) for request in self._ids]
-        for request in self._ids:
-            self._calls.requests.release(request)
+        self.late = self.calls._requests.late.intersection(self.ids)
+        self.result = [self._take(request) for request in self.ids]
+        for request in self.ids:
+            self.calls._requests.release(request)
         return True
 
-    def drop(self) -> None:
-        self._calls.requests.forget(self._ids)
 
+class _Submit(_Adding):
+    """Queues prompts for poll."""
 
-class _Submit(Call):
-    """Queues all prompts, or none after an error."""
-
-    def __init__(self, calls: Calls, prompts: list[Any], params: list[SamplingParams]):
-        super().__init__(lambda: calls.all_or_none(self._add))
-        self._calls, self._prompts, self._params = calls, prompts, params
-
-    def _add(self) -> list[int]:
-        ids = []
-        for index, (prompt, param) in enumerate(zip(self._prompts, self._params, strict=True)):
-            self.check_wanted()
-            ids.append(self._calls.add(prompt, param, index))
-        self._calls.submitted.update(ids)
-        return ids
+    def begin(self) -> bool:
+        super().begin()
+        self.calls._submitted.update(self.ids)
+        return True
 
     def undo(self) -> None:
-        self._calls.submitted.difference_update(self.result)
-        self._calls.requests.forget(self.result)
+        self.calls._submitted.difference_update(self.ids)
+        self.drop()
 
 
 class _Poll(Call):
@@ -245,24 +386,24 @@ class _Poll(Call):
     def begin(self) -> bool:
         super().begin()
         calls = self._calls
-        self._outputs, calls.kept = calls.kept, {}
-        calls.submitted.intersection_update(calls.requests.live())
-        finished = calls.engine.finished()
-        return calls.submitted <= finished and self.look(finished, 0, False)
+        self._outputs, calls._kept = calls._kept, {}
+        calls._submitted.intersection_update(calls._requests.live())
+        finished = calls._engine.finished()
+        return calls._submitted <= finished and self.look(finished, 0, False)
 
     def look(self, finished: set[int], rows: int, late: bool) -> bool:
         calls = self._calls
-        for request in sorted(calls.submitted & finished):
-            self._outputs[request] = calls.requests.output_or_error(request)
-            calls.requests.release(request)
-            calls.submitted.discard(request)
-        if rows and calls.submitted and not late and len(self._outputs) < self._min_outputs:
+        for request in sorted(calls._submitted & finished):
+            self._outputs[request] = calls._requests.output_or_error(request)
+            calls._requests.release(request)
+            calls._submitted.discard(request)
+        if rows and calls._submitted and not late and len(self._outputs) < self._min_outputs:
             return False
         self.result = [self._outputs[request] for request in sorted(self._outputs)]
         return True
 
     def drop(self) -> None:
-        self._calls.kept.update(self._outputs)
+        self._calls._kept.update(self._outputs)
 
     undo = drop
 

@@ -51,7 +51,7 @@ class Call:
         self.result: Any = None
         self.error: BaseException | None = None
         self.reason: BaseException | None = None  # the exception that interrupted the caller
-        self.is_started = self.is_done = self.has_failed = self.is_undone = False
+        self.is_started = self.is_done = self.has_failed = False
 
     def begin(self) -> bool:
         """Runs the first part, in the engine's thread. Returns whether the call is done."""
@@ -88,35 +88,39 @@ class Loan(Call):
     """A function that the caller's thread runs while the engine's thread waits. It may let the
     engine's thread run steps of the active calls; other calls begin after its end."""
 
-    def __init__(self, function: Callable[[], Any], step_for: Callable[[float], None]):
+    def __init__(
+        self, function: Callable[[], Any], step_for: Callable[[float], None], requests: Requests
+    ):
         super().__init__(function)
-        self._step_for = step_for
+        self._step_for, self._requests = step_for, requests
         # From the caller's thread: seconds for steps, or None at the end. From the engine's: None
         # after these steps.
         self.returned: SimpleQueue[float | None] = SimpleQueue()
         self._lent: SimpleQueue[None] = SimpleQueue()
         self._since = 0.0  # the end of the last step, or the beginning
-        self.pause_s = 0.0  # the longest time without a step
+        self.pause_s = 0.0  # the longest time without a step for unfinished requests
 
     def begin(self) -> bool:
-        self._since = time.monotonic()
+        self.note_step()
+        self._requests.loan = self
         self.news.put(self)
         while (seconds := self.returned.get()) is not None:
             self._step_for(seconds)
             self._lent.put(None)
+        self._requests.loan = None
         return True
 
     def use(self) -> None:
         """Runs the function, in the caller's thread."""
         function, self._function = self._function, _nothing
         self.result = function()
-        self._note_pause()
+        if self._requests.engine.unfinished():
+            self.note_pause()
         self.is_done = True
         self.returned.put(None)
 
     def let_step(self, seconds: float) -> None:
         """Lets the engine's thread run steps for this time, if calls are active."""
-        self._note_pause()
         self.returned.put(seconds)
         interrupt: BaseException | None = None
         while True:
@@ -125,12 +129,15 @@ class Loan(Call):
                 break
             except BaseException as error:  # noqa: BLE001 (raised once the steps have ended)
                 interrupt = error
-        self._since = time.monotonic()
         if interrupt is not None:
             raise interrupt
 
-    def _note_pause(self) -> None:
+    def note_pause(self) -> None:
+        """Runs before each step, in the thread that runs the step."""
         self.pause_s = max(self.pause_s, time.monotonic() - self._since)
+
+    def note_step(self) -> None:
+        self._since = time.monotonic()
 
 
 _STOP = Call(_nothing)
@@ -151,7 +158,7 @@ class EngineLoop:
         self.is_closed = False
         self._thread = threading.Thread(
             target=_serve,
-            args=(self._inbox, weakref.ref(self)),
+            args=(self._inbox, weakref.ref(self), engine.silence_s),
             name="rollmesh-engine",
             daemon=True,
         )
@@ -164,7 +171,7 @@ class EngineLoop:
         self,
         call: Call,
         deadline: float | None = None,
-        advance: Callable[[int], None] = lambda count: None,
+        advance: Callable[[int], object] | None = None,
     ) -> Any:
         """Makes a call and returns its result. advance: receives the numbers that the call reports.
 
@@ -194,17 +201,21 @@ class EngineLoop:
         return self.run(self.loan(function), deadline)
 
     def loan(self, function: Callable[[], Any]) -> Loan:
-        return Loan(function, self._step_for)
+        return Loan(function, self._step_for, self._requests)
 
     def post(self, call: Call) -> None:
         """Adds a call to the inbox."""
         self._undone.add(call)
-        self._put(call)
+        self._inbox.put(call)
+        if self.is_closed:  # the thread has ended and does not empty the inbox
+            self._refuse_all()
 
-    def abandon(self, call: Call, reason: BaseException) -> None:
-        """Makes the engine's thread undo a call."""
+    def abandon(self, call: Call, reason: BaseException) -> Call:
+        """Makes the engine's thread undo a call. Returns the call that undoes it."""
         call.reason = reason
-        self._put(call)
+        undo = Call(lambda: self._undo(call))
+        self.post(undo)
+        return undo
 
     def close(self, release: Callable[[], None]) -> None:
         """Ends all calls and the thread. release: frees the engine; if it raises, the calls and the
@@ -243,12 +254,9 @@ class EngineLoop:
                 "iterator or signal handler)"
             )
 
-    def _put(self, call: Call) -> None:
-        self._inbox.put(call)
-        if self.is_closed:  # the thread has ended and does not empty the inbox
-            self._refuse_all()
-
-    def _wait(self, call: Call, deadline: float | None, advance: Callable[[int], None]) -> Any:
+    def _wait(
+        self, call: Call, deadline: float | None, advance: Callable[[int], object] | None
+    ) -> Any:
         while not call.is_done:
             wait = None
             if deadline is not None and not call.is_started and len(self._undone) > 1:
@@ -264,7 +272,7 @@ class EngineLoop:
             if isinstance(news, Loan):
                 news.use()
                 self._undone.discard(call)
-            elif news is not None:
+            elif advance is not None and news is not None:
                 advance(news)
         if not call.has_failed:
             return call.result
@@ -276,12 +284,12 @@ class EngineLoop:
 
     def _cancel(self, call: Call, reason: BaseException) -> None:
         """Abandons a call and waits until it is undone."""
-        self.abandon(call, reason)
+        undo = self.abandon(call, reason)
         if isinstance(call, Loan):
             call.returned.put(None)
             return
-        while not call.is_undone:
-            call.news.get()
+        while not undo.is_done:
+            undo.news.get()
 
     def _refuse_all(self) -> None:
         """Refuses all calls in the inbox, after the end of the thread."""
@@ -291,22 +299,25 @@ class EngineLoop:
                 if not call.is_done:
                     call.error, call.has_failed = _closed(), True
                 self._undone.discard(call)
-                call.is_done = call.is_undone = True
+                call.is_done = True
                 call.tell()
 
     # ---------------------------------------------------------------------------- in the thread
-    def work(self, call: Call) -> bool:
-        """Begins a call, then runs steps until all calls are done. Returns False if the thread must
-        end."""
-        todo: Call | None = call
+    def work(self, call: Call | None) -> bool:
+        """Begins a call, if any, then runs steps until all calls are done. Returns False if the
+        thread must end."""
+        todo = call
         del call
         while todo is not _STOP:
             if todo is not None:
                 self._begin(todo)
             elif self._active:
                 self._step()
+            elif self.is_closed:
+                return False
             else:
-                return not self.is_closed
+                self._engine.idle()
+                return True
             todo = None  # drops the caller's objects
             todo = self._next()
         return False
@@ -328,12 +339,9 @@ class EngineLoop:
             return None
 
     def _begin(self, call: Call) -> None:
-        self._moves = True
-        if call.reason is not None:
-            self._undo(call)
-            return
-        call.is_started = True
+        self._moves = call.is_started = True
         try:
+            call.check_wanted()
             is_done = call.begin()
         except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
             self._end(call, error)
@@ -344,16 +352,12 @@ class EngineLoop:
             self._active.append(call)
 
     def _undo(self, call: Call) -> None:
-        """Ends a call whose caller was interrupted."""
-        assert call.reason is not None
+        """Ends a call that has begun and whose caller was interrupted."""
         if call in self._active:
             self._end(call, call.reason)
-        elif call.is_done and not call.has_failed:
+        elif not call.has_failed:
             with suppress(Error):
                 call.undo()
-        self._undone.discard(call)
-        call.is_undone = True
-        call.tell()
 
     def _end(self, call: Call, error: BaseException | None = None) -> None:
         if call in self._active:
@@ -406,10 +410,14 @@ def _closed() -> StateError:
     return StateError("the generator is closed")
 
 
-def _serve(inbox: SimpleQueue[Call], loop_of: weakref.ref[EngineLoop]) -> None:
+def _serve(
+    inbox: SimpleQueue[Call], loop_of: weakref.ref[EngineLoop], silence_s: float | None
+) -> None:
     """Runs the engine's thread."""
     while True:
-        call = inbox.get()
+        call = None
+        with suppress(Empty):
+            call = inbox.get(timeout=silence_s)
         loop = loop_of()
         if loop is None:
             return

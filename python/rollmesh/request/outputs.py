@@ -30,6 +30,10 @@ class Contract:
     dtype: str
     weight_versions: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        # Messages between ranks have lists.
+        object.__setattr__(self, "weight_versions", tuple(self.weight_versions))
+
 
 @sendable
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ the conversion of its records to a RequestOutput. The caller has exclusive use o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from rollmesh.distributed.rank_engine import Lead, RankEngine, led
 from rollmesh.errors import NumericsError, RequestError, StateError
-from rollmesh.request.arguments import check_ids
 from rollmesh.request.logit_edits import LogitEdits, logit_edits
 from rollmesh.request.outputs import (
     CompletionOutput,
@@ -28,17 +27,18 @@ from rollmesh.request.outputs import (
 )
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import Detokenizer, TextCodec
+from rollmesh.runtime.arguments import BYTES, MAX_ITEMS, is_longer_than, is_masked
 from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView
 from rollmesh.runtime.messages import shown
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class EngineRequest:
     """A request in the form that ext/engine/engine.c reads; its fields are those of rm_request."""
 
-    n: int
+    n: int = 1
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -47,11 +47,11 @@ class EngineRequest:
     top_k: int
     has_seed: bool
     seed: int
-    ignore_eos: bool
+    ignore_eos: bool = False
     logprobs: int
     prompt_logprobs: int
-    score: bool
-    score_sampling: bool
+    score: bool = False
+    score_sampling: bool = False
     ranks: bool = False
     external_draws: bool = False
     kept_tokens: bool = False
@@ -63,32 +63,25 @@ class EngineRequest:
     def of(
         cls, params: SamplingParams, number: int, score: bool = False, score_sampling: bool = False
     ) -> EngineRequest:
-        return cls(
-            n=1 if score else params.n,
-            max_tokens=1
-            if params.max_tokens is None
-            else params.max_tokens,  # Requests.add gives a number
-            min_tokens=params.min_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            top_k=params.top_k,
+        asked = cls(
+            **{name: getattr(params, name) for name in _OF_PARAMS},
             has_seed=params.seed is not None,
-            seed=number if params.seed is None else params.seed,
-            ignore_eos=params.ignore_eos,
-            logprobs=0 if score else params.logprobs or 0,
-            prompt_logprobs=0
-            if score
-            else -1
-            if params.prompt_logprobs is None
-            else params.prompt_logprobs,
             score=score,
             score_sampling=score_sampling,
-            kept_tokens=params.kept_tokens and not score,
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
         )
+        asked.max_tokens = params.max_tokens or 1  # Requests.add gives a number
+        asked.seed = number if params.seed is None else params.seed
+        asked.logprobs = params.logprobs or 0
+        asked.prompt_logprobs = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        if score:
+            asked.n, asked.logprobs, asked.prompt_logprobs, asked.kept_tokens = 1, 0, 0, False
+        return asked
+
+
+# Fields that SamplingParams has too.
+_OF_PARAMS = {row.name for row in fields(EngineRequest)} & {
+    row.name for row in fields(SamplingParams)
+}
 
 
 @dataclass(slots=True)
@@ -116,6 +109,7 @@ class Requests:
     ):
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
         self.engine, self._codec, self._eos = engine, codec, frozenset(eos_token_ids)
+        self.loan: Any = None  # the loop.Loan in use, which measures the time between steps
         self._dtype = dtype
         self._family, self._is_invariant = engine.stats()["family"], is_invariant
         self._records: dict[int, _Request] = {}
@@ -186,7 +180,12 @@ class Requests:
     @led(Lead.COLLECTIVE)
     def step(self) -> int:
         """Runs one engine step. Returns the number of rows of all replicas."""
+        loan = self.loan
+        if loan is not None:
+            loan.note_pause()
         rows: int = self.engine.step(self._watch_all, self._result)
+        if loan is not None:
+            loan.note_step()
         return rows
 
     def _result(self, request: int) -> RequestOutput | NDArray[np.float32] | Exception:
@@ -368,17 +367,13 @@ class Requests:
             )
         if record.logits is not None:
             return record.logits
-        name = (
-            "prompt_logprobs"
-            if view["prompt_sampling_logprobs"] is None
-            else "prompt_sampling_logprobs"
-        )
-        scores: NDArray[np.float32] | None = view[name]
-        if scores is None:
-            if len(record.prompt_ids) > 1:
-                raise NumericsError(f"request {request} ended without scores")
-            return np.zeros(0, np.float32)
-        return scores
+        scores: NDArray[np.float32] | None
+        for scores in (view["prompt_sampling_logprobs"], view["prompt_logprobs"]):
+            if scores is not None:
+                return scores
+        if len(record.prompt_ids) > 1:
+            raise NumericsError(f"request {request} ended without scores")
+        return np.zeros(0, np.float32)
 
     def _completion(
         self,
@@ -456,7 +451,16 @@ def _routed(
 def token_ids(prompt: Any) -> Ids:
     """Returns a sequence of ints in the form that the engine takes. Raises RequestError for any
     other object; the engine checks the range of the ids."""
-    check_ids(prompt)
+    if isinstance(prompt, (Mapping, *BYTES)):  # NumPy would misread bytes
+        kind = type(prompt).__name__
+        advice = f"a {kind}; give its prompt or prompt_token_ids alone"
+        raise RequestError(
+            f"expected text or token ids, got {advice if isinstance(prompt, Mapping) else kind}"
+        )
+    if is_masked(prompt):
+        raise RequestError("expected a plain array, got a masked one; .filled(value) makes one")
+    if is_longer_than(prompt, MAX_ITEMS):
+        raise RequestError(f"expected at most {MAX_ITEMS} token ids, got more")
     try:
         array = np.asarray(prompt)
     except (TypeError, ValueError, RuntimeError) as error:

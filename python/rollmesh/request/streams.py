@@ -9,17 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollmesh.errors import RequestError, StateError
 from rollmesh.request.arguments import param_list
-from rollmesh.request.calls import Calls, Prompt
 from rollmesh.request.loop import Call
 from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.requests import token_ids
 from rollmesh.request.sampling import SamplingParams
+from rollmesh.request.text import Prompt
+
+if TYPE_CHECKING:
+    from rollmesh.request.calls import Calls
 
 
 class _Stream(Call):
@@ -29,7 +32,7 @@ class _Stream(Call):
 
     def __init__(self, calls: Calls, prompt: Prompt, params: SamplingParams, partial: bool):
         """partial: whether the coroutine reads outputs while the request runs."""
-        super().__init__(lambda: calls.add(prompt, params, 0))
+        super().__init__(lambda: calls._add(0, prompt, params))
         self._calls, self._partial = calls, partial
         self._event_loop, self.ready = asyncio.get_running_loop(), asyncio.Event()
         self.output: RequestOutput | None = None  # the latest; replaces an output that was not read
@@ -40,7 +43,7 @@ class _Stream(Call):
         return False
 
     def look(self, finished: set[int], rows: int, late: bool) -> bool:
-        request, requests = self.result, self._calls.requests
+        request, requests = self.result, self._calls._requests
         if self._event_loop.is_closed():
             self.drop()
             return True
@@ -63,8 +66,8 @@ class _Stream(Call):
 
     def drop(self) -> None:
         if self.result is not None:
-            self._calls.requests.abort([self.result])
-            self._calls.requests.release(self.result)
+            self._calls._requests.abort([self.result])
+            self._calls._requests.release(self.result)
 
     def tell(self) -> None:
         self._wake()
@@ -74,44 +77,34 @@ class _Stream(Call):
             self._event_loop.call_soon_threadsafe(self.ready.set)
 
 
-class Streams:
-    """The requests of event loops of one generator."""
-
-    def __init__(self, calls: Calls):
-        self._calls = calls
-
-    async def generate(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
-        outputs = [output async for output in self.stream(prompt, params, partial=False)]
-        return outputs[-1]
-
-    async def stream(
-        self, prompt: Prompt, params: SamplingParams | None, partial: bool = True
-    ) -> AsyncGenerator[RequestOutput, None]:
-        calls, loop = self._calls, self._calls.loop
-        if calls.engine.rank > 0:
-            raise StateError(
-                f"agenerate and astream: expected a call on rank 0, got one on rank "
-                f"{calls.engine.rank}"
-            )
-        loop.check_alive()
-        loop.check_outside()
-        [chosen] = param_list(params, 1)
-        stream = _Stream(calls, _one_prompt(prompt), chosen, partial)
-        loop.post(stream)
-        before = None
-        try:
-            while not stream.is_done or stream.output is not before:
-                await stream.ready.wait()
-                stream.ready.clear()
-                if stream.error is not None:
-                    raise stream.error
-                output = stream.output
-                if output is not None and output is not before:
-                    before = output
-                    yield output
-        finally:
-            if not stream.is_done and not loop.is_gone():
-                loop.abandon(stream, StateError("nobody reads the request"))
+async def stream(
+    calls: Calls, prompt: Prompt, params: SamplingParams | None, partial: bool
+) -> AsyncGenerator[RequestOutput, None]:
+    """See Generator.astream. partial: whether to yield outputs while the request runs."""
+    engine, loop = calls._engine, calls._loop
+    if engine.rank > 0:
+        raise StateError(
+            f"agenerate and astream: expected a call on rank 0, got one on rank {engine.rank}"
+        )
+    loop.check_alive()
+    loop.check_outside()
+    [chosen] = param_list(params, 1)
+    this = _Stream(calls, _one_prompt(prompt), chosen, partial)
+    loop.post(this)
+    before = None
+    try:
+        while not this.is_done or this.output is not before:
+            await this.ready.wait()
+            this.ready.clear()
+            if this.error is not None:
+                raise this.error
+            output = this.output
+            if output is not None and output is not before:
+                before = output
+                yield output
+    finally:
+        if not this.is_done and not loop.is_gone():
+            loop.abandon(this, StateError("nobody reads the request"))
 
 
 def _one_prompt(prompt: Any) -> Prompt:

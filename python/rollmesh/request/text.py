@@ -76,6 +76,9 @@ class Chat:
     options: Mapping[str, Any]
 
 
+Prompt = str | Chat | Sequence[int] | NDArray[np.integer[Any]]
+
+
 class TextCodec:
     """Encodes and decodes text. tokenizer: a transformers tokenizer or a tokenizers.Tokenizer."""
 

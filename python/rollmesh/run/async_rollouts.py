@@ -27,12 +27,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
 
-import rollmesh as rm
+from rollmesh.errors import Error, StateError
 from rollmesh.run.samples import Rollout
 from rollmesh.runtime.threads import starting
 
@@ -103,12 +102,7 @@ class AsyncRollouts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._end()
         finally:
@@ -118,7 +112,7 @@ class AsyncRollouts:
         self._stopped = True
         self._orders.put(None)
         while self._thread.is_alive():
-            with suppress(rm.Error):  # the generator has failed, and the thread raises it too
+            with suppress(Error):  # the generator has failed, and the thread raises it too
                 self._abort()
             self._thread.join(JOIN_S)
 
@@ -153,7 +147,7 @@ def staleness(rollout: Rollout, version: int, level: int) -> dict[str, float]:
     behind = version - np.concatenate([c.versions for c in rollout.completions])
     if behind.max() > level or behind.min() < 0:
         wrong = version - int(behind.max() if behind.max() > level else behind.min())
-        raise rm.StateError(
+        raise StateError(
             f"step {version}: a token of weight version {wrong}, expected {version - level} to "
             f"{version} ([rollout] async_level = {level})"
         )

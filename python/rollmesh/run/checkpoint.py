@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import rollmesh as rm
+from rollmesh.errors import ConfigError, FormatError
 from rollmesh.run.config import Config
 from rollmesh.run.data import Dataset, Prompt, completion_text
 from rollmesh.run.files import expect_file, library_errors, writing
@@ -145,14 +145,14 @@ def verify(folder: Path) -> None:
     if wanted is None:
         return
     if not isinstance(wanted, dict):
-        raise rm.FormatError(f"{folder / STATE}: expected sha256, a table, got {shown(wanted)}")
+        raise FormatError(f"{folder / STATE}: expected sha256, a table, got {shown(wanted)}")
     found = _digests(folder)
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             last = _step(folder) or 0
             older = [p for step, p in _checkpoints(folder.parent).items() if step < last]
             advice = f". The checkpoint before: --resume {older[-1]}" if older else ""
-            raise rm.FormatError(
+            raise FormatError(
                 f"{folder / name}: expected the file that was written, of SHA-256 "
                 f"{shown(wanted.get(name))} in {STATE}, "
                 f"got {shown(found.get(name))}; it was changed or damaged since{advice}"
@@ -201,7 +201,7 @@ def find(where: Path) -> Path:
         parent = where if where.name == "checkpoints" else where.parent
         others = listed((path.name,) for path in _checkpoints(parent).values())
         had = f"; {parent} has {others}" if others else ""
-        raise rm.ConfigError(
+        raise ConfigError(
             f"--resume {where}: no checkpoint there (looked for {STATE} and "
             f"checkpoints/step_*/{STATE}){had}"
         )
@@ -222,13 +222,13 @@ def read_state(folder: Path, config: Config, overridden: Sequence[str]) -> int:
     if refused:
         first = refused[0]
         advice = "a run keeps its model" if of_model else "override with --set to resume anyway"
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{folder} belongs to another run: {listed((key,) for key in refused)} differ "
             f"({plain(first)}: {shown(then.get(first))} there, {shown(now.get(first))} here); "
             f"{advice}"
         )
     if step > steps:
-        raise rm.ConfigError(
+        raise ConfigError(
             f"[train] steps: expected at least {step}, which {folder} has made, got {steps}"
         )
     return step  # type: ignore[no-any-return]
@@ -240,7 +240,7 @@ def check_data(folder: Path, data: Dataset, overridden: Sequence[str]) -> None:
     wanted = _read(folder).get("data")
     if wanted in (None, data.digest) or any(key.startswith(MAKE_DATA) for key in overridden):
         return
-    raise rm.ConfigError(
+    raise ConfigError(
         f"{folder} belongs to a run with other prompts: expected those of SHA-256 "
         f"{shown(wanted)}, got {data.digest}; the files of [data] or the tokenizer changed since; "
         "--set data.train=… resumes with those that are there"
@@ -252,21 +252,19 @@ def _read(folder: Path) -> dict[str, Any]:
     with library_errors(f"{file}: expected the state of a run"):
         state = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(state, dict):
-        raise rm.FormatError(f"{file}: expected the state of a run, got a {type(state).__name__}")
+        raise FormatError(f"{file}: expected the state of a run, got a {type(state).__name__}")
     if state.get("format") != FORMAT:
-        raise rm.FormatError(
+        raise FormatError(
             f"{folder}: checkpoint format {shown(state.get('format'))}, expected {FORMAT}"
         )
     step = state.get("next_step")
     if type(step) is not int or step < 0 or not isinstance(state.get("config"), dict):
-        raise rm.FormatError(
+        raise FormatError(
             f"{file}: expected next_step, an integer from 0, and config, a table, got "
             f"next_step={shown(step)}"
         )
     if (named := _step(folder)) not in (None, step):
-        raise rm.FormatError(
-            f"{file}: expected next_step={named}, as the folder is named, got {step}"
-        )
+        raise FormatError(f"{file}: expected next_step={named}, as the folder is named, got {step}")
     return state
 
 
@@ -291,7 +289,7 @@ def load_optimizer(folder: Path, trainer: TrainerState) -> None:
         if x is None or x.shape != shape or not x.is_floating_point() or is_negative:
             expected = f"{list(shape)} of floats, a step from 0" if key in wanted else "no such key"
             got = None if x is None else f"{list(x.shape)} of {x.dtype}"
-            raise rm.FormatError(f"{file}: {key}: expected {expected}, got {got}")
+            raise FormatError(f"{file}: {key}: expected {expected}, got {got}")
     state = {
         i: {kind: tensors[f"{kind}:{name}"] for kind in MOMENTS}
         for i, name in enumerate(parameters)

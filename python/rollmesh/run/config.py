@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import rollmesh as rm
+from rollmesh.errors import ConfigError
 from rollmesh.options import LIMITS, ROWS
 from rollmesh.run.config_rules import check_together, uses_tensor_cores
 from rollmesh.run.tables import NO_KEY, number, override, read_table
@@ -268,9 +268,9 @@ def load(file: str | Path, overrides: Sequence[str] = ()) -> Config:
         # read_text would turn a lone CR into a line end.
         table = tomllib.loads(file.read_bytes().decode())
     except OSError as e:
-        raise rm.ConfigError(f"{plain(file)}: {e.strerror}") from e
+        raise ConfigError(f"{plain(file)}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:  # not TOML, not UTF-8, too many digits or levels
-        raise rm.ConfigError(f"{plain(file)}: {plain(e)}") from e
+        raise ConfigError(f"{plain(file)}: {plain(e)}") from e
     for text in overrides:
         override(table, text)
     return from_dict(table, folder=str(file.parent.absolute()))

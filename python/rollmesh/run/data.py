@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rollmesh as rm
+from rollmesh.errors import ConfigError
 from rollmesh.request.text import Detokenizer, TextCodec
 from rollmesh.run.config import Config
 from rollmesh.run.files import library_errors
@@ -91,7 +91,7 @@ def load_tokenizer(path: Path) -> Any:
     if path.is_dir():
         # Without these files transformers makes an empty tokenizer.
         if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-            raise rm.ConfigError(
+            raise ConfigError(
                 "[tokenizer] path: expected a tokenizer.json or tokenizer_config.json in "
                 f"{path}, got neither"
             )
@@ -102,20 +102,18 @@ def load_tokenizer(path: Path) -> Any:
     if path.is_file():
         with library_errors(f"{path}: expected a tokenizer.json"):
             return PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
-    raise rm.ConfigError(
-        f"[tokenizer] path: {plain(path)} is neither a folder nor a tokenizer.json"
-    )
+    raise ConfigError(f"[tokenizer] path: {plain(path)} is neither a folder nor a tokenizer.json")
 
 
 def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     table = config.data
     if not table.train:
-        raise rm.ConfigError("[data] train: expected at least one file of prompts, got none")
+        raise ConfigError("[data] train: expected at least one file of prompts, got none")
     if not any(_is_dataset(name, config.path(name)) for name in (*table.train, *table.heldout)):
         for field in dataclasses.fields(table):
             value = getattr(table, field.name)
             if field.name.startswith("dataset_") and value != field.default:
-                raise rm.ConfigError(
+                raise ConfigError(
                     f"[data] {field.name}: expected a dataset in train or heldout, got "
                     f"{shown(value)} and JSONL alone"
                 )
@@ -134,24 +132,24 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     heldout_ids = {p.ids for p in heldout}
     both = sum(p.ids in heldout_ids for p in train)
     if both and (table.heldout or table.overlong == "truncate"):
-        raise rm.ConfigError(f"[data] heldout: {both} of its prompts are training prompts too")
+        raise ConfigError(f"[data] heldout: {both} of its prompts are training prompts too")
     if not train or not heldout:
-        raise rm.ConfigError(
+        raise ConfigError(
             f"[data]: expected prompts on both sides, got {len(train)} to train on and "
             f"{len(heldout)} held out"
         )
     if table.stage_steps and all(p.stage for p in train):
-        raise rm.ConfigError(
+        raise ConfigError(
             f"[data] train: expected prompts in {table.train[0]}, the first stage, got none"
         )
     if config.rollout.environment and any("completion" in p.columns for p in (*train, *heldout)):
-        raise rm.ConfigError(
+        raise ConfigError(
             "[data]: expected no column completion: an environment gets an argument of this "
             "name; rename the column"
         )
     longest = max(len(p.ids) for p in (*train, *heldout))
     if longest > room:
-        raise rm.ConfigError(
+        raise ConfigError(
             f"[generator] max_model_len: a prompt of {longest} tokens and "
             f"max_tokens={config.rollout.max_tokens} "
             f"do not fit into {config.generator.max_model_len}; [data] overlong can drop or "
@@ -194,7 +192,7 @@ def read_jsonl(path: Path, tokenizer: Any, chat: bool = False, stage: int = 0) -
     """Returns the prompts of a JSONL file. Raises ConfigError, with file and line, for a malformed
     object."""
     if path.is_fifo() or path.is_char_device():
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{plain(path)}: expected a file, got a pipe or a device, which --resume could not "
             "read again"
         )
@@ -208,9 +206,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         # Not splitlines(): JSON strings may contain U+2028.
         lines = path.read_bytes().decode().split("\n")
     except OSError as e:
-        raise rm.ConfigError(f"{plain(path)}: {e.strerror}") from e
+        raise ConfigError(f"{plain(path)}: {e.strerror}") from e
     except ValueError as e:  # not UTF-8, a NUL in the path
-        raise rm.ConfigError(f"{plain(path)}: {plain(e)}") from e
+        raise ConfigError(f"{plain(path)}: {plain(e)}") from e
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -218,7 +216,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield where, json.loads(line)
         except (ValueError, RecursionError) as e:  # not JSON, too many digits or levels
-            raise rm.ConfigError(f"{where}: expected a JSON object, got none: {plain(e)}") from e
+            raise ConfigError(f"{where}: expected a JSON object, got none: {plain(e)}") from e
 
 
 def rows_of(name: str, path: Path, config: str | None, split: str) -> list[dict[str, Any]]:
@@ -226,11 +224,11 @@ def rows_of(name: str, path: Path, config: str | None, split: str) -> list[dict[
     ConfigError: the library `datasets` is missing, or cannot read it."""
     what = f"[data] {plain(name)}"
     if importlib.util.find_spec("datasets") is None:
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{what}: expected the package datasets, got none here: pip install datasets"
         )
     if path.is_fifo():
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{what}: expected a file, got a pipe, which --resume could not read again"
         )
     with library_errors(f"{what}: expected a dataset of Hugging Face"):
@@ -238,7 +236,7 @@ def rows_of(name: str, path: Path, config: str | None, split: str) -> list[dict[
         splits = found if isinstance(found, dict) else {split: found}
         rows = [_row(row) for row in splits[split].with_format(None)] if split in splits else None
     if rows is None:
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{what}: expected a split {plain(split)}, got {listed((key,) for key in splits)}; "
             "[data] dataset_train_split and dataset_test_split name those of train and heldout"
         )
@@ -284,17 +282,15 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
     row."""
     if not isinstance(row, dict) or len(SOURCES & row.keys()) != 1:
         keys = f"the keys {listed((key,) for key in row)}" if isinstance(row, dict) else shown(row)
-        raise rm.ConfigError(
-            f"{where}: expected an object with either prompt or messages, got {keys}"
-        )
+        raise ConfigError(f"{where}: expected an object with either prompt or messages, got {keys}")
     columns = {k: v for k, v in row.items() if k not in SOURCES}
     if taken := sorted(columns.keys() & REWARD_ARGUMENTS):
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{where}: expected no column {taken[0]}: a reward gets an argument of this name; "
             "rename the column"
         )
     if isinstance(row.get("messages"), str):
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{where}: expected messages to be a list of {{role, content}}, got text; its key is "
             "prompt"
         )
@@ -309,7 +305,7 @@ def make_prompt(row: Any, tokenizer: Any, chat: bool, stage: int, where: str) ->
         else:
             ids = codec.encode_chat(source, {"add_generation_prompt": True})
     if not ids:
-        raise rm.ConfigError(f"{where}: the prompt has no tokens")
+        raise ConfigError(f"{where}: the prompt has no tokens")
     return Prompt(source, tuple(ids), columns, stage)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import rollmesh as rm
+from rollmesh.errors import ConfigError
 from rollmesh.request.reply_tokens import reply_tokens
 from rollmesh.request.text import chat_messages
 from rollmesh.run.data import Prompt
@@ -43,7 +43,7 @@ class Environment:
         if reply is None or (isinstance(reply, str) and reply and not prompt.is_chat):
             return reply
         if not prompt.is_chat:
-            raise rm.ConfigError(f"{self.what}: expected a text, or None, got {shown(reply)}")
+            raise ConfigError(f"{self.what}: expected a text, or None, got {shown(reply)}")
         wanted = "a message {role, content} of what JSON has, a list of them, or None"
         with library_errors(f"{self.what}: expected {wanted}"):
             json.dumps(messages)  # for completions.jsonl

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from rollmesh.run import metrics
 from rollmesh.run.checkpoint import TrainerState
@@ -84,13 +82,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        files = (self._completions, self._metrics)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 self._end_early(error)
@@ -100,13 +92,9 @@ class RunFolder:
                 draw_curves(self.lines, self.out / "curves.png")
             except Exception as why:  # noqa: BLE001 (plotting errors do not stop the run)
                 _log.warning("curves.png was not drawn: %s: %s", type(why).__name__, plain(why))
-            for file in files:
-                file.close()
             self.interrupts.release()
         finally:
-            for file in files:
-                with suppress(OSError):  # the disk may be full; the first error is raised
-                    file.close()
+            self._metrics.close()
 
     def _end_early(self, error: BaseException) -> None:
         """Writes a checkpoint of the last finished step, unless an update has begun since."""

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import rollmesh as rm
+from rollmesh.errors import NumericsError
 from rollmesh.run.config import Config, kernels_of
-from rollmesh.run.generator import Pushed, RolloutGenerator
 from rollmesh.run.samples import Batch
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ class TorchForward:
     def prepared(self, model: Any) -> Any:
         """Returns the model in the form that the other methods take."""
         return model
-
-    def push(self, model: Any, generator: RolloutGenerator, version: int, **options: Any) -> Pushed:
-        return generator.sync_weights(model.state_dict(), version=version, **options)
 
     def score(self, model: Any, tokens_T: Tensor) -> Tensor:
         """Returns the logprob of each token but the first at temperature 1, float32 [T - 1]."""
@@ -75,13 +71,6 @@ class RollmeshForward(TorchForward):
 
         g = self.config.generator
         return rollmesh.torch.patch(model, dtype=g.dtype, max_model_len=g.max_model_len)
-
-    def push(self, model: Any, generator: RolloutGenerator, version: int, **options: Any) -> Pushed:
-        if not isinstance(generator, rm.Generator):
-            return super().push(model, generator, version, **options)
-        import rollmesh.torch
-
-        return rollmesh.torch.push(model, generator, version, **options)
 
     def score(self, model: Any, tokens_T: Tensor) -> Tensor:
         import rollmesh.torch
@@ -129,7 +118,7 @@ def check_logprobs(logprobs_N: Tensor, batch: Batch, version: int | None = None)
     differ = np.flatnonzero((trainer != generator) & is_compared)
     if len(differ):
         n = int(differ[0])
-        raise rm.NumericsError(
+        raise NumericsError(
             f"logprobs: expected {generator[n]} for {token_text(batch, n)}, which the generator "
             f"recorded, got {trainer[n]} from the trainer; "
             f"{len(differ)} of {is_compared.sum()} differ; {ADVICE}"
@@ -143,7 +132,7 @@ def check_routing(trainer_BTLK: Tensor, generator_BTLK: Tensor) -> None:
     differ = np.argwhere((trainer != generator) & (generator >= 0))
     if len(differ):
         b, t, layer, place = map(int, differ[0])
-        raise rm.NumericsError(
+        raise NumericsError(
             f"routed experts: expected expert {generator[b, t, layer, place]} as choice {place} "
             f"of MoE layer {layer} for sequence {b} of the batch, position {t}, which the "
             f"generator recorded, got {trainer[b, t, layer, place]} from the trainer; "

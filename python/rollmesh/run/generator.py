@@ -11,7 +11,9 @@ import logging
 from dataclasses import fields
 from typing import Any, Protocol
 
-import rollmesh as rm
+from rollmesh import Generator, Mesh, ModelSpec, SamplingParams, SyncReport
+from rollmesh.comm import Comm, nccl
+from rollmesh.errors import ConfigError
 from rollmesh.options import ROWS
 from rollmesh.request.arguments import check_vocabulary, eos_ids
 from rollmesh.run.config import Config, GeneratorTable
@@ -22,19 +24,10 @@ SAME = (ROWS.keys() & {key.name for key in fields(GeneratorTable)}) - {"comm", "
 _log = logging.getLogger("rollmesh.grpo")
 
 
-class Pushed(Protocol):
-    """The report of a push."""
-
-    @property
-    def gb_per_s(self) -> float: ...
-    @property
-    def pause_s(self) -> float: ...
-
-
 class RolloutGenerator(Generates, Protocol):
     """Created from a model's configuration, without weights."""
 
-    def sync_weights(self, source: Any, version: int, cast: bool = False) -> Pushed:
+    def sync_weights(self, source: Any, version: int, cast: bool = False) -> SyncReport:
         """Loads a whole state dict as `version`, or raises and keeps serving the old version."""
         ...
 
@@ -46,11 +39,11 @@ class RolloutGenerator(Generates, Protocol):
 
 
 def make_generator(
-    config: Config, hf_config: Any, tokenizer: Any, comm: rm.comm.Comm | None = None
+    config: Config, hf_config: Any, tokenizer: Any, comm: Comm | None = None
 ) -> RolloutGenerator:
     """Makes the generator of a run. hf_config: config of the model whose weights will be pushed.
     comm: the comm of this rank, if this process is a rank of the generator's mesh."""
-    spec = rm.ModelSpec.from_hf(hf_config)
+    spec = ModelSpec.from_hf(hf_config)
     check_vocabulary(tokenizer, spec)
     g, eos, top_k = config.generator, eos_ids(None, tokenizer, spec), config.rollout.top_k
     if not eos:
@@ -59,7 +52,7 @@ def make_generator(
             "generation_config.json has an eos_token_id"
         )
     if top_k >= spec.vocab_size:
-        raise rm.ConfigError(
+        raise ConfigError(
             f"[rollout] top_k: expected below the {spec.vocab_size} tokens of the model's "
             f"vocabulary, got {top_k}"
         )
@@ -67,10 +60,10 @@ def make_generator(
         from rollmesh.run.vllm import VllmGenerator
 
         return VllmGenerator(g, hf_config, eos, routing=config.correction.routing_replay)
-    return rm.Generator(
+    return Generator(
         spec,
-        mesh=rm.Mesh(tp=g.tp, dp=g.dp, ep=g.ep),
-        comm=rm.comm.nccl(comm) if g.exchange == "nccl" else comm,
+        mesh=Mesh(tp=g.tp, dp=g.dp, ep=g.ep),
+        comm=nccl(comm) if g.exchange == "nccl" else comm,
         eos_token_ids=eos,
         threads=g.threads or None,
         seed=config.seed,
@@ -78,12 +71,12 @@ def make_generator(
     )
 
 
-def group_sampling(config: Config) -> rm.SamplingParams:
+def group_sampling(config: Config) -> SamplingParams:
     """Returns the parameters of a group of rollouts."""
     t = config.rollout
     filters: dict[str, Any] = {}
     if t.top_k:
         filters = {"top_k": t.top_k, "top_p": t.top_p, "min_p": t.min_p, "kept_tokens": True}
-    return rm.SamplingParams(
+    return SamplingParams(
         n=t.samples, max_tokens=t.max_tokens, temperature=t.temperature, **filters
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,31 +30,23 @@ class JsonLines:
 
     def __init__(self, path: Path, restore: Callable[[], object], then: str) -> None:
         self.path, self._restore, self._then = path, restore, then
-        self._open()
+        self._begin()
 
-    def _open(self) -> None:
+    def _begin(self) -> None:
         with writing(self.path):
             self._restore()
-            self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+            self.path.touch()
+            self._size = self.path.stat().st_size
 
     def write(self, *rows: dict[str, Any], ensure_ascii: bool = True) -> None:
-        own = os.fstat(self._file.fileno())
-        try:
-            found = self.path.stat()
-            is_whole = os.path.samestat(own, found) and found.st_size == self._file.tell()
-        except OSError:
-            is_whole = False
-        if not is_whole:
+        if not self.path.is_file() or self.path.stat().st_size != self._size:
             _log.warning("%s was removed or changed by another program; %s", self.path, self._then)
-            self._file.close()
-            self._open()
-        with writing(self.path):
-            self._file.writelines(json.dumps(row, ensure_ascii=ensure_ascii) + "\n" for row in rows)
-            self._file.flush()
-
-    def close(self) -> None:
-        with writing(self.path):
-            self._file.close()
+            self._begin()
+        text = "".join(json.dumps(row, ensure_ascii=ensure_ascii) + "\n" for row in rows)
+        data = text.encode(errors="backslashreplace")
+        with writing(self.path), self.path.open("ab") as file:
+            file.write(data)
+        self._size += len(data)
 
 
 class MetricsLog:
@@ -93,7 +84,6 @@ class MetricsLog:
             _log.warning(text, self._folder, kind, plain(error))
 
     def close(self) -> None:
-        self._file.close()
         self._add_events("close")
 
 

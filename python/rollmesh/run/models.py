@@ -14,8 +14,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import rollmesh as rm
+from rollmesh import ModelSpec
 from rollmesh._core import usable_cores
+from rollmesh.errors import (
+    ConfigError,
+    DTypeError,
+    Error,
+    FormatError,
+    MissingKeyError,
+    ShapeError,
+    TiedWeightError,
+    UnexpectedKeyError,
+)
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import without
@@ -49,7 +59,7 @@ def read_tokenizer(config: Config) -> Any:
         folder_config(config.path(config.model.path), config.model.ignore)
     source = config.tokenizer.path or config.model.path
     if source is None:
-        raise rm.ConfigError(
+        raise ConfigError(
             "[tokenizer] path: expected a folder or a tokenizer.json; a random model brings none"
         )
     return load_tokenizer(config.path(source))
@@ -66,7 +76,7 @@ def torch_device(config: Config) -> Any:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise rm.ConfigError(
+            raise ConfigError(
                 f"[train] device: expected one of torch's {count} CUDA devices, got "
                 f"{config.train.device!r}"
             )
@@ -90,7 +100,7 @@ def build_model(config: Config, tokenizer: Any) -> Any:
     import torch
 
     hf_config = model_config(config, tokenizer)
-    rm.ModelSpec.from_hf(hf_config)  # checks its limits before memory is allocated
+    ModelSpec.from_hf(hf_config)  # checks its limits before memory is allocated
     torch.manual_seed(seed_of(config.seed, 0, "weights"))
     return _new_model(hf_config, dtype=getattr(torch, config.train.dtype))
 
@@ -111,14 +121,14 @@ def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None)
         **table.hf_fields(),
     }
     if fields["vocab_size"] < len(tokenizer):
-        raise rm.ConfigError(
+        raise ConfigError(
             f"[model] vocab_size: expected at least the tokenizer's {len(tokenizer)}, got "
             f"{fields['vocab_size']}"
         )
     try:
         return AutoConfig.for_model(str(table.architecture), **fields)
     except (ValueError, TypeError) as e:
-        raise rm.ConfigError(f"[model]: {e}") from e
+        raise ConfigError(f"[model]: {e}") from e
 
 
 def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
@@ -129,14 +139,14 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
 
     refuse_adapter(folder)
     if not (folder / "config.json").is_file():
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{plain(folder)}: expected a checkpoint folder with config.json and safetensors"
         )
     for path in folder.iterdir():
         expect_file(path)
     try:
-        spec = rm.ModelSpec.from_hf(folder, ignore=ignore)
-    except rm.ConfigError as error:
+        spec = ModelSpec.from_hf(folder, ignore=ignore)
+    except ConfigError as error:
         names = getattr(error, "names", ())
         if 0 < sum(map(len, names)) <= MOST_SUGGESTED:
             option = f"model.ignore={json.dumps([*ignore, *names])}"
@@ -145,7 +155,7 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
     values = without(json.loads((folder / "config.json").read_text(encoding="utf-8")), ignore)
     labels = values.get("num_labels")
     if isinstance(labels, int) and labels > MAX_LABELS:  # transformers generates their names
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{plain(folder)}: num_labels: expected at most {MAX_LABELS}, got {shown(labels)}"
         )
     with library_errors(f"{folder}: expected a config.json"):
@@ -166,7 +176,7 @@ def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
     from transformers import AutoModelForCausalLM
 
     hf_config = folder_config(folder, ignore)
-    _check_files(folder, rm.ModelSpec.from_hf(hf_config), ignore)
+    _check_files(folder, ModelSpec.from_hf(hf_config), ignore)
     with library_errors(f"{folder}: expected the weights of a checkpoint"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -186,16 +196,16 @@ def load_model(folder: Path, dtype: str, ignore: tuple[str, ...] = ()) -> Any:
     ):
         model.config.save_pretrained(scratch)  # saving checks more than reading
     mismatched = sorted(name for name, *_ in report["mismatched_keys"])
-    _refuse(rm.ShapeError, folder, "wrong shape", mismatched)
-    _refuse(rm.MissingKeyError, folder, "missing", sorted(report["missing_keys"]))
+    _refuse(ShapeError, folder, "wrong shape", mismatched)
+    _refuse(MissingKeyError, folder, "missing", sorted(report["missing_keys"]))
     unknown = [name for name in report["unexpected_keys"] if not is_ignored(name, ignore)]
-    _refuse(rm.UnexpectedKeyError, folder, UNKNOWN, sorted(unknown))
+    _refuse(UnexpectedKeyError, folder, UNKNOWN, sorted(unknown))
     with torch.device("meta"):
         fresh = _new_model(hf_config)
     # Adapters and quantization add or replace modules, and freeze parameters.
     wanted, found = ({n: p.requires_grad for n, p in m.named_parameters()} for m in (fresh, model))
     if differ := sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n)):
-        raise rm.ConfigError(
+        raise ConfigError(
             f"{plain(folder)}: expected the trainable parameters of its config.json alone, "
             f"got others or frozen ones: {listed((name,) for name in differ)}"
         )
@@ -222,12 +232,12 @@ def _experts_option(hf_config: Any) -> dict[str, str]:
     return {"experts_implementation": "grouped_mm"} if has_experts else {}
 
 
-def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> None:
+def _check_files(folder: Path, spec: ModelSpec, ignore: tuple[str, ...]) -> None:
     """Checks what transformers does not report: stored dtypes, the names of experts (it stacks all
     that it finds), and an lm_head that differs from the embedding to which the config ties it."""
     stored = SafetensorsFolder(folder)
     if (folder / INDEX).is_file() and (folder / "model.safetensors").is_file():
-        raise rm.FormatError(
+        raise FormatError(
             f"{folder}: expected model.safetensors or {INDEX}, got both: transformers reads the "
             "first, rollmesh the second; remove the older one"
         )
@@ -240,26 +250,26 @@ def _check_files(folder: Path, spec: rm.ModelSpec, ignore: tuple[str, ...]) -> N
             odd.append(f"{name} ({dtype})")
         if shape != shapes.get(name, shape):
             wrong.append(f"{name} (expected {list(shapes[name])}, got {list(shape)})")
-    _refuse(rm.DTypeError, folder, f"expected {', '.join(STORED.values())}", odd)
-    _refuse(rm.ShapeError, folder, "wrong shape", wrong)
+    _refuse(DTypeError, folder, f"expected {', '.join(STORED.values())}", odd)
+    _refuse(ShapeError, folder, "wrong shape", wrong)
     found, wanted = (set(filter(ONE_EXPERT.search, some)) for some in (names, shapes))
     if found:  # transformers reports experts that are stacked in the file
-        _refuse(rm.MissingKeyError, folder, "missing", sorted(wanted - found))
-        _refuse(rm.UnexpectedKeyError, folder, UNKNOWN, sorted(found - wanted))
+        _refuse(MissingKeyError, folder, "missing", sorted(wanted - found))
+        _refuse(UnexpectedKeyError, folder, UNKNOWN, sorted(found - wanted))
     has_both = spec.tie_word_embeddings and HEAD in stored and EMBEDDING in stored
     if has_both and (stored[HEAD] != stored[EMBEDDING]).any():
-        raise rm.TiedWeightError(
+        raise TiedWeightError(
             f"{folder}: {HEAD}: expected the values of {EMBEDDING}, to which the config ties it, "
             "got others"
         )
 
 
-def _refuse(error: type[rm.Error], folder: Path, what: str, names: list[str]) -> None:
+def _refuse(error: type[Error], folder: Path, what: str, names: list[str]) -> None:
     if not names:
         return
     text = f"{len(names)} of the weights: {what}: {listed((name,) for name in names)}"
     refused = error(f"{folder}: {text}")
-    if error is rm.UnexpectedKeyError:
+    if error is UnexpectedKeyError:
         refused.add_note(
             "if they do not matter: [model] ignore takes their names, with * for any characters"
         )

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -19,9 +19,7 @@ class MovedModules(MetaPathFinder, Loader):
         self._moved = moved
         sys.meta_path.append(self)
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         return importlib.util.spec_from_loader(name, self) if name in self._moved else None
 
     def exec_module(self, module: ModuleType) -> None:

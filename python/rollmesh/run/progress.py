@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from rollmesh.run.metrics import Completions, Metrics
@@ -31,12 +30,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             with suppress(OSError):  # the terminal was closed
                 self._live.stop()

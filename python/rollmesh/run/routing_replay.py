@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import rollmesh as rm
+from rollmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ def routers(model: Any) -> list[Any]:
         module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
     ]
     if not found:
-        raise rm.ConfigError(
+        raise ConfigError(
             f"[correction] routing_replay: expected false for a {type(model).__name__} without "
             "experts, got true"
         )
@@ -58,50 +59,43 @@ def replay(model: Any, routed_BTLK: Tensor | None) -> Iterator[None]:
     if routed_BTLK is None:
         yield
         return
-    hooks = [
-        (router, _Recorded(routed_BTLK[:, :, layer].flatten(0, 1)))
-        for layer, router in enumerate(routers(model))
-    ]
-    handles = [router.register_forward_hook(hook) for router, hook in hooks]
+    used: set[Any] = set()
+    every = routers(model)
+    handles = []
+    for layer, router in enumerate(every):
+        hook = partial(_recorded, routed_BTLK[:, :, layer].flatten(0, 1), used)
+        handles.append(router.register_forward_hook(hook))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    if (count := sum(hook.was_used for _, hook in hooks)) < len(hooks):
-        raise rm.ConfigError(
-            f"[correction] routing_replay: expected false where the trainer runs {count} of the "
-            f"{len(hooks)} routers of its model, got true"
+    if len(used) < len(every):
+        raise ConfigError(
+            f"[correction] routing_replay: expected false where the trainer runs {len(used)} of "
+            f"the {len(every)} routers of its model, got true"
         )
 
 
-class _Recorded:
-    """The hook of one router. It returns (logits, gates, ids) of the router's rows with the
-    recorded ids and their gates."""
+def _recorded(
+    recorded_RK: Tensor,
+    used: set[Any],
+    router: Any,
+    args: Any,
+    output: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The hook of a router. Returns (logits, gates, ids) of the router's rows with the recorded ids
+    and their gates, and adds the router to `used`."""
+    import torch
 
-    def __init__(self, ids_RK: Tensor) -> None:
-        self.ids_RK = ids_RK
-        self.was_used = False
-
-    def __call__(
-        self, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        import torch
-
-        self.was_used = True
-        logits_RE, gates, own_RK = output
-        ids_RK = torch.where(self.ids_RK >= 0, self.ids_RK, own_RK)
-        is_sigmoid = hasattr(router, "e_score_correction_bias")  # used in the choice only
-        scores_RE = (
-            logits_RE.float().sigmoid()
-            if is_sigmoid
-            else torch.softmax(logits_RE, dim=-1, dtype=torch.float32)
-        )
-        gates_RK = scores_RE.gather(1, ids_RK)
-        if getattr(router, "norm_topk_prob", True):  # Mixtral's router has no such attribute
-            gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True)
-        return (
-            logits_RE,
-            (gates_RK * getattr(router, "routed_scaling_factor", 1.0)).to(gates.dtype),
-            ids_RK,
-        )
+    used.add(router)
+    logits_RE, gates, own_RK = output
+    ids_RK = torch.where(recorded_RK >= 0, recorded_RK, own_RK)
+    is_sigmoid = hasattr(router, "e_score_correction_bias")  # used in the choice only
+    logits = logits_RE.float()
+    scores_RE = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    gates_RK = scores_RE.gather(1, ids_RK)
+    if getattr(router, "norm_topk_prob", True):  # Mixtral's router has no such attribute
+        gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True)
+    gates_RK = gates_RK * getattr(router, "routed_scaling_factor", 1.0)
+    return logits_RE, gates_RK.to(gates.dtype), ids_RK

@@ -149,38 +149,32 @@ def make_batch(completions: Sequence[Completion], device: Any = "cpu") -> Batch:
     The routing of a sequence's last token is missing, since it was drawn and never computed. In
     ids_BT only shorter sequences have that token, and no logprob depends on it."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    def tensor(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
+    def joined(arrays: list[Any]) -> Any:
+        return None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays)).to(device)
 
-    def joined(arrays: list[Any]) -> Tensor | None:
-        return None if arrays[0] is None else tensor(np.concatenate(arrays))
+    def padded(rows: list[NDArray[Any]], fill: int = 0) -> Tensor:
+        each = [torch.from_numpy(row) for row in rows]
+        return pad_sequence(each, batch_first=True, padding_value=fill).to(device)
 
-    sequences = [[*c.prompt.ids, *c.token_ids] for c in completions]
-    ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
-    mask, generated = np.zeros(ids.shape, bool), np.zeros(ids.shape, bool)
-    for row, (c, sequence) in enumerate(zip(completions, sequences, strict=True)):
-        ids[row, : len(sequence)] = sequence
-        mask[row, : len(sequence)] = True
-        generated[row, len(c.prompt.ids) : len(sequence)] = c.drawn
-    rows, places = np.nonzero(generated)
-    routed = None
-    if (first := completions[0].routed_experts) is not None:
-        padded = np.full((len(ids), ids.shape[1] - 1, *first.shape[1:]), -1, np.int16)
-        for place, c in zip(padded, completions, strict=True):
-            assert c.routed_experts is not None
-            place[: len(c.routed_experts)] = c.routed_experts
-        routed = tensor(padded)
+    tokens = [np.array([*c.prompt.ids, *c.token_ids]) for c in completions]
+    tokens_BT = padded(tokens)
+    generated_BT = padded(
+        [np.append(np.zeros(len(c.prompt.ids), bool), c.drawn) for c in completions]
+    )
+    rows_N, places_N = generated_BT.nonzero(as_tuple=True)
+    routed = [c.routed_experts for c in completions if c.routed_experts is not None]
     return Batch(
-        tokens_BT=tensor(ids),
-        mask_BT=tensor(mask),
-        generated_BT=tensor(generated),
-        rows_N=tensor(rows),
-        columns_N=tensor(places - 1),
-        targets_N=tensor(ids[rows, places]),
-        old_logprobs_N=tensor(np.concatenate([c.logprobs for c in completions])),
-        lengths_B=tensor(generated.sum(1)),
+        tokens_BT=tokens_BT,
+        mask_BT=padded([np.ones(len(row), bool) for row in tokens]),
+        generated_BT=generated_BT,
+        rows_N=rows_N,
+        columns_N=places_N - 1,
+        targets_N=tokens_BT[rows_N, places_N],
+        old_logprobs_N=joined([c.logprobs for c in completions]),
+        lengths_B=generated_BT.sum(1),
         kept_NK=joined([c.kept_tokens for c in completions]),
-        routed_BTLK=routed,
-        versions_N=tensor(np.concatenate([c.versions for c in completions])),
+        routed_BTLK=padded(routed, -1) if routed else None,
+        versions_N=joined([c.versions for c in completions]),
     )

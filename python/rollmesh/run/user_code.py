@@ -31,7 +31,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-import rollmesh as rm
+from rollmesh.errors import ConfigError
 from rollmesh.runtime.messages import plain, shown
 
 T = TypeVar("T")
@@ -50,14 +50,14 @@ def imported(
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         known = f"{', '.join(built_in)} or " if built_in else ""
-        raise rm.ConfigError(f'{key}: expected {known}module:function, got "{plain(name)}"')
+        raise ConfigError(f'{key}: expected {known}module:function, got "{plain(name)}"')
     extra = [str(p.resolve()) for p in (folder, Path.cwd()) if p is not None]
     sys.path[:0] = extra
     try:
         with naming(f'{key}: importing "{plain(module_name)}"', but=ImportError):
             module = importlib.import_module(module_name)
     except ImportError as e:
-        raise rm.ConfigError(f'{key}: cannot import "{plain(module_name)}": {plain(e)}') from e
+        raise ConfigError(f'{key}: cannot import "{plain(module_name)}": {plain(e)}') from e
     finally:
         # Late imports and spawned processes of the module need the folders too. At the end of the
         # path they do not hide the modules of a library.
@@ -67,7 +67,7 @@ def imported(
         sys.path += [p for p in dict.fromkeys(extra) if p not in sys.path]
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise rm.ConfigError(f'{key}: module "{module_name}" has no function "{attribute}"')
+        raise ConfigError(f'{key}: module "{module_name}" has no function "{attribute}"')
     return function  # type: ignore[no-any-return]
 
 
@@ -114,7 +114,7 @@ class EventLoop:
         results = {i: call.result() for i, call in enumerate(calls) if not call.is_async}
         if waiting := [i for i in range(len(calls)) if i not in results]:
             names = dict.fromkeys(calls[i].what for i in waiting)
-            with naming(", ".join(names), but=rm.ConfigError):
+            with naming(", ".join(names), but=ConfigError):
                 found = self._runner.run(together([calls[i].awaited() for i in waiting]))
             results |= zip(waiting, found, strict=True)
         return [results[i] for i in range(len(calls))]
@@ -159,7 +159,7 @@ def naming(what: str, but: type[BaseException] | tuple[()] = ()) -> Iterator[Non
             error.add_note(f"{what} ran")
         raise
     except BaseException as error:  # SystemExit, asyncio.CancelledError and user classes too
-        named = rm.ConfigError(f"{what} raised {type(error).__name__}: {plain(error)}".rstrip(": "))
+        named = ConfigError(f"{what} raised {type(error).__name__}: {plain(error)}".rstrip(": "))
         trace = error.__traceback__
         while trace is not None and _is_internal(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
@@ -187,7 +187,7 @@ def call_rewards(
     found: dict[str, tuple[list[float | None], float]] = {}
     for name, (values, seconds) in zip(functions, event_loop.run(calls), strict=True):
         if isinstance(values, str):
-            raise rm.ConfigError(
+            raise ConfigError(
                 f"reward {name}: expected {count} values, one a completion, got {values}"
             )
         found[name] = [_number(value, name, i) for i, value in enumerate(values)], seconds
@@ -215,7 +215,7 @@ def _number(value: Any, name: str, i: int) -> float | None:
     except BaseException:  # noqa: BLE001 (the value's own __float__ may raise anything)
         number = math.nan
     if not abs(number) <= MAX_REWARD:
-        raise rm.ConfigError(
+        raise ConfigError(
             f"reward {name}: completion {i} got {shown(value)}; expected a finite number, or None"
         )
     return number

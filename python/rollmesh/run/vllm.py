@@ -22,14 +22,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-import rollmesh as rm
+from rollmesh import CompletionOutput, ModelSpec, RequestOutput, SamplingParams, SyncReport
+from rollmesh.errors import ConfigError, Error, RequestError, StateError
 from rollmesh.model.families import FAMILIES
 from rollmesh.request.arguments import param_list
 from rollmesh.request.sampling import logit_edit_names
@@ -49,20 +48,6 @@ SAME = (
 INSTALL = "pip install '.[vllm]' in rollmesh's checkout; docs/vllm.md has what to pin"
 
 
-@dataclass(frozen=True)
-class PushReport:
-    """The report of a committed push."""
-
-    version: int
-    bytes: int  # bytes of tensor data
-    seconds: float
-    pause_s: float
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
-
-
 class VllmGenerator:
     """A RolloutGenerator over vLLM's AsyncLLM.
 
@@ -80,7 +65,7 @@ class VllmGenerator:
     ) -> None:
         """routing: return routed experts, if the model has experts."""
         ask_for_plugin()
-        self.spec = rm.ModelSpec.from_hf(hf_config)
+        self.spec = ModelSpec.from_hf(hf_config)
         self.dtype, self.max_model_len = table.dtype, table.max_model_len
         self.version: int | None = None
         self._eos = tuple(eos_token_ids)
@@ -99,33 +84,34 @@ class VllmGenerator:
 
     def sync_weights(
         self, source: Mapping[str, Any], version: int, cast: bool = False
-    ) -> PushReport:
-        """Pushes a state dict through shared memory, or raises and keeps serving the old
-        version."""
-        began = time.perf_counter()
-        self._loop.run(self._sync(source, version, cast))
+    ) -> SyncReport:
+        """Pushes a state dict through shared memory, or raises and keeps serving the old version.
+        The report counts the tensors of the source as parameters and has no digest."""
+
+        async def send() -> None:
+            if cast not in self._senders:
+                self._senders[cast] = AsyncWeightSender(self._llm, cast=cast)
+            await self._senders[cast].send(source, version)
+            # Otherwise vLLM would find KV of the old version, which the worker would recompute.
+            await self._llm.reset_prefix_cache()
+
+        began, n = time.perf_counter(), len(source)
+        self._loop.run(send())
         self.version = version
         num_bytes = sum(tensor.nbytes for tensor in source.values())
         seconds = time.perf_counter() - began
-        return PushReport(version, num_bytes, seconds, pause_s=seconds)
-
-    async def _sync(self, source: Mapping[str, Any], version: int, cast: bool) -> None:
-        if cast not in self._senders:
-            self._senders[cast] = AsyncWeightSender(self._llm, cast=cast)
-        await self._senders[cast].send(source, version)
-        # Otherwise vLLM would find KV of the old version, which the worker would recompute.
-        await self._llm.reset_prefix_cache()
+        return SyncReport(version, n, n, 0, num_bytes, seconds, seconds, "", pause_s=seconds)
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        params: rm.SamplingParams | Sequence[rm.SamplingParams],
+        params: SamplingParams | Sequence[SamplingParams],
         use_tqdm: bool = False,
-    ) -> list[rm.RequestOutput]:
+    ) -> list[RequestOutput]:
         """Implements rm.Generator.generate for token ids, with use_tqdm=False. Raises the first
         request's error and aborts the others."""
         if use_tqdm:
-            raise rm.RequestError("use_tqdm: expected False with vLLM, got True")
+            raise RequestError("use_tqdm: expected False with vLLM, got True")
         pairs = zip(prompts, param_list(params, len(prompts)), strict=True)
         return self._loop.run(self._generate([self._complete(list(ids), p) for ids, p in pairs]))
 
@@ -134,15 +120,15 @@ class VllmGenerator:
         self._loop.call(lambda: [task.cancel() for task in self._running])
 
     async def _generate(
-        self, works: Sequence[Coroutine[Any, Any, rm.RequestOutput]]
-    ) -> list[rm.RequestOutput]:
+        self, works: Sequence[Coroutine[Any, Any, RequestOutput]]
+    ) -> list[RequestOutput]:
         me = asyncio.current_task()
         assert me is not None
         self._running.add(me)
         me.add_done_callback(self._running.discard)
         return await together(works)
 
-    async def _complete(self, prompt: list[int], params: rm.SamplingParams) -> rm.RequestOutput:
+    async def _complete(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
         number, last = next(self._numbers), None
         prompt_input = {"type": "token", "prompt_token_ids": prompt}
         async for output in self._llm.generate(
@@ -167,7 +153,7 @@ def ask_for_plugin() -> bool:
     """Adds rollmesh to VLLM_PLUGINS, for this process and those that vLLM starts. Returns whether
     it was missing. Raises ConfigError if vLLM is not installed or was already imported."""
     if importlib.util.find_spec("vllm") is None:
-        raise rm.ConfigError(f"generating with vLLM needs the package vllm: {INSTALL}")
+        raise ConfigError(f"generating with vLLM needs the package vllm: {INSTALL}")
     # A forked engine would inherit the locks of torch's threads without the threads.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -176,7 +162,7 @@ def ask_for_plugin() -> bool:
         return False
     named = os.environ.get("VLLM_PLUGINS", "")
     if "vllm" in sys.modules:
-        raise rm.ConfigError(
+        raise ConfigError(
             f'VLLM_PLUGINS: expected {NAME} in it before vllm is imported, got "{named}"'
         )
     os.environ["VLLM_PLUGINS"] = f"{named},{NAME}" if named else NAME
@@ -198,7 +184,7 @@ async def start(table: GeneratorTable, folder: str, routing: bool) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if not type(current_platform).__module__.startswith("rollmesh."):
-        raise rm.ConfigError(
+        raise ConfigError(
             f"vLLM's platform: expected rollmesh's, got {type(current_platform).__qualname__}; is "
             "rollmesh installed?"
         )
@@ -226,7 +212,7 @@ async def start(table: GeneratorTable, folder: str, routing: bool) -> Any:
     try:
         return AsyncLLM.from_engine_args(args)
     except RuntimeError as error:  # a process of vLLM has ended, with an error on stderr
-        raise rm.StateError(f"vLLM's engine did not start: {error}") from error
+        raise StateError(f"vLLM's engine did not start: {error}") from error
 
 
 class LoopThread:
@@ -261,23 +247,23 @@ class LoopThread:
 
 
 # ---------------------------------------------------------------------------------------- records
-def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
+def vllm_params(params: SamplingParams, eos_token_ids: Sequence[int]) -> Any:
     """Converts to vLLM's SamplingParams. Without a tokenizer vLLM has no eos, so the eos ids become
     stop_token_ids."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     if params.seed is None:
-        raise rm.RequestError(
+        raise RequestError(
             "seed: expected a number, got None; without one samples would depend on the engine"
         )
     if params.kept_tokens:
-        raise rm.RequestError(
+        raise RequestError(
             "kept_tokens: expected False with vLLM, which does not return the tokens kept, got True"
         )
     for name in ("stop", "bad_words"):
         if texts := getattr(params, name):
-            raise rm.RequestError(
+            raise RequestError(
                 f"{name}: expected none, got {list(texts)}; the engine has no tokenizer"
             )
     bias: Any = params.logit_bias  # pairs
@@ -299,30 +285,36 @@ def vllm_params(params: rm.SamplingParams, eos_token_ids: Sequence[int]) -> Any:
 def output_of(
     output: Any,
     number: int,
-    params: rm.SamplingParams,
+    params: SamplingParams,
     eos: frozenset[int],
     is_moe_layer: Sequence[bool] = (),
-) -> rm.RequestOutput:
+) -> RequestOutput:
     """Converts vLLM's finished output. Raises rm.Error for a request that failed."""
     completions = []
     for sample in output.outputs:
         if sample.finish_reason not in ("stop", "length"):
-            raise rm.Error(
+            raise Error(
                 f"request {number}, sample {sample.index}: ended with {sample.finish_reason}: "
                 f"{sample.stop_reason}"
             )
         tokens = np.array(sample.token_ids, np.int32)
         drawn = np.array(sample.logprobs.logprobs, np.float32)
         if drawn.shape != tokens.shape:
-            raise rm.Error(
+            raise Error(
                 f"request {number}, sample {sample.index}: {drawn.size} logprobs for "
                 f"{tokens.size} tokens"
             )
         is_filtered = params.top_p != 1.0 or params.top_k != -1 or params.min_p != 0.0
         is_plain = params.temperature == 1.0 and not is_filtered and not logit_edit_names(params)
         logprobs = drawn.copy() if is_plain else np.full_like(drawn, np.nan)
+        versions = np.full(len(tokens), -1, np.int64)  # −1: of a token in no span
+        for span in sample.weight_versions or ():
+            versions[span.start : span.end] = int(span.version)
+        routed = sample.routed_experts  # of all layers
+        if routed is not None:
+            routed = routed[:, np.flatnonzero(is_moe_layer)].astype(np.int16)
         completions.append(
-            rm.CompletionOutput(
+            CompletionOutput(
                 index=sample.index,
                 text="",
                 token_ids=tokens,
@@ -331,38 +323,22 @@ def output_of(
                 cumulative_logprob=float(np.sum(logprobs, dtype=np.float64)),
                 logprobs=logprobs,
                 sampling_logprobs=drawn,
-                versions=versions_of(sample, len(tokens)),
+                versions=versions,
                 contract=None,
-                routed_experts=routed_of(sample.routed_experts, is_moe_layer),
+                routed_experts=routed,
             )
         )
-    return rm.RequestOutput(
+    prompt_logprobs = None
+    if (flat := output.prompt_logprobs) is not None:
+        # The first entry of a position is the prompt's own token. The first position has none.
+        chosen = [flat.logprobs[first] for first in flat.start_indices[1:]]
+        prompt_logprobs = np.array(chosen, np.float32)
+    return RequestOutput(
         request_id=number,
         prompt=None,
         prompt_token_ids=np.array(output.prompt_token_ids, np.int32),
         outputs=completions,
         finished=True,
         num_cached_tokens=output.num_cached_tokens or 0,
-        prompt_logprobs=prompt_logprobs_of(output.prompt_logprobs),
+        prompt_logprobs=prompt_logprobs,
     )
-
-
-def versions_of(sample: Any, count: int) -> NDArray[np.int64]:
-    """Returns the weight version of each token, from vLLM's spans; −1 for a token in none."""
-    versions = np.full(count, -1, np.int64)
-    for span in sample.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    return versions
-
-
-def routed_of(every: NDArray[Any] | None, is_moe_layer: Sequence[bool]) -> NDArray[np.int16] | None:
-    """Selects [prompt + n − 1, moe_layers, k] from vLLM's record, which has all layers."""
-    return None if every is None else every[:, np.flatnonzero(is_moe_layer)].astype(np.int16)
-
-
-def prompt_logprobs_of(flat: Any) -> NDArray[np.float32] | None:
-    """Returns the logprobs of the prompt's own tokens, [len - 1]: the first entry of each position
-    but the first, which has none."""
-    if flat is None:
-        return None
-    return np.array([flat.logprobs[first] for first in flat.start_indices[1:]], np.float32)

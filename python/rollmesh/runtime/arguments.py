@@ -13,7 +13,7 @@ import numpy as np
 
 from rollmesh import _core
 from rollmesh._core import usable_cores
-from rollmesh.errors import ConfigError, Error
+from rollmesh.errors import ConfigError, Error, UnsupportedTensorError
 from rollmesh.runtime.messages import reason, shown
 
 MAX_ITEMS = 2**24  # prompts of a call, tokens of a prompt, request ids
@@ -79,6 +79,36 @@ def boolean(name: str, value: Any) -> bool:
 def is_masked(array: Any) -> bool:
     """An array of numpy.ma, or of another class with a mask, which np.asarray would drop."""
     return isinstance(array, np.ndarray) and hasattr(type(array), "mask")
+
+
+_CLASSES = {
+    "FakeTensor": "a fake tensor, which has no data",
+    "FunctionalTensor": "a fake tensor, which has no data",
+    "MaskedTensor": "a masked tensor; send .to_tensor(value)",
+    "DTensor": "a DTensor; send .full_tensor(), or .to_local() where it is replicated",
+}
+_KINDS = {
+    "is_quantized": "a quantized tensor",
+    "is_meta": "a meta tensor, which has no data",
+    "is_sparse": "a sparse tensor",
+    "is_nested": "a nested tensor",
+    "is_neg": "a lazily negated view; send .resolve_neg()",
+}
+
+
+def exportable(name: Any, tensor: Any) -> Any:
+    """Returns a tensor of any library as DLPack exports it: detached from autograd. Raises
+    UnsupportedTensorError for a torch tensor without dense memory."""
+    what = _CLASSES.get(type(tensor).__name__)
+    for kind, text in _KINDS.items():
+        value = getattr(tensor, kind, False)
+        if what is None and (value() if callable(value) else value) is True:
+            what = text
+    if what is None and str(getattr(tensor, "layout", "torch.strided")) != "torch.strided":
+        what = f"a tensor of layout {tensor.layout}"
+    if what is not None:
+        raise UnsupportedTensorError(f"{name:.200}: expected a dense tensor, got {what}")
+    return tensor.detach() if getattr(tensor, "requires_grad", False) is True else tensor
 
 
 def deadline_of(timeout: float | None) -> float | None:

@@ -8,8 +8,9 @@ import ctypes
 import os
 
 from rollmesh.errors import ConfigError
+from rollmesh.runtime import libraries
 from rollmesh.runtime.devices import Device
-from rollmesh.runtime.libraries import Library, candidates
+from rollmesh.runtime.libraries import Library as Library
 from rollmesh.runtime.messages import plain, shown
 
 LIBRARY_SWITCH = "ROLLMESH_CUBLASLT_LIBRARY"
@@ -22,24 +23,15 @@ FAMILY = "cuda_mma"  # of the other ops with fast=True: there are no bits to kee
 def find() -> Library:
     """The cuBLASLt that would be used. ConfigError: there is none, or it cannot be loaded, or is
     older than 12.0."""
-    asked = os.environ.get(LIBRARY_SWITCH)
-    found = (
-        (asked, f"as {LIBRARY_SWITCH} says")
-        if asked
-        else next(candidates("cublasLt", "nvidia-cublas", WHEEL), None)
-    )
-    if found is None:
-        raise ConfigError(
-            f"expected libcublasLt.so, loaded, of a wheel or of the system, got none ({INSTALL})"
-        )
-    path, source = found
-    library = Library(path, _version(path), source)
+    path = os.environ.get(LIBRARY_SWITCH)
+    asked = (path, f"as {LIBRARY_SWITCH} says") if path else None
+    library = libraries.find("cublasLt", "nvidia-cublas", WHEEL, _version, asked, INSTALL)
     if library.version < LEAST:
         raise ConfigError(f"expected cuBLASLt {'.'.join(map(str, LEAST))} or later, got {library}")
     return library
 
 
-def _version(path: str) -> tuple[int, int, int]:
+def _version(path: str) -> int:
     try:
         asked = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, AttributeError) as error:
@@ -47,8 +39,7 @@ def _version(path: str) -> tuple[int, int, int]:
             f"expected a cuBLASLt that can be loaded, got {path}: {plain(error)}"
         ) from None
     asked.restype = ctypes.c_size_t
-    code = int(asked())
-    return code // 10000, code // 100 % 100, code % 100
+    return int(asked())
 
 
 def for_generator(where: Device, dtype: str) -> Library:
@@ -62,6 +53,3 @@ def for_generator(where: Device, dtype: str) -> Library:
         return find()
     except ConfigError as error:
         raise ConfigError(f"fast = True: {error}") from None
-
-
-__all__ = ["INSTALL", "LEAST", "LIBRARY_SWITCH", "Library", "find", "for_generator"]

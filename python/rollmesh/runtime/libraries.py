@@ -6,9 +6,11 @@ from __future__ import annotations
 import ctypes.util
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from rollmesh.errors import ConfigError
 
 
 class Library(NamedTuple):
@@ -18,6 +20,26 @@ class Library(NamedTuple):
 
     def __str__(self) -> str:
         return f"{'.'.join(map(str, self.version))}, {self.source} ({self.path})"
+
+
+def find(
+    name: str,
+    wheel: str,
+    packages: dict[str, str],
+    version: Callable[[str], int],
+    asked: tuple[str, str] | None,
+    install: str,
+) -> Library:
+    """Returns the library to use: the path that was asked for and why, else the first candidate.
+    Raises ConfigError if there is none. version: returns 10000 · major + 100 · minor + patch of the
+    library at a path; install: the command that installs it."""
+    found = asked or next(candidates(name, wheel, packages), None)
+    if found is None:
+        raise ConfigError(
+            f"expected lib{name}.so, loaded, of a wheel or of the system, got none ({install})"
+        )
+    code = version(found[0])
+    return Library(found[0], (code // 10000, code // 100 % 100, code % 100), found[1])
 
 
 def candidates(name: str, wheel: str, packages: dict[str, str]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,8 @@ import os
 
 from rollmesh import _core
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.libraries import Library, candidates
+from rollmesh.runtime import libraries
+from rollmesh.runtime.libraries import Library as Library
 from rollmesh.runtime.messages import shown
 
 SHARES_GPU = (2, 30, 3)  # the first in which two ranks may have one GPU
@@ -30,18 +31,5 @@ def find(path: str | os.PathLike[str] | None = None) -> Library:
         raise ConfigError(
             f"library: expected None or the path of a libnccl.so.2, got {shown(path)}"
         )
-    found = (
-        next(candidates("nccl", "nvidia-nccl", WHEEL), None)
-        if path is None
-        else (os.fspath(path), "as asked for")
-    )
-    if found is None:
-        raise ConfigError(
-            f"expected libnccl.so.2, loaded, of a wheel or of the system, got none ({INSTALL})"
-        )
-    name, source = found
-    code = _core.nccl_version(name)
-    return Library(name, (code // 10000, code // 100 % 100, code % 100), source)
-
-
-__all__ = ["FEWER_BLOCKS", "INSTALL", "SHARES_GPU", "SHARES_GPU_VARIABLE", "Library", "find"]
+    asked = None if path is None else (os.fspath(path), "as asked for")
+    return libraries.find("nccl", "nvidia-nccl", WHEEL, _core.nccl_version, asked, INSTALL)

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
-class Progress:
-    """Shows finished/total on stderr, if tqdm is installed and show is True."""
-
-    def __init__(self, total: int, show: bool):
-        self._total = total
-        self.is_shown = show and importlib.util.find_spec("tqdm") is not None
-        self._bar: Any = None
-
-    def __enter__(self) -> Progress:
-        if self.is_shown:
-            self._bar = importlib.import_module("tqdm").tqdm(
-                total=self._total, desc="requests", unit="req", dynamic_ncols=True
-            )
-        return self
-
-    def advance(self, count: int) -> None:
-        if self._bar is not None and count:
-            self._bar.update(count)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
+@contextmanager
+def progress(total: int, show: bool) -> Iterator[Callable[[int], object] | None]:
+    """Shows finished/total on stderr, if tqdm is installed and show is True. Yields the function
+    that takes the number of newly finished requests, or None."""
+    if not show or importlib.util.find_spec("tqdm") is None:
+        yield None
+        return
+    tqdm = importlib.import_module("tqdm").tqdm
+    with tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True) as bar:
+        yield bar.update

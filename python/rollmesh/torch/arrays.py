@@ -6,7 +6,7 @@ torch's allocator may reuse a tensor's memory as soon as it is freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from rollmesh import ops
+from rollmesh.errors import NumericsError, RequestError, UnsupportedTensorError
 
 
 def array_of(tensor: Tensor) -> Any:
@@ -47,10 +48,8 @@ def tensor_of(array: Any, dtype: torch.dtype | None = None) -> Tensor:
     made: Tensor = (
         from_dlpack(array) if isinstance(array, ops.DeviceArray) else torch.from_numpy(array)
     )
-    dtype = (
-        (torch.bfloat16 if made.dtype == torch.uint16 else made.dtype) if dtype is None else dtype
-    )
-    return made if made.dtype == dtype else made.view(dtype)
+    dtype = dtype or (torch.bfloat16 if made.dtype == torch.uint16 else made.dtype)
+    return made.view(dtype)
 
 
 def host_of(array: Any) -> NDArray[Any]:
@@ -60,9 +59,28 @@ def host_of(array: Any) -> NDArray[Any]:
     return array.numpy() if isinstance(array, ops.DeviceArray) else array
 
 
-def empty_array(shape: tuple[int, ...], like: Tensor) -> Any:
-    """An op's output of a tensor's dtype, on its device."""
-    return array_of(torch.empty(shape, dtype=like.dtype, device=like.device))
+def check_flags(what: str, flags: Any) -> None:
+    """Raises NumericsError if an op flagged a row."""
+    if (bad := host_of(flags)).any():
+        raise NumericsError(f"{what} of row {int(bad.argmax())} of {len(bad)} are not finite")
+
+
+def check_tokens(name: str, ids: Tensor, low: int, vocab: int, also: str = "") -> None:
+    """Raises RequestError if a token is below `low`, or not in the vocabulary."""
+    if ids.numel() and not low <= (least := int(ids.min())) <= (most := int(ids.max())) < vocab:
+        raise RequestError(f"{name}: expected tokens in [0, {vocab}){also}, got {least} to {most}")
+
+
+def check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise UnsupportedTensorError(f"{name}: expected a torch tensor, got a {type(x).__name__}")
+
+
+def call_op(op: Callable[..., Any], *args: Any, **options: Any) -> Tensor:
+    """Calls an op of rollmesh.ops with tensors, and returns its output as a tensor."""
+    with in_turn(args[0]):
+        arrays = (array_of(x) if isinstance(x, Tensor) else x for x in args)
+        return tensor_of(op(*arrays, **options))
 
 
 @contextmanager
@@ -72,7 +90,6 @@ def in_turn(tensor: Tensor) -> Iterator[None]:
     if not tensor.is_cuda:
         yield
         return
-    with ops.on_stream(
-        torch.cuda.current_stream(tensor.device).cuda_stream, f"cuda:{tensor.device.index}"
-    ):
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    with ops.on_stream(stream, device_name(tensor)):
         yield

@@ -31,7 +31,7 @@ def with_contract_logprobs(model: Any, forward: Any, score: Score) -> Any:
     function = getattr(forward, "__func__", forward)
     if hasattr(function, "_rollmesh_head"):
         return forward
-    fused = next((f for f in _unwrapped(function) if "fused_lm_head" in _parameters(f)), None)
+    fused = next((f for f in unwrapped(function) if "fused_lm_head" in _parameters(f)), None)
     if fused is None:
         return forward
     said = inspect.getclosurevars(fused).nonlocals
@@ -69,7 +69,7 @@ def with_contract_logprobs(model: Any, forward: Any, score: Score) -> Any:
     return MethodType(scored, model)
 
 
-def _unwrapped(function: Any) -> list[Any]:
+def unwrapped(function: Any) -> list[Any]:
     """The function and those that it wraps, as accelerate's autocast does."""
     found = [function]
     while hasattr(found[-1], "__wrapped__"):

@@ -39,8 +39,9 @@ def state_of(model: Any) -> dict[str, Tensor]:
         for name, tensor in model.state_dict().items()
         if ".lora_" not in name
     }
-    layers = [(name, module) for name, module in modules if module is not base_of(module)]
-    state |= {f"{name}.weight": with_lora(layer, base_of(layer).weight) for name, layer in layers}
+    state |= {
+        f"{name}.weight": weight_of(layer) for name, layer in modules if layer is not base_of(layer)
+    }
     for name, module in reversed(modules):  # inner parts first
         used = in_use(module)
         if used is not module:
@@ -51,11 +52,6 @@ def state_of(model: Any) -> dict[str, Tensor]:
                 if key.startswith(f"{part}.") or not key.startswith(f"{name}.")
             }
     return state
-
-
-def weights_of(modules: list[Any]) -> list[Tensor]:
-    """The effective weight of each linear layer."""
-    return [with_lora(module, base_of(module).weight) for module in modules]
 
 
 def active_lora(path: str, module: Any) -> list[str]:
@@ -88,8 +84,9 @@ def unmerge_if_disabled(module: Any) -> None:
         module.unmerge()
 
 
-def with_lora(module: Any, weight: Tensor) -> Tensor:
+def weight_of(module: Any) -> Tensor:
     """Returns W + Σ scaling · B · A over the active adapters, for the forward pass and for push."""
+    weight: Tensor = base_of(module).weight
     for adapter in active_lora("adapter", module):
         dropout = module.lora_dropout[adapter]
         if dropout.training and getattr(dropout, "p", 0.0) > 0:
@@ -99,12 +96,3 @@ def with_lora(module: Any, weight: Tensor) -> Tensor:
         with torch.autocast(weight.device.type, enabled=False):  # so that push gives the same bits
             weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
     return weight
-
-
-def expert_weights_of(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj
-
-
-def shared_expert_of(mlp: Any) -> Any:
-    """The expert that all rows pass, by either of its names."""
-    return mlp.shared_expert if hasattr(mlp, "shared_expert") else mlp.shared_experts

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollmesh.errors import DTypeError, NonFiniteError, ShapeError, UnsupportedTensorError
-from rollmesh.ops.arguments import numpy_dtype, packed_size, part_of, round_up
-from rollmesh.ops.devices import op_over
-from rollmesh.torch.arrays import in_turn, weight_array
+from rollmesh.ops.arguments import numpy_dtype, round_up
+from rollmesh.ops.devices import new_in, op_over
+from rollmesh.torch.arrays import check_tensor, host_of, in_turn, weight_array
 
 SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 PACKED, GATE, UP = 1, 2, 3  # rm_layout of kernels.h
@@ -35,10 +36,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
     """A weight without its graph."""
-    if not isinstance(weight, Tensor):
-        raise UnsupportedTensorError(
-            f"{name}: expected a torch tensor, got a {type(weight).__name__}"
-        )
+    check_tensor(name, weight)
     if hasattr(weight, "to_local"):
         raise UnsupportedTensorError(
             f"{name}: expected a whole tensor, got a {type(weight).__name__}; shard the decoder "
@@ -51,7 +49,7 @@ def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
         )
     if weight.ndim != dims:
         raise ShapeError(f"{name}: expected {dims} dims, got {weight.ndim}")
-    return weight.detach()
+    return weight.detach()  # type: ignore[no-any-return]
 
 
 def pack(groups: Sequence[Sequence[PackedSlice]], dtype: torch.dtype, how: Any) -> Any:
@@ -64,15 +62,21 @@ def pack(groups: Sequence[Sequence[PackedSlice]], dtype: torch.dtype, how: Any) 
         + (2 * round_up(len(piece.weight), 16) if piece.layout != PACKED else len(piece.weight))
         for piece in first
     )
-    size = packed_size(rows, k)
+    size = round_up(rows, 16) * round_up(k, 32)
     with in_turn(first[0].weight):
         op, _ = op_over(how["isa"], how["threads"], {"weight": weight_array(first[0].weight)})
-        out = op.new((len(groups) * size,), numpy_dtype(name_of(dtype)), zeros=True)
+        shape = (len(groups) * size,)
+        out = new_in(op.op_device, shape, numpy_dtype(name_of(dtype)), zeros=True)
+        found = new_in(op.op_device, (3,), np.int64)
         for g, pieces in enumerate(groups):
             for weight, layout, row in pieces:
                 source = {"weight": weight_array(weight)}
                 (given,) = op_over(how["isa"], how["threads"], source)[1]
-                _, wrong = op.core.pack(part_of(out, g * size, (size,)), given, layout, row, 0)
+                op.core.run("pack", {
+                    "weight": given, "layout": layout, "dst_row0": row, "index0": 0,
+                    "dst_first": g * size, "dst": out, "found": found,
+                })  # fmt: skip
+                wrong = int(host_of(found)[1])
                 if wrong >= 0:
                     at = (*((g,) if len(groups) > 1 else ()), row + wrong // k, wrong % k)
                     raise NonFiniteError(

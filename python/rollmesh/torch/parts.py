@@ -14,6 +14,8 @@ only looks for changes since then.
 from __future__ import annotations
 
 import copy
+import operator
+import sys
 import weakref
 from functools import partial
 from types import FunctionType
@@ -29,6 +31,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import MAX_POSITION
 from rollmesh.runtime.messages import shown
+from rollmesh.torch.fused_head import unwrapped
 from rollmesh.torch.lora import LORA, WHOLE, active_lora, base_of, in_use, unmerge_if_disabled
 
 UNDO = "; undo the change, or train this model without rollmesh.torch.patch"
@@ -44,6 +47,7 @@ FREE = frozenset(
 INTERNAL = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
+FREQUENCIES = ("original_inv_freq", "inv_freq")  # buffers of a rope module
 ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)  # that Module.to applies to frequencies
 
 
@@ -51,58 +55,32 @@ class _Module(NamedTuple):
     """A module as it was compared. It holds weak references only, so that models are freed."""
 
     ref: Any
-    cls: type
-    num_attributes: int
-    hooks: int
-    compared: list[tuple[str, Any]]  # attributes and their values
-    tensors: list[tuple[str, str, Any]]  # kind, name, what _form says
-    children: list[tuple[str, Any]]
+    names: tuple[str, ...]
+    attributes: list[Any]  # the values of `names`
+    state: tuple[Any, ...]
 
     @staticmethod
     def of(module: Any, names: tuple[str, ...]) -> _Module:
-        own = vars(module)
-        return _Module(
-            weakref.ref(module),
-            type(module),
-            len(own),
-            sum(len(own[kind]) for kind in HOOKS),
-            [(name, own[name]) for name in names],
-            [
-                (kind, name, _form(tensor))
-                for kind in ("_parameters", "_buffers")
-                for name, tensor in own[kind].items()
-            ],
-            [
-                (name, None if child is None else weakref.ref(child))
-                for name, child in own["_modules"].items()
-            ],
-        )
+        attributes = [vars(module)[name] for name in names]
+        return _Module(weakref.ref(module), names, attributes, _state(module))
 
     def is_unchanged(self) -> bool:
         module = self.ref()
-        if type(module) is not self.cls or len(own := module.__dict__) != self.num_attributes:
+        if module is None or _state(module) != self.state:
             return False
-        parameters, buffers, children = own["_parameters"], own["_buffers"], own["_modules"]
-        if len(parameters) + len(buffers) != len(self.tensors) or len(children) != len(
-            self.children
-        ):
-            return False
-        for kind, name, form in self.tensors:
-            if _form(own[kind].get(name)) != form:
-                return False
-        for name, ref in self.children:
-            if children.get(name) is not (None if ref is None else ref()):
-                return False
-        for name, value in self.compared:
-            if own.get(name) is not value:
-                return False
-        hooks = (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-        )
-        return not hooks if not self.hooks else sum(len(own[kind]) for kind in HOOKS) == self.hooks
+        return all(map(operator.is_, map(vars(module).get, self.names), self.attributes))
+
+
+def _state(module: Any) -> tuple[Any, ...]:
+    """Returns what a comparison sees of a module, apart from attributes and nested modules."""
+    own = vars(module)
+    return (
+        type(module),
+        len(own),
+        [len(own[kind]) for kind in HOOKS],
+        [_form(x) for kind in ("_parameters", "_buffers") for x in own[kind].items()],
+        [(name, child and weakref.ref(child)) for name, child in own["_modules"].items()],
+    )
 
 
 class _Seen(NamedTuple):
@@ -152,7 +130,7 @@ def plain_class(module: Any) -> type:
 def _is_unchanged(model: Any, seen: _Seen) -> bool:
     if not all(module.is_unchanged() for module in seen.modules):
         return False
-    rope = _rope_buffers(model)
+    rope = [getattr(model.model.rotary_emb, name) for name in FREQUENCIES]
     same = all(
         a.device == b.device and torch.equal(a, b) for a, b in zip(rope, seen.rope, strict=True)
     )
@@ -160,13 +138,8 @@ def _is_unchanged(model: Any, seen: _Seen) -> bool:
         same
         and model.config is seen.configs[0][0]
         and all(vars(config) == before for config, before in seen.configs)
-        and all(_value(place, name) is value for place, name, value in seen.code)
+        and all(getattr(place, name, None) is value for place, name, value in seen.code)
     )
-
-
-def _rope_buffers(model: Any) -> list[Tensor]:
-    rope = model.model.rotary_emb
-    return [rope.inv_freq, rope.original_inv_freq]
 
 
 # -------------------------------------------------------------------------------- a comparison
@@ -178,7 +151,7 @@ def _compared(model: Any, spec: ModelSpec, seen: _Seen | None) -> _Seen:
         compare.part(name, getattr(model, name, None), getattr(template, name))
     _check_rope(model, spec)
     _check_functions(model.config)
-    rope = [buffer.clone() for buffer in _rope_buffers(model)]
+    rope = [getattr(model.model.rotary_emb, name).clone() for name in FREQUENCIES]
     configs = [(config, copy.deepcopy(vars(config))) for config in compare.configs]
     return _Seen(template, spec, configs, compare.code, compare.seen, compare.lora, rope)
 
@@ -188,13 +161,8 @@ def _check_rope(model: Any, spec: ModelSpec) -> None:
     a length they may be those of an earlier batch."""
     rope, settings = model.model.rotary_emb, spec.rope_settings
     lengths = [1, MAX_POSITION, int(rope.max_seq_len_cached)] if settings.depends_on_length else [1]
-    for name, buffer, some in zip(
-        ("original_inv_freq", "inv_freq"),
-        reversed(_rope_buffers(model)),
-        (lengths[:1], lengths),
-        strict=True,
-    ):
-        found = buffer.detach().float().cpu()
+    for name, some in zip(FREQUENCIES, (lengths[:1], lengths), strict=True):
+        found = getattr(rope, name).detach().float().cpu()
         wanted = [
             torch.from_numpy(spec.rope(length)[0]).to(d).float()
             for length in some
@@ -282,14 +250,12 @@ class _Comparison:
         """One module and all below it."""
         cls = plain_class(module)
         wrapper = f"{cls.__module__}.{cls.__qualname__}"
-        if wrapper == WHOLE:
+        if wrapper == WHOLE or (wrapper == LORA and type(template) is nn.Linear):
             self.plain(path, module, ("_disable_adapters", "_active_adapter"))
-            self.part(path, in_use(module), template)
-            return
-        if wrapper == LORA and type(template) is nn.Linear:
-            self.plain(path, module, ("_disable_adapters", "_active_adapter"))
-            self.part(path, module.base_layer, template)
-            self.adapters(path, module)
+            inner = in_use(module) if wrapper == WHOLE else module.base_layer
+            self.part(path, inner, template)
+            if wrapper == LORA:
+                self.adapters(path, module)
             return
         if cls is not type(template) or not cls.__module__.startswith(("transformers.", "torch.")):
             raise ConfigError(self.class_message(path, cls, type(template)))
@@ -336,23 +302,17 @@ class _Comparison:
             self.plain(path, container, ())
         out, width = base_of(module).weight.shape
         for adapter in active_lora(path, module):
-            rank = module.r[adapter]
-            with torch.device("meta"):
-                a, b = nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=False)
-            self.part(f"{path}.lora_A.{adapter}", module.lora_A[adapter], a)
-            self.part(f"{path}.lora_B.{adapter}", module.lora_B[adapter], b)
-            if (
-                len(
-                    dtypes := {
-                        module.lora_A[adapter].weight.dtype,
-                        module.lora_B[adapter].weight.dtype,
-                    }
-                )
-                > 1
-            ):
+            rank, dtypes = module.r[adapter], set()
+            for name, shape in (("lora_A", (width, rank)), ("lora_B", (rank, out))):
+                with torch.device("meta"):
+                    template = nn.Linear(*shape, bias=False)
+                part = getattr(module, name)[adapter]
+                self.part(f"{path}.{name}.{adapter}", part, template)
+                dtypes.add(str(part.weight.dtype))
+            if len(dtypes) > 1:
                 raise ConfigError(
                     f"{path}: expected lora_A and lora_B of one dtype, "
-                    f"got {', '.join(sorted(map(str, dtypes)))}"
+                    f"got {', '.join(sorted(dtypes))}"
                 )
             dropout = module.lora_dropout[adapter]
             if type(dropout) not in (nn.Identity, nn.Dropout):
@@ -396,15 +356,15 @@ class _Comparison:
                     f"{path}.{name}: expected the method of {cls.__name__}, "
                     f"got one that is set on this module{UNDO}"
                 )
-        for kind in HOOKS:
-            for hook in [hook for hook in own[kind].values() if not _is_fine(hook, path)]:
-                name = _function(hook).__qualname__
-                if name in PEFT_HOOKS:
-                    self.remove_peft_hooks()
-                    raise ConfigError(
-                        f"{path}: expected the active adapters for all rows, "
-                        "got adapter_names or alora_offsets; call set_adapter instead"
-                    )
+        for hook in [hook for kind in HOOKS for hook in own[kind].values()]:
+            name = _function(hook).__qualname__
+            if name in PEFT_HOOKS:
+                self.remove_peft_hooks()
+                raise ConfigError(
+                    f"{path}: expected the active adapters for all rows, "
+                    "got adapter_names or alora_offsets; call set_adapter instead"
+                )
+            if not _is_fine(hook, path):
                 raise ConfigError(
                     f"{path}: expected no hook of a module whose forward pass the kernels compute, "
                     f"got {name}; remove it"
@@ -427,15 +387,13 @@ class _Comparison:
             return
         self.classes.add(cls)
         home = next(each for each in cls.__mro__ if "forward" in vars(each))
-        functions = [cls.forward]
-        while hasattr(functions[-1], "__wrapped__"):
-            functions.append(functions[-1].__wrapped__)
+        functions = unwrapped(cls.forward)
         forward = functions[-1]
         names = [(cls, "forward"), (cls, "__call__")]
-        names += [(forward.__globals__, name) for name in forward.__code__.co_names]
-        self.code += [(place, name, _value(place, name)) for place, name in names]
-        called = [value for _, _, value in self.code[-len(names) :]]
-        functions += [f for f in called if isinstance(f, FunctionType)]
+        names += [(sys.modules.get(_home(forward)), name) for name in forward.__code__.co_names]
+        code = [(place, name, getattr(place, name, None)) for place, name in names]
+        self.code += code
+        functions += [f for _, _, f in code if isinstance(f, FunctionType)]
         strange = [
             f
             for f in functions
@@ -490,15 +448,10 @@ def _home(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", function.__module__))
 
 
-def _value(place: Any, name: str) -> Any:
-    return place.get(name) if isinstance(place, dict) else getattr(place, name)
-
-
-def _form(tensor: Any) -> Any:
+def _form(item: tuple[str, Any]) -> tuple[Any, ...]:
     """Returns what `tensors` compares of a parameter or buffer."""
-    if tensor is None:
-        return None
-    return type(tensor), tensor.shape, tensor.dtype, _without_values(tensor)
+    name, x = item
+    return (name,) if x is None else (name, type(x), x.shape, x.dtype, _without_values(x))
 
 
 def _without_values(tensor: Tensor) -> str:

@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
@@ -50,10 +51,11 @@ from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.arguments import choice, integer, thread_count
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing, parts
+from rollmesh.torch.arrays import check_tokens
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
-from rollmesh.torch.lora import base_of, expert_weights_of, shared_expert_of, state_of, weights_of
+from rollmesh.torch.lora import base_of, state_of, weight_of
 from rollmesh.torch.sequences import Sequences
 
 # Arguments that repeat what position_ids tell.
@@ -87,26 +89,22 @@ class Scored(NamedTuple):
     routed_experts: Tensor | None  # int16 [B, T, MoE layers, top_k], −1 for padding
 
 
+@dataclass(eq=False)
 class _Wanted:
     """A request of `logprobs` to the forward pass, and its results."""
 
-    def __init__(
-        self,
-        ids: Tensor,
-        wanted: Tensor | None,
-        temperature: float,
-        entropy: bool,
-        routed: bool,
-        kept_tokens: Tensor | None = None,
-    ):
-        self.ids, self.wanted, self.kept_tokens = ids, wanted, kept_tokens
-        self.temperature, self.entropy, self.routed = temperature, entropy, routed
-        self.rows: Sequences | None = None  # computed: all but the last token of each sequence
-        self.chosen: Tensor = ids  # indices of rows whose next token is wanted
-        self.made: Tensor = ids  # the output of lm_head
-        self.written: list[Any] = []  # marks of that output
-        self.read: list[Any] = []  # marks of the model's inputs
-        self.experts: dict[int, Tensor] = {}  # of each MoE layer, [rows, top_k]
+    ids: Tensor
+    wanted: Tensor
+    temperature: float
+    entropy: bool
+    routed: bool = False
+    kept_tokens: Tensor | None = None
+    rows: Any = None  # Sequences: all but the last token of each sequence
+    places: Any = None  # in the flattened batch, of rows whose next token is wanted
+    made: Any = None  # the output of lm_head
+    written: list[Any] | None = None  # marks of that output
+    read: list[Any] | None = None  # marks of the model's inputs
+    experts: dict[int, Tensor] = field(default_factory=dict)  # of MoE layers, [rows, top_k]
 
 
 class _Call(threading.local):
@@ -116,21 +114,20 @@ class _Call(threading.local):
     passed: Any = None  # input and output of the last forward method of a part
 
 
+@dataclass(eq=False)
 class Patch:
     """The state that the patched modules of one model share."""
 
-    def __init__(
-        self,
-        model: Any,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        isa: str | None,
-        threads: int | None,
-        max_model_len: int | None,
-    ):
-        self.spec, self.dtype, self.isa, self.threads = spec, dtype, isa, threads
-        self.max_model_len = max_model_len
-        self.model = weakref.ref(model)
+    model: Any  # afterwards a weak reference
+    spec: ModelSpec
+    dtype: torch.dtype
+    isa: str | None
+    threads: int | None
+    max_model_len: int | None
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self.model = weakref.ref(self.model)
         self.call = _Call()
         self.heads = [
             Heads(
@@ -152,10 +149,7 @@ class Patch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the arguments of __init__; a loaded model makes its rope tables again."""
-        return {
-            name: getattr(self, name)
-            for name in ("spec", "dtype", "isa", "threads", "max_model_len")
-        } | {"model": self.model()}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"model": self.model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Patch.__init__(self, **state)
@@ -243,7 +237,7 @@ class Patch:
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         cos, sin = self.rope(rows, x.device)
         turned = 2 * cos.shape[1]
-        weights = self.in_halves(weights_of(qkv), turned)
+        weights = self.in_halves(list(map(weight_of, qkv)), turned)
         bias = (
             None
             if base_of(qkv[0]).bias is None
@@ -255,22 +249,25 @@ class Patch:
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
         attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
         o = attention.o_proj
-        return functions.linear(attended, *weights_of([o]), bias=base_of(o).bias, how=how)
+        return functions.linear(attended, weight_of(o), bias=base_of(o).bias, how=how)
 
     def mix_dense(self, mlp: Any, x: Tensor, how: How) -> Tensor:
         if self.spec.ungated:
-            up = functions.linear(x, *weights_of([mlp.up_proj]), how=how)
+            up = functions.linear(x, weight_of(mlp.up_proj), how=how)
             inner = functions.activate(up, self.spec.activation, how=how)
         else:
-            weights = weights_of(_gate_up_modules(mlp))
-            gate, up = weights if len(weights) == 2 else weights[0].chunk(2)
+            if hasattr(mlp, "gate_up_proj"):  # some families have both in one module
+                gate, up = weight_of(mlp.gate_up_proj).chunk(2)
+            else:
+                gate, up = weight_of(mlp.gate_proj), weight_of(mlp.up_proj)
             inner = functions.swiglu(x, gate, up, activation=self.spec.activation, how=how)
-        return functions.linear(inner, *weights_of([mlp.down_proj]), how=how)
+        return functions.linear(inner, weight_of(mlp.down_proj), how=how)
 
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
         spec = self.spec
         made = functions.moe(
-            x, *expert_weights_of(mlp), top_k=spec.num_experts_per_tok, **spec.scoring,
+            x, mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj,
+            top_k=spec.num_experts_per_tok, **spec.scoring,
             bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation,
             how=how,
         )  # fmt: skip
@@ -278,10 +275,12 @@ class Patch:
             self.call.wanted.experts[index] = made.ids
         if not spec.shared_intermediate_size:
             return made.out
-        shared = self.mix_dense(shared_expert_of(mlp), x, how)
+        # The expert that all rows pass has one of two names.
+        expert = mlp.shared_expert if hasattr(mlp, "shared_expert") else mlp.shared_experts
+        shared = self.mix_dense(expert, x, how)
         if not spec.shared_switch:
             return functions.add(made.out, shared, how=how)
-        switch = functions.linear(x, *weights_of([mlp.shared_expert_gate]), how=how)
+        switch = functions.linear(x, weight_of(mlp.shared_expert_gate), how=how)
         return functions.add(made.out, shared, switch, how=how)
 
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
@@ -312,14 +311,10 @@ class Patch:
         """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T,
         hidden] → logits."""
         x, wanted = hidden.flatten(0, -2).to(self.dtype), self.call.wanted
-        how = self.how(x)
-        (weight,) = weights_of([head])
+        how, weight = self.how(x), weight_of(head)
         if wanted is None:
             return functions.lm_head(x, weight, how=how).view(*hidden.shape[:-1], -1)
-        assert wanted.rows is not None
-        targets = wanted.ids.reshape(-1).index_select(
-            0, wanted.rows.rows.to(x.device).index_select(0, wanted.chosen) + 1
-        )
+        targets = wanted.ids.reshape(-1).index_select(0, wanted.places + 1)
         made = functions.token_logprobs(
             x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature,
             entropy=wanted.entropy, how=how,
@@ -327,7 +322,7 @@ class Patch:
         entropy = made.logprobs if made.entropy is None else made.entropy
         wanted.made = torch.stack([made.logprobs, entropy], -1)
         wanted.written = parts.mark(wanted.made)
-        return wanted.made[None]
+        return wanted.made[None]  # type: ignore[no-any-return]
 
 
 # -------------------------------------------------------------------------------- patched modules
@@ -395,9 +390,6 @@ class _Base(_Called):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Any = None,
-        use_cache: bool | None = None,
         **others: Any,
     ) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
@@ -405,12 +397,7 @@ class _Base(_Called):
         me: Any = self
         patch: Patch = me._rollmesh[0]
         known = IGNORED_KEYS | (PACKED_KEYS if position_ids is not None else frozenset())
-        refused = {
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-        } | others
-        for name, value in refused.items():
+        for name, value in others.items():
             is_off = value is None or (value is False and name in SWITCHES)
             if name not in known and not is_off:
                 what = INSTEAD.get(name, "")
@@ -420,49 +407,34 @@ class _Base(_Called):
                 )
         patch.check()
         input_ids = _check_ids(input_ids)
-        rows = Sequences.of_batch(
-            (input_ids.shape[0], input_ids.shape[1]), attention_mask, position_ids
-        )
-        if patch.call.wanted is not None:
-            patch.call.wanted.read = parts.mark([input_ids, attention_mask, position_ids])
-            rows = patch.call.wanted.rows = rows.without_last()
+        batch, steps = input_ids.shape
+        rows = Sequences.of_batch((batch, steps), attention_mask, position_ids)
+        wanted = patch.call.wanted
+        if wanted is not None:
+            wanted.read = parts.mark([input_ids, attention_mask, position_ids])
+            rows = wanted.rows = rows.without_last()
             if not rows.num_rows:
                 raise RequestError(
                     "input_ids: expected a sequence of at least 2 tokens, got 1 token in each"
                 )
         ids = rows.pick(input_ids)
-        if not 0 <= int(ids.min()) <= int(ids.max()) < patch.spec.vocab_size:
-            raise RequestError(
-                f"input_ids: expected tokens in [0, {patch.spec.vocab_size}), got "
-                f"{int(ids.min())} to {int(ids.max())}"
-            )
+        check_tokens("input_ids", ids, 0, patch.spec.vocab_size)
         hidden = me.embed_tokens(ids).to(patch.dtype)  # copies bits, as torch does
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
         how = patch.how(hidden)
         hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=how)
         rows.forget_caches()
-        wanted = patch.call.wanted
         if wanted is None:
             hidden = rows.pad(hidden)
         else:
-            next_is = rows.rows.to(hidden.device) + 1
-            chosen = (
-                None
-                if wanted.wanted is None
-                else wanted.wanted.reshape(-1).index_select(0, next_is)
-            )
-            wanted.chosen = (
-                torch.arange(len(hidden), device=hidden.device)
-                if chosen is None
-                else torch.nonzero(chosen)[:, 0]
-            )
-            hidden = hidden.index_select(0, wanted.chosen)[None]
-        output = (
-            MoeModelOutputWithPast
-            if FAMILIES[patch.spec.model_type].has_experts
-            else BaseModelOutputWithPast
-        )
+            places = rows.rows.to(hidden.device)
+            is_chosen = wanted.wanted.reshape(-1).index_select(0, places + 1)
+            chosen = torch.nonzero(is_chosen)[:, 0]
+            wanted.places = places.index_select(0, chosen)
+            hidden = hidden.index_select(0, chosen)[None]
+        has_experts = FAMILIES[patch.spec.model_type].has_experts
+        output = MoeModelOutputWithPast if has_experts else BaseModelOutputWithPast
         return output(last_hidden_state=hidden)
 
 
@@ -502,11 +474,6 @@ def _patched(cls: Any, by: Any) -> type:
 
 def _new_part(cls: Any, by: Any) -> Any:
     return object.__new__(_patched(cls, by))
-
-
-def _gate_up_modules(mlp: Any) -> list[Any]:
-    """Returns gate and up; some families have both in one module."""
-    return [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
 
 
 def _check_ids(ids: Any) -> Tensor:
@@ -696,7 +663,8 @@ def logprobs(
     routed_experts                also the experts of each token (MoE)"""
     made = _patch_of(model)
     input_ids = _check_ids(input_ids)
-    if wanted is not None and (not isinstance(wanted, Tensor) or wanted.shape != input_ids.shape):
+    wanted = torch.ones_like(input_ids) if wanted is None else wanted
+    if not isinstance(wanted, Tensor) or wanted.shape != input_ids.shape:
         raise ShapeError(
             f"wanted: expected a tensor of shape {tuple(input_ids.shape)}, got "
             f"{shown(getattr(wanted, 'shape', wanted))}"
@@ -721,7 +689,7 @@ def _score_labels(
             f"labels: expected a tensor of shape {tuple(given['input_ids'].shape)}, got "
             f"{shown(labels.shape)}"
         )
-    asked = _Wanted(labels, labels != -100, temperature, entropy, False)
+    asked = _Wanted(labels, labels != -100, temperature, entropy)
     return _score(_patch_of(inner), partial(type(inner).forward, inner), asked, given)
 
 
@@ -743,12 +711,10 @@ def _score(made: Patch, forward: Any, asked: _Wanted, given: dict[str, Any]) -> 
                 "logits: expected those of the patched lm_head, got others; "
                 "remove the hook or wrapper that changes them"
             )
-    assert asked.rows is not None
-    at = asked.rows.rows.to(found.device).index_select(0, asked.chosen)
     size, (batch, steps) = asked.ids.numel(), asked.ids.shape
 
     def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(size).index_copy(0, at, values).view(batch, steps)[:, :-1]
+        return values.new_zeros(size).index_copy(0, asked.places, values).view(batch, steps)[:, :-1]
 
     experts = None
     if asked.routed and asked.experts:

@@ -99,10 +99,8 @@ class Sequences:
         what it reads."""
         key = num_kv_heads, head_dim, like.dtype, like.device
         if key not in self._caches:
-            dtype, pages = (
-                str(like.dtype).removeprefix("torch."),
-                int((-(-self.lengths // PAGE)).sum()),
-            )
+            pages = int((-(-self.lengths // PAGE)).sum())
+            dtype = str(like.dtype).removeprefix("torch.")
             self._caches[key] = ops.kv_cache(
                 pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device_name(like)
             )

@@ -60,10 +60,8 @@ class _Plain:
     spans = False
 
     def __init__(self, client: Any):
-        self.init_weight_transfer_engine = client.init_weight_transfer_engine
-        self.update_weights = client.update_weights
-        self.start_weight_update = client.start_weight_update
-        self.finish_weight_update = client.finish_weight_update
+        for call in CALLS:
+            setattr(self, call, getattr(client, call))
 
 
 class _Requests:

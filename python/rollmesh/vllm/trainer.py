@@ -24,7 +24,6 @@ import asyncio
 import inspect
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
@@ -37,7 +36,7 @@ from rollmesh.errors import (
     SyncAbortedError,
     UnsupportedTensorError,
 )
-from rollmesh.runtime.arguments import boolean, integer
+from rollmesh.runtime.arguments import boolean, integer, is_unicode
 from rollmesh.runtime.messages import reason, shown
 from rollmesh.vllm.clients import client_of, is_awaited, typed
 from rollmesh.vllm.update_info import InitInfo, UpdateInfo, check_timeout, check_transport
@@ -398,9 +397,8 @@ def _require(version: int, served: list[Any]) -> None:
 def _checked_label(label: Any) -> str:
     """Returns the label. Raises an error for a label that is not UTF-8 text, with which vLLM's
     front end would fail at every later request."""
-    with suppress(UnicodeEncodeError):
-        if isinstance(label, str) and label.encode():
-            return label
+    if isinstance(label, str) and label and is_unicode(label):
+        return label
     raise ConfigError(f"label: expected text or None, got {shown(label)}")
 
 

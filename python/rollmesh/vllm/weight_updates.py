@@ -37,7 +37,7 @@ from rollmesh.errors import (
     StateError,
     VersionError,
 )
-from rollmesh.runtime.arguments import PARTS
+from rollmesh.runtime.arguments import PARTS, part_mask
 from rollmesh.runtime.messages import reason, shown
 from rollmesh.vllm.served_model import ServedModel, forbidden_by
 from rollmesh.vllm.update_info import InitInfo, UpdateInfo, info_of
@@ -52,7 +52,6 @@ from rollmesh.weights.updates import Sync, Weights
 
 BACKEND = "rollmesh"
 SEGMENT = re.compile(segment.PREFIX + "[0-9a-f]{32}")
-NONCE = re.compile("[0-9a-f]{32}")
 REMEDY = "; lend=False at the sender copies through the host"
 # Levels above 2 are treated as 2, as in vLLM's own workers. Refusing them would leave vLLM paused,
 # since it pauses generation before it calls the workers.
@@ -60,7 +59,6 @@ KEPT, DROPPED = 1, 2
 # verl replies to a bucket after load_weights has returned, and its trainer waits for the reply
 # without a timeout.
 VERL_EXTENSION = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
-TAGS = {"weights": PARTS["weights"], "kv_cache": PARTS["kv"]}
 
 R = TypeVar("R")
 
@@ -135,7 +133,11 @@ class WeightUpdates:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Begins the updates of a trainer. Drops an update that another trainer left open; raises
         StateError if that trainer is alive and has sent a part."""
-        self._require_backend()
+        if self.vllm_config.weight_transfer_config is None:
+            raise StateError(
+                "no weight transfer: make the engine with "
+                f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
+            )
         info: InitInfo = self.on_all_ranks(
             "the info of a trainer", info_of, InitInfo, init_info, ConfigError
         )
@@ -148,16 +150,15 @@ class WeightUpdates:
         self._info = info
 
     def start_weight_update(self) -> None:
-        self._require_backend()
         self.on_all_ranks("an update's beginning", self._require_free, None)
         if self._set is not None:
             self.drop("another update was started")
-            self._refuse(
+            raise StateError(
                 "start_weight_update within an update, which is dropped now; call "
                 "finish_weight_update before the next"
             )
         if self._engine.stats()["asleep"] & PARTS["weights"]:
-            self._refuse(
+            raise StateError(
                 "start_weight_update while the weights are asleep; call wake_up(tags=['weights']) "
                 "first"
             )
@@ -166,14 +167,13 @@ class WeightUpdates:
         self._updating = True
 
     def start_draft_weight_update(self) -> None:
-        self._refuse("there is no draft model to update: no speculative decoding")
+        raise StateError("there is no draft model to update: no speculative decoding")
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Stages one bucket. A list has one bucket for each worker, in the order of data parallel
         ranks and workers."""
-        self._require_backend()
         if not self._updating:
-            self._refuse(
+            raise StateError(
                 "update_weights without an open update; call start_weight_update first. An error "
                 "ends an update"
             )
@@ -187,9 +187,8 @@ class WeightUpdates:
 
     def finish_weight_update(self) -> None:
         """Commits the open update on all ranks or on none."""
-        self._require_backend()
         if not self._updating:
-            self._refuse(
+            raise StateError(
                 "finish_weight_update without an open update; call start_weight_update first. An "
                 "error ends an update"
             )
@@ -202,7 +201,7 @@ class WeightUpdates:
 
     def shutdown_weight_transfer_engine(self) -> None:
         if self._updating:
-            self._refuse(
+            raise StateError(
                 "shutdown_weight_transfer_engine within an update; call finish_weight_update first"
             )
         self.shutdown()
@@ -220,7 +219,7 @@ class WeightUpdates:
         return {f"dp{number}": f"{digest:016x}"} if self.rank == 0 and version is not None else {}
 
     def reset_weights(self) -> None:
-        self._refuse("reset_weights is not supported; push other weights, or call sleep(2)")
+        raise StateError("reset_weights is not supported; push other weights, or call sleep(2)")
 
     def sleep(self, level: int = 1) -> None:
         """Frees memory. Level 1 frees the KV cache and moves weights from a GPU to host memory,
@@ -237,13 +236,13 @@ class WeightUpdates:
             self._rest(PARTS["kv"] | PARTS["weights"], level == KEPT)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        parts = self._engine.stats()["asleep"] if tags is None else _mask(tags)
+        parts = self._engine.stats()["asleep"] if tags is None else tags and part_mask(tags)
         if parts:  # 0 if everything is already awake
             self.on_all_ranks("wake_up", self.weights.wake, parts)
 
     def discard(self, tags: Iterable[str]) -> None:
         """Frees the memory of these tags."""
-        self._rest(_mask(tags), False)
+        self._rest(part_mask(tags), False)
 
     def commit_open_sync(self) -> None:
         """Commits the set that load_weights has pushed; called before each step. If the set is
@@ -317,12 +316,7 @@ class WeightUpdates:
     def _mapped(self, name: Any, nonce: Any) -> MappedSegment:
         """Returns the segment of this name. It stays mapped until a bucket has another name, since
         the trainer unlinks the file."""
-        if (
-            not isinstance(name, str)
-            or not SEGMENT.fullmatch(name)
-            or not isinstance(nonce, str)
-            or not NONCE.fullmatch(nonce)
-        ):
+        if not isinstance(name, str) or not SEGMENT.fullmatch(name) or not isinstance(nonce, str):
             raise FormatError(
                 f"expected the segment and nonce of a WeightSender, got segment {shown(name)} and "
                 f"nonce {shown(nonce)}"
@@ -345,7 +339,7 @@ class WeightUpdates:
         if self._set is None:
             self._set = self._begun(version=version, **self._options())
         if (begun := self._set.options.version) != version:
-            self._refuse(f"a bucket of version {version} in an update of version {begun}")
+            raise StateError(f"a bucket of version {version} in an update of version {begun}")
         self._set.require_open()
         self.on_all_ranks("a bucket of weights", self._push, bucket)
 
@@ -382,13 +376,6 @@ class WeightUpdates:
         return begun
 
     # ------------------------------------------------------------------------------ inside a reply
-    def _require_backend(self) -> None:
-        if self.vllm_config.weight_transfer_config is None:
-            self._refuse(
-                "no weight transfer: make the engine with "
-                f"weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
-            )
-
     def _required_info(self) -> InitInfo:
         if self._info is None:
             raise StateError("no trainer has begun: call init_weight_transfer_engine first")
@@ -403,7 +390,7 @@ class WeightUpdates:
             and self._segment is not None
             and self._segment.is_owned()
         ):
-            self._refuse(
+            raise StateError(
                 "another trainer's update is open and its sender is alive; wait until it has "
                 "finished or ended"
             )
@@ -412,7 +399,7 @@ class WeightUpdates:
         """Raises StateError unless the bucket's sender is the one that called
         init_weight_transfer_engine last."""
         if info.sender != (begun := self._required_info().sender):
-            self._refuse(
+            raise StateError(
                 f"a bucket of sender {shown(info.sender)} in the update of sender {shown(begun)}; "
                 "call init_weight_transfer_engine first"
             )
@@ -443,10 +430,6 @@ class WeightUpdates:
             self._held = None
         self.on_all_ranks("sleep", self.weights.sleep, parts, keep)
 
-    @staticmethod
-    def _refuse(why: str) -> None:
-        raise StateError(why)
-
     # -------------------------------------------------------------------------- model.load_weights
     def load(self, pairs: Iterable[tuple[str, Any]]) -> set[str]:
         """Loads pairs of names and tensors, and returns the loaded names. Converts other float
@@ -470,7 +453,7 @@ class WeightUpdates:
 
     def _push_all(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
         if self._updating:
-            self._refuse("load_weights within an update; call finish_weight_update first")
+            raise StateError("load_weights within an update; call finish_weight_update first")
         for entry in _each(pairs):
             name = None if isinstance(entry, Exception) else entry[0]
             if isinstance(name, str) and name in self._loaded_names:
@@ -503,17 +486,6 @@ def _each(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any] | Except
         yield from map(pair_of, pairs)
     except Exception as error:  # noqa: BLE001 (raised by the caller)
         yield error
-
-
-def _mask(tags: Any) -> int:
-    if not isinstance(tags, Iterable):
-        raise ConfigError(f"tags: expected some of {', '.join(TAGS)}, got {shown(tags)}")
-    mask = 0
-    for tag in [tags] if isinstance(tags, str) else tags:
-        if not isinstance(tag, str) or tag not in TAGS:
-            raise ConfigError(f"tag: expected {' or '.join(map(repr, TAGS))}, got {shown(tag)}")
-        mask |= TAGS[tag]
-    return mask
 
 
 def _directly(function: Callable[[], Any], deadline: float | None) -> Any:

@@ -40,7 +40,8 @@ VersionError, CapacityError, DeadlineError, StateError. Exceptions of the source
 
 Who may call. Any thread of the process that made the generator. `Weights` trusts its caller to
 hold the engine; `Sync`, the handle that begin_sync returns, takes the engine for each call. A
-sync has the engine to itself; steps may run between the pushes of begin_sync, and they use the
+sync has the engine to itself. Steps may run between the pushes of begin_sync and, in one process,
+between the parts of a copy into the staged copy (Plan._between, Loan.let_step). They use the
 old version.
 
     updates               Weights: begin, push, commit, abort, sleep and wake; Sync

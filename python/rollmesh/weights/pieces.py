@@ -104,14 +104,12 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Returns the tensor in the form that the engine reads: gathers a DTensor and detaches it from
-    autograd. Raises LayoutError for a Piece that is not the whole tensor."""
+    """Returns the whole tensor: gathers a DTensor. Raises LayoutError for a Piece that is not the
+    whole tensor."""
     if isinstance(tensor, Piece):
         tensor = tensor.whole()
     elif is_sharded(tensor):
         tensor = tensor.full_tensor()
-    if getattr(tensor, "requires_grad", False):
-        tensor = tensor.detach()
     return tensor
 
 

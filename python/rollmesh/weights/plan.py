@@ -25,13 +25,14 @@ from rollmesh.errors import (
     TiedWeightError,
     UnexpectedKeyError,
 )
+from rollmesh.runtime.arguments import exportable
+from rollmesh.runtime.messages import plain
 from rollmesh.weights.pieces import is_sharded, local_tensor
 from rollmesh.weights.sync import EMBEDDING, HEAD, SyncOptions
 from rollmesh.weights.transport.tensors import entries_of, holds_tensors
 
 ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
 MAX_LISTED = 50  # faults listed in one message
-MAX_NAME = 120  # characters of a name in a message
 # Bytes of tensors in one call of the engine. Ctrl-C takes effect between two calls.
 BATCH_BYTES = 2 << 30
 # Bytes of gathered tensors in one call, and of all tensors if there is a deadline, which is checked
@@ -39,6 +40,9 @@ BATCH_BYTES = 2 << 30
 GATHERED_BYTES = 256 << 20
 PART_BYTES = 16 << 20  # copied between two steps, which takes milliseconds
 Faults = dict[type[Error], list[str]]
+LetStep = (
+    Callable[[float], None] | None
+)  # lets requests take steps for some seconds; None: they wait
 
 
 class Plan:
@@ -48,9 +52,8 @@ class Plan:
         self,
         engine: RankEngine,
         options: SyncOptions,
-        let_step: Callable[[float], None] | None = None,
+        let_step: LetStep = None,
     ):
-        """let_step: lets requests take steps for some seconds; None: they wait."""
         self._engine, self._strict = engine, options.strict
         self._let_step, self._since = let_step, 0.0
         self._entries: dict[str, _core.SyncEntry] = {}
@@ -71,7 +74,8 @@ class Plan:
     def _take(self, name: Any, tensor: Any) -> _core.SyncEntry:
         entry = self.entry(name)
         if entry.params and not entry.taken:
-            self._engine.sync_take(entry, local_tensor(tensor))
+            tensor = exportable(entry.name, local_tensor(tensor))
+            self._engine.sync_take(entry, tensor)
         return entry
 
     def push(self, name: Any, tensor: Any) -> None:
@@ -113,8 +117,7 @@ class Plan:
                 for index in self.entry(name).params:
                     if index in spelled:
                         faults.setdefault(DuplicateKeyError, []).append(
-                            f"{manifest[index][0]} as {_short(spelled[index])} and as "
-                            f"{_short(name)}"
+                            f"{manifest[index][0]} as {plain(spelled[index])} and as {plain(name)}"
                         )
                         break
                     spelled[index] = name
@@ -181,13 +184,11 @@ class Plan:
             check_deadline(deadline, name)
             self.push(name, tensor)
 
-    def push_all(
-        self, entries: Iterable[Any], listing: bool, deadline: float | None
-    ) -> Exception | None:
+    def push_all(self, entries: Iterable[Any], deadline: float | None) -> Exception | None:
         """Like push_entries, for ranks that are processes. Returns the error instead of raising it.
         Iterates over all entries even after an error, so that all ranks take part in the exchanges
-        of the iterator; if the iterator does not end, all ranks stop at the same entry. listing:
-        list all non-finite and tied values, as push_mapping does."""
+        of the iterator; if the iterator does not end, all ranks stop at the same entry. Lists all
+        tensors with non-finite or wrong tied values, as push_mapping does."""
         fault: Exception | None = None
         faults: Faults = {}
         limit = self._most_entries()
@@ -202,10 +203,7 @@ class Plan:
                     if fault is None:
                         self.push_entries([entry], deadline)
                 except (NonFiniteError, TiedWeightError) as error:
-                    if listing:
-                        faults.setdefault(type(error), []).append(str(error))
-                    else:
-                        fault = error
+                    faults.setdefault(type(error), []).append(str(error))
                 except Exception as error:  # noqa: BLE001 (raised once all ranks know)
                     fault = error
         except ALONE:
@@ -225,19 +223,8 @@ class Plan:
 def check_deadline(deadline: float | None, name: object) -> None:
     if deadline is not None and time.monotonic() > deadline:
         raise DeadlineError(
-            f"the sync did not finish within its timeout; it had reached {_short(name)}"
+            f"the sync did not finish within its timeout; it had reached {plain(name)}"
         )
-
-
-def _short(name: object) -> str:
-    text = name if isinstance(name, str) else repr(name)
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}… ({len(text)} characters)"
-
-
-def _listed(things: list[str], most: int) -> str:
-    rest = len(things) - most
-    return "; ".join(things[:most]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _raise_faults(faults: Faults) -> None:
@@ -259,4 +246,5 @@ def _raise_faults(faults: Faults) -> None:
             )
         # Without cast=True every tensor may have this fault, so only a few are listed.
         most = 3 if kind is DTypeError else MAX_LISTED
-        raise kind(f"{len(names)} of the weights: {head}{_listed(names, most)}{tail}")
+        rest = f"; and {len(names) - most} more" if len(names) > most else ""
+        raise kind(f"{len(names)} of the weights: {head}{'; '.join(names[:most])}{rest}{tail}")

@@ -110,26 +110,23 @@ def _packed(views: list[Array]) -> NDArray[np.uint8]:
     )
 
 
-def spread(
-    ranks: RankEngine, plan: Plan, source: Any, options: Any
-) -> tuple[Iterable[tuple[str, Any]], bool]:
-    """Returns the entries that this rank pushes, and whether they come from a mapping. If all ranks
-    have a source of whole tensors, each rank reads its own source and receives nothing. Otherwise
-    each rank receives its shards from all ranks with pieces or, if the sources are not sharded,
-    from the first rank with a source. An exception of a source ends the sync on all ranks."""
+def spread(ranks: RankEngine, plan: Plan, source: Any, options: Any) -> Iterable[tuple[str, Any]]:
+    """Returns the entries that this rank pushes. If all ranks have a source of whole tensors, each
+    rank reads its own source and receives nothing. Otherwise each rank receives its shards from all
+    ranks with pieces or, if the sources are not sharded, from the first rank with a source. An
+    exception of a source ends the sync on all ranks."""
     own = None if source is None else Source(source)
-    kind = None if own is None else [own.holds, own.is_sharded, isinstance(source, Mapping)]
+    kind = None if own is None else [own.holds, own.is_sharded]
     told = ranks.all_gather(f"the beginning of a sync with {options}", kind)
     givers = [rank for rank, its in enumerate(told) if its is not None]
     if not givers:
         raise SyncAbortedError("expected a source on one rank at least, got none on any")
     if not any(told[rank][1] for rank in givers):
         if own is not None and len(givers) == len(told):
-            return own, told[ranks.rank][2]
+            return own
         givers = givers[:1]
     ahead = AHEAD if all(told[rank][0] for rank in givers) else 1
-    entries = Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
-    return entries, told[givers[0]][2]
+    return Resharding(plan, ranks).entries(own if ranks.rank in givers else None, ahead)
 
 
 class Resharding:
@@ -232,17 +229,12 @@ class Resharding:
 def _same(told: Mapping[int, Described | None]) -> tuple[str, str, Dims]:
     """Returns name, dtype and shape, which must be equal on all ranks with a source.
     MeshMismatchError names two ranks that differ."""
-    ended = [rank for rank, its in told.items() if its is None]
-    going = {rank: its for rank, its in told.items() if its is not None}
-    first, its = next(iter(going.items()))
-    if ended:
-        raise MeshMismatchError(
-            f"rank {ended[0]}: expected {its[0]}, as on rank {first}, got no more weights; {ALIKE}"
-        )
-    for rank, other in going.items():
-        if other[0] != its[0]:
+    first, its = next((rank, its) for rank, its in told.items() if its is not None)
+    for rank, other in told.items():
+        if other is None or other[0] != its[0]:
+            got = "no more weights" if other is None else other[0]
             raise MeshMismatchError(
-                f"rank {rank}: expected {its[0]}, as on rank {first}, got {other[0]}; {ALIKE}"
+                f"rank {rank}: expected {its[0]}, as on rank {first}, got {got}; {ALIKE}"
             )
         if other[1:3] != its[1:3]:
             raise MeshMismatchError(

@@ -20,11 +20,10 @@ from rollmesh.request.requests import Requests
 from rollmesh.runtime.arguments import OFFLOAD, PARTS, deadline_of
 from rollmesh.runtime.messages import byte_text, reason
 from rollmesh.weights.pieces import local_tensor
-from rollmesh.weights.plan import Plan, check_deadline
+from rollmesh.weights.plan import LetStep, Plan, check_deadline
 from rollmesh.weights.resharding import spread
 from rollmesh.weights.sync import SyncOptions, lent, report_of
 
-BEGINNING = "the beginning of a sync"
 T = TypeVar("T")
 
 
@@ -45,7 +44,7 @@ class Weights:
         *,
         source: Any,
         deadline: float | None = None,
-        let_step: Callable[[float], None] | None = None,
+        let_step: LetStep = None,
     ) -> SyncReport:
         """Copies and commits a whole set. If ranks are processes, a rank that fails still iterates
         over all entries, so that all ranks report their errors at the same points. let_step: lets
@@ -69,8 +68,7 @@ class Weights:
                     fault = _error_of(plan.check, source)
                 engine.all_gather("a sync before its entries", error=fault)
                 if engine.has_peers:
-                    entries, listing = spread(engine, plan, source, options)
-                    fault = plan.push_all(entries, listing, deadline)
+                    fault = plan.push_all(spread(engine, plan, source, options), deadline)
                 elif is_mapping:
                     plan.push_mapping(source, deadline)
                 else:
@@ -94,7 +92,7 @@ class Weights:
         self,
         options: SyncOptions,
         deadline: float | None,
-        let_step: Callable[[float], None] | None = None,
+        let_step: LetStep = None,
     ) -> None:
         """Finishes running requests if inflight is "wait", then checks the deadline on all ranks
         together."""
@@ -243,11 +241,7 @@ class Weights:
             if woken := asleep & ~self.engine.stats()["asleep"]:  # another rank failed
                 self.engine.sleep(woken | OFFLOAD)
             raise
-        try:
-            self._free_offloaded()
-        except BaseException:
-            self._free_offloaded()
-            raise
+        self._free_offloaded()
 
     @led(Lead.EVERY_RANK)
     def require_equal(self, what: str, value: str) -> None:
@@ -316,7 +310,7 @@ class Weights:
         self,
         options: SyncOptions,
         deadline: float | None,
-        let_step: Callable[[float], None] | None = None,
+        let_step: LetStep = None,
     ) -> None:
         """If inflight is "wait", finishes running requests on the old version. deadline: checked
         only in one process, since ranks take the same number of steps. let_step: as in `sync`."""

@@ -237,6 +237,48 @@ bool company_case(int64_t m, int64_t n, int64_t k, bool swiglu) {
   return same(what, alone, together, bytes, m * n);
 }
 
+// Attention of alternating sequences, whose tiles are all listed, in a workspace of `bytes`: fewer
+// rows at once, or no list, but the same bits. heads: of a group of 16, so that a tile has 8 rows.
+bool workspace_case(int64_t rows, int64_t heads) {
+  constexpr int64_t HEAD_DIM = 64, PAGE = 16;
+  rm_attention_args a = {};
+  const int64_t out = rows * heads * HEAD_DIM;
+  int32_t *where = static_cast<int32_t *>(simt_buffer(static_cast<size_t>(2 * rows + 2) * 4)),
+          *tables = where + 2 * rows;
+  for (int64_t r = 0; r < rows; r++) {
+    where[r] = static_cast<int32_t>(pick(PAGE));
+    where[rows + r] = static_cast<int32_t>(r % 2);
+  }
+  tables[0] = 1, tables[1] = 0;
+  a.q = numbers(out), a.k_cache = numbers(2 * rm_k_page_elems(PAGE, HEAD_DIM)),
+  a.v_cache = numbers(2 * rm_v_page_elems(PAGE, HEAD_DIM));
+  a.positions = where, a.seq_of_row = where + rows, a.block_tables = tables, a.rows = rows;
+  a.n_seqs = 2, a.max_pages = 1, a.n_heads = heads, a.n_kv_heads = 1, a.group = 16;
+  a.head_dim = HEAD_DIM, a.page_size = PAGE, a.scale = 0.125f, a.dtype = RM_BF16;
+  rm_limits limits = {};
+  limits.max_rows = rows, limits.n_heads = heads, limits.n_kv_heads = 1, limits.group = 16;
+  limits.head_dim = HEAD_DIM, limits.max_positions = PAGE;
+  const rm_kernels *table = rm_kernels_cuda_mma();
+  const size_t bytes = static_cast<size_t>(out) * sizeof(uint16_t),
+               most = table->workspace_bytes(&limits),
+               of_row = static_cast<size_t>(heads * (HEAD_DIM + 2)) * sizeof(float);
+  void *whole = simt_buffer(bytes);
+  const auto attention = [&](void *y, size_t workspace) {
+    rm_ctx ctx = {};
+    ctx.workspace_bytes = workspace, ctx.workspace = simt_buffer(workspace);
+    a.out = y;
+    table->attention(&ctx, &a);
+  };
+  attention(whole, most);
+  for (size_t some = of_row; some < most; some += of_row) {
+    void *y = simt_buffer(bytes);
+    attention(y, some);
+    simt_finish();
+    if (!same("attention in a small workspace", y, whole, bytes, out)) return false;
+  }
+  return true;
+}
+
 // exp of values that are not above 0: every 97th float, the floats around the end of the range, and
 // NaNs.
 bool exps() {
@@ -261,7 +303,7 @@ bool check_mma_company(uint64_t seed) {
       const int64_t k = 500 + pick(700);
       if (!company_case(m, 24 + pick(30), m % 2 ? k : k / 8 * 8, swiglu)) return false;
     }
-  return true;
+  return workspace_case(40, 1) && workspace_case(9, 3);
 }
 
 bool check_mma_places() {

@@ -238,6 +238,13 @@ EMU_CALL __m256i emu_to_bf16(__m512 x) {
   return y;
 }
 #define _mm512_cvtneps_pbh(x) emu_to_bf16(x)
+EMU __m512i emu_both_to_bf16(__m512 high, __m512 low) {
+  const __m256i halves[2] = {emu_to_bf16(low), emu_to_bf16(high)};
+  __m512i y;
+  memcpy(&y, halves, sizeof y);
+  return y;
+}
+#define _mm512_cvtne2ps_pbh(high, low) emu_both_to_bf16(high, low)
 
 // ------------------------------------------------------------------------------------------ tiles
 typedef struct emu_tiles {

@@ -1,6 +1,6 @@
 // exchanged.c: the memory that a rank of a configuration reserves, computed from the configuration
 // alone, without a device or other ranks: the answers of csrc/gpu/exchange_sizes.h, and the
-// scratch of a layer's experts (csrc/model/moe/) over a group that a recording may hold.
+// scratch of a layer's experts (csrc/model/moe/) on a device.
 //
 //   exchanged HIDDEN HEADS HEAD_DIM INTERMEDIATE MOE_INTERMEDIATE EXPERTS TOP_K LAYERS VOCAB TP DP
 //   EP STAYS ROWS OUTS FEW
@@ -79,7 +79,7 @@ int main(int argc, char **argv) {
   rm_spec *spec = make_spec(w);
   rm_rank rank = {.mesh = {.tp = (int32_t)w[TP], .dp = (int32_t)w[DP], .ep = (int32_t)w[EP]},
                   .dispatcher = w[STAYS] ? RM_DISPATCH_LOCAL_ALLREDUCE : RM_DISPATCH_ALLTOALL};
-  const rm_transport transport = {.name = "none", .waits_in_queue = 1, .exchange = exchange};
+  const rm_transport transport = {.waits_in_queue = 1, .exchange = exchange};
   if (w[EP] > 1) tiny_must(rm_comm_create(&transport, 0, (int)w[EP], &rank.ep, &err), &err);
   const rm_model_options options = {.dtype = RM_BF16,
                                     .max_rows = w[ROWS],
@@ -88,14 +88,16 @@ int main(int argc, char **argv) {
                                     .rank = &rank};
   const rm_params params = {
       .spec = spec, .placement = rm_placement_of(spec, &rank.mesh, 0), .dtype = RM_BF16};
-  const rm_device device = rm_device_cpu(rm_kernels_best());
+  rm_device device = rm_device_cpu(rm_kernels_best());
+  device.on_host = 0;
+  device.alloc_pinned = device.alloc;
+  device.free_pinned = device.free;
+  device.copy_to_device = device.copy_to_host;
   rm_moe moe;
   rm_field fields[RM_MOE_FIELDS];
-  tiny_must(rm_moe_create(&moe, &params, &device, &rank, NULL, NULL, options.max_rows,
-                          options.static_rows, &err),
-            &err);
+  tiny_must(rm_moe_create(&moe, &params, &device, &rank, NULL, NULL, options.max_rows, &err), &err);
   const rm_exchanged tp = rm_exchanged_tp(spec, &options), ep = rm_exchanged_ep(spec, &options);
-  printf("%lld %zu %zu %zu %zu %zu %zu\n", (long long)moe.fixed.rows, tp.all, tp.apart, ep.all,
+  printf("%lld %zu %zu %zu %zu %zu %zu\n", (long long)moe.max_rows, tp.all, tp.apart, ep.all,
          ep.apart, rm_fields_bytes(fields, rm_moe_fields(&moe, fields)), rm_moe_bytes(&moe));
   rm_moe_destroy(&moe);
   rm_comm_destroy(rank.ep);

@@ -239,7 +239,7 @@ static rm_code push_rule(scene *s, const descriptor *d, const spelling *is, int6
     const slot *p = &b->slots[index];
     const int64_t n = slot_elements(p);
     // A tied pair has one matrix.
-    if (twin < 0) w->sync.dirty |= UINT64_C(1) << index | (uint64_t)is_tied_head << b->embed;
+    if (twin < 0) w->sync.dirty |= UINT64_C(1) << (is_tied_head ? b->embed : index);
     for (int64_t e = 0; e < n; e++) {
       const int64_t element = at - s->gathered + e;
       at[e] = load(s, element_at(&d->tensor, element), d->tensor.dtype, p->dtype);

@@ -170,11 +170,15 @@ static void rank_that_stops(ranks *r) {
 }
 
 // --------------------------------------------------------------------------------------- the file
-static void make(const scene *s, const void *data, size_t bytes, mode_t mode) {
+static int make_open(const scene *s, const void *data, size_t bytes, mode_t mode) {
   const int file = open(s->path, O_CREAT | O_EXCL | O_RDWR, 0600);
   if (file < 0 || fchmod(file, mode) || write(file, data, bytes) != (ssize_t)bytes)
     tiny_die("%s: cannot make %s", s->what, s->path);
-  close(file);
+  return file;
+}
+
+static void make(const scene *s, const void *data, size_t bytes, mode_t mode) {
+  close(make_open(s, data, bytes, mode));
 }
 
 // Foreign files are not changed, and every rank reports them.
@@ -199,8 +203,7 @@ static rm_region_head head_of(uint64_t nonce, uint64_t maker) {
 
 static void files(ranks *r) {
   static char zeros[1 << 20];
-  const uint64_t self = rm_process_self();
-  rm_region_head head = head_of(99, self);
+  rm_region_head head = head_of(99, (uint64_t)getpid());
   scene s = scene_of("a file that others may read", 3);
   make(&s, &head, sizeof head, 0644);
   refuse(r, &s, "mode 644");
@@ -231,8 +234,7 @@ static void files(ranks *r) {
 // Files of runs that ended are replaced, also when their pid is used again; those of runs that go
 // on are not.
 static void stale_files(ranks *r) {
-  const uint64_t self = rm_process_self();
-  rm_region_head head = head_of(98, self ^ 1u << 20); // this pid, another start
+  rm_region_head head = head_of(98, (uint64_t)getpid()); // its lock is free
   scene s = scene_of("a file of an earlier process with a pid that lives", 3);
   make(&s, &head, sizeof head, 0600);
   play(r, &s, 3, RM_OK, "", RM_OK, "");
@@ -240,17 +242,19 @@ static void stale_files(ranks *r) {
   const pid_t child = fork();
   if (child == 0) _exit(0);
   waitpid(child, NULL, 0);
-  head = head_of(99, (uint64_t)child << 32 | 1);
+  head = head_of(99, (uint64_t)child);
   make(&s, &head, sizeof head, 0600);
   play(r, &s, 3, RM_OK, "", RM_OK, "");
   s = scene_of("a file of a run that goes on", 3);
-  head = head_of(98, self);
-  make(&s, &head, sizeof head, 0600);
+  head = head_of(98, (uint64_t)getpid());
+  const int file = make_open(&s, &head, sizeof head, 0600);
+  rm_process_lock(file, 0);
   ranks_start(r, 3, visit, &s);
   for (int p = 0; p < 3; p++) ranks_wait(r, p, s.what);
   for (int p = 0; p < 3; p++)
     if (r->words[p].code != RM_E_AUTH) fail(&s, "rank %d has %s: %s", p, &r->words[p]);
   if (!ranks_left_behind(s.name)) tiny_die("%s: somebody removed it", s.what);
+  close(file);
   unlink(s.path);
   s = scene_of("a rank of another run", 3);
   s.odd = 1, s.odd_nonce = 1, s.timeout = 0.5, s.odd_delay_ms = 50;

@@ -10,7 +10,7 @@
 // Prints the time from the kill to the last survivor's error, over the cases in which all had
 // attached.
 //
-//   mesh_kill [--kills 30] [--seed 1] [--first 0] [--without-pidfd 1: as on a kernel without pidfd]
+//   mesh_kill [--kills 30] [--seed 1] [--first 0]
 //     Each --plant must end in a failure:
 //     --plant 1: the rank is stopped, not killed   2: a file is left behind
 #include <fcntl.h>
@@ -26,7 +26,6 @@ typedef struct scene {
   char name[64];
   uint64_t seed;
   int world, part; // ranks; and of those, how many neighbours are a group of index 1
-  int without_pidfd;
   double patience; // of a call
   rm_region_options options;
   const char *where;
@@ -48,7 +47,6 @@ static rm_comm *group_of(rm_region *region, int index, int first, int n, int ran
 static void live(int rank, ranks_word *word, void *arg) {
   const scene *s = arg;
   rm_region *region;
-  if (s->without_pidfd) ranks_refuse_pidfd();
   rm_error err = RM_ERROR_INIT;
   rm_code code = rm_region_attach(s->name, rank, s->seed, &s->options, &region, &err);
   if (code) {
@@ -119,11 +117,8 @@ static double check_survivors(const scene *s, const ranks *r, int victim, int ha
 
 // Kills one rank; returns the seconds until the last survivor had its error, −1 when not all had
 // attached.
-static double kill_case(fuzz *f, ranks *r, int without_pidfd, long *calls) {
-  scene s = {.where = fuzz_where(f),
-             .seed = fuzz_bits(f),
-             .world = 2 + (int)fuzz_below(f, 5),
-             .without_pidfd = without_pidfd};
+static double kill_case(fuzz *f, ranks *r, long *calls) {
+  scene s = {.where = fuzz_where(f), .seed = fuzz_bits(f), .world = 2 + (int)fuzz_below(f, 5)};
   s.patience = f->plant ? 1 : 30;
   s.part = 1 + (int)fuzz_below(f, s.world);
   s.options = (rm_region_options){.world = s.world,
@@ -167,11 +162,9 @@ static int by_size(const void *a, const void *b) {
 
 int main(int argc, char **argv) {
   fuzz f = {.seed = 1, .cases = 30};
-  long without_pidfd = 0;
   option_read(argc, argv,
               (option[]){{"kills", .least = 1, .most = 1000 * 1000, .count = &f.cases},
                          {"first", .most = OPTION_MOST, .count = &f.first},
-                         {"without-pidfd", .most = 1, .count = &without_pidfd},
                          {"plant", .most = 2, .count = &f.plant},
                          {"seed", .bits = &f.seed},
                          {0}});
@@ -181,7 +174,7 @@ int main(int argc, char **argv) {
   ranks r = ranks_make();
   if (!seconds) tiny_die("no memory for %ld cases", f.cases);
   while (fuzz_next_case(&f)) {
-    const double taken = kill_case(&f, &r, (int)without_pidfd, &calls);
+    const double taken = kill_case(&f, &r, &calls);
     if (taken < 0) attaching++;
     else seconds[n++] = taken;
   }

@@ -39,7 +39,7 @@ static int make(world *w) {
   const int64_t tp = pick(f, 1, 9), dp = pick(f, 1, 4),
                 ep = (const int64_t[]){1, tp, dp * tp}[fuzz_below(f, 3)];
   rm_error err = RM_ERROR_INIT;
-  tiny_must(rm_mesh_create(tp, dp, ep, 1, 1, &w->mesh, &err), &err);
+  tiny_must(rm_mesh_create(tp, dp, ep, &w->mesh, &err), &err);
   enum { MAX_LAYERS = 3 };
   const float inv_freq[8] = {1};
   rm_layer_spec layers[MAX_LAYERS];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,19 +11,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from rollmesh import ops
-from rollmesh.errors import NumericsError, ShapeError
+from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
+from rollmesh.torch.arrays import array_of, check_flags, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
+    Gradients,
     How,
     backward_pass,
     how_for,
     matmul_dtype,
-    norm_gradients,
+    norm,
     rows_of,
     vector_of,
+    vjp,
 )
 from rollmesh.torch.sequences import PAGE, Sequences
 
@@ -91,20 +95,12 @@ class _Attention(torch.autograd.Function):
         with in_turn(qkv):
             flags = torch.zeros(rows.num_rows, dtype=torch.uint8, device=qkv.device)
             k, v = rows.caches(heads.num_kv_heads, heads.head_dim, qkv)
-            q_norm, k_norm = (
-                None
-                if w is None
-                else vector_of(n, w, qkv, width if heads.norm_whole else heads.head_dim)
-                for n, w, width in (
-                    ("q_weight", q_weight, heads.widths[0]),
-                    ("k_weight", k_weight, heads.widths[1]),
-                )
-            )
-            squares = (
-                ops.head_squares(array_of(qkv), heads.num_heads, heads.head_dim, **how)
-                if heads.norm_whole
-                else None
-            )
+            q_width, k_width = heads.widths[:2] if heads.norm_whole else [heads.head_dim] * 2
+            q_norm = vector_of("q_weight", q_weight, qkv, q_width)
+            k_norm = vector_of("k_weight", k_weight, qkv, k_width)
+            squares = None
+            if heads.norm_whole:
+                squares = ops.head_squares(array_of(qkv), heads.num_heads, heads.head_dim, **how)
             cos, sin = map(array_of, rope)
             q = ops.qk_rope_kv(
                 array_of(qkv), q_norm, k_norm, cos, sin, rows.positions, rows.slots, k, v,
@@ -115,58 +111,38 @@ class _Attention(torch.autograd.Function):
                 q, k, v, rows.positions, rows.seq_of_row, rows.block_tables,
                 page_size=PAGE, scale=heads.scale, window=heads.window, **how,
             )  # fmt: skip
-            made = tensor_of(out, qkv.dtype).view(rows.num_rows, heads.widths[0])
-        if (bad := host_of(flags)).any():
-            raise NumericsError(
-                f"keys or values of row {int(bad.argmax())} of {rows.num_rows} are not finite"
-            )
+            made = tensor_of(out).view(rows.num_rows, heads.widths[0])
+        check_flags("keys or values", flags)
         ctx.save_for_backward(qkv, q_weight, k_weight, *rope)
         ctx.rows, ctx.heads = rows, heads
         return made
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         rows, heads = ctx.rows, ctx.heads
         dtype = matmul_dtype(qkv)
         at = torch.from_numpy(rows.positions).to(qkv.device)
         turn = cos.index_select(0, at)[:, None], sin.index_select(0, at)[:, None]
-        q0, k0, v = (
-            part.reshape(rows.num_rows, -1, heads.head_dim) for part in qkv.split(heads.widths, 1)
-        )
-        q, k = (
-            _rotated(_normed(x.float(), w, heads), *turn)
-            for x, w in ((q0, q_weight), (k0, k_weight))
-        )
-        by_q, by_k, by_v = _attention_gradients(
-            q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype).view(q.shape), rows, heads
-        )
-        back = turn[0], -turn[1]
-        (by_q0, by_q_weight), (by_k0, by_k_weight) = (
-            (turned, None) if w is None else _norm_gradients(x, w, turned, heads)
-            for x, w, turned in (
-                (q0, q_weight, _rotated(by_q.float(), *back)),
-                (k0, k_weight, _rotated(by_k.float(), *back)),
-            )
-        )
-        by_qkv = torch.cat(
-            [part.reshape(rows.num_rows, -1).to(qkv.dtype) for part in (by_q0, by_k0, by_v)], 1
-        )
-        return by_qkv, by_q_weight, by_k_weight, None, None, None, None
 
+        def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+            if weight is not None:
+                flat = x.flatten(1) if heads.norm_whole else x
+                x = norm(flat, weight, heads.eps).view_as(x)
+            return _rotated(x.float(), *turn)
 
-def _normed(x: Tensor, weight: Tensor | None, heads: Heads) -> Tensor:
-    if weight is None:
-        return x
-    flat = x.flatten(1) if heads.norm_whole else x
-    return F.rms_norm(flat, (flat.shape[-1],), weight.float(), heads.eps).view_as(x)
+        def heads_of(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+            parts = torch.split(qkv, heads.widths, 1)
+            q, k, v = (x.unflatten(1, (-1, heads.head_dim)) for x in parts)
+            q_norm, k_norm = weights or (None, None)
+            return turned(q, q_norm).to(dtype), turned(k, k_norm).to(dtype), v.to(dtype)
 
-
-def _norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    flat, of_flat = (x.flatten(1), grad.flatten(1)) if heads.norm_whole else (x, grad)
-    by_x, by_weight = norm_gradients(flat, weight, of_flat, heads.eps)
-    return by_x.view_as(x), by_weight
+        inputs = [qkv] if q_weight is None else [qkv, q_weight, k_weight]
+        (q, k, v), pull = vjp(heads_of, *inputs)
+        by_heads = _attention_gradients(q, k, v, grad.to(dtype).view(q.shape), rows, heads)
+        by_inputs = pull(by_heads)
+        return *by_inputs, *[None] * (7 - len(by_inputs))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -182,72 +158,40 @@ def _attention_gradients(
     """Returns the gradients of q, k and v [rows, heads, head_dim]. Sequences are padded on the
     right, where the causal mask hides the padding."""
     steps = int(rows.lengths.max())
-    to = torch.from_numpy(rows.seq_of_row.astype(np.int64) * steps + rows.positions).to(q.device)
-    size = len(rows.lengths) * steps
+    is_token = torch.from_numpy(np.arange(steps) < rows.lengths[:, None]).to(q.device)
 
     def padded(x: Tensor) -> Tensor:
-        flat = (
-            x if rows.num_rows == size else x.new_zeros((size, *x.shape[1:])).index_copy_(0, to, x)
-        )
-        return flat.view(-1, steps, *x.shape[1:]).transpose(1, 2)
+        return pad_sequence(torch.split(x, rows.lengths.tolist()), batch_first=True).transpose(1, 2)
 
-    def picked(x: Tensor) -> Tensor:
-        flat = x.transpose(1, 2).reshape(size, *x.shape[1::2])
-        return flat if rows.num_rows == size else flat.index_select(0, to)
-
-    q, k, v, grad = map(padded, (q, k, v, grad))
-    if steps > SHORT:
-        mask = _live(steps, heads, q.device) if 0 < heads.window < steps else None
-        return tuple(map(picked, _flash_gradients(q, k, v, grad, mask, heads)))
-    live = _live(steps, heads, q.device)
-    each = max(1, SCORES_AT_ONCE // (heads.num_heads * steps * steps))
-    chunks = [slice(first, first + each) for first in range(0, len(q), each)]
-    parts = [_short_gradients(q[at], k[at], v[at], grad[at], live, heads) for at in chunks]
-    return tuple(picked(torch.cat(same)) for same in zip(*parts, strict=True))
+    is_short = steps <= SHORT
+    each = max(1, SCORES_AT_ONCE // (heads.num_heads * steps**2)) if is_short else len(rows.lengths)
+    mask: Any = None
+    if is_short or 0 < heads.window < steps:
+        away = torch.arange(steps, device=q.device)[:, None] - torch.arange(steps, device=q.device)
+        is_hidden = (away < 0) | (away >= (heads.window or steps))
+        mask = q.new_zeros(steps, steps).masked_fill_(is_hidden, -torch.inf)
+    attend = partial(_short_attention if is_short else _long_attention, mask=mask, heads=heads)
+    chunks = zip(*(torch.split(padded(x), each) for x in (q, k, v, grad)), strict=True)
+    parts = [vjp(attend, *qkv)[1](by_out) for *qkv, by_out in chunks]
+    return tuple(torch.cat(same).transpose(1, 2)[is_token] for same in zip(*parts, strict=True))
 
 
-def _live(steps: int, heads: Heads, device: torch.device) -> Tensor:
-    """bool [steps, steps]: which positions a token sees."""
-    away = torch.arange(steps, device=device)[:, None] - torch.arange(steps, device=device)
-    return (away >= 0) & (away < (heads.window or steps))
+def _long_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) -> Tensor:
+    """Attention of q [sequences, heads, steps, head_dim]. mask: added to the scores; None: that of
+    causal attention."""
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=heads.scale, enable_gqa=True
+    )
 
 
-def _flash_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None, heads: Heads
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of q [sequences, heads, steps, head_dim], k and v, by torch's
-    attention."""
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        out = F.scaled_dot_product_attention(
-            inputs[0],
-            inputs[1],
-            inputs[2],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=heads.scale,
-            enable_gqa=True,
-        )
-    return torch.autograd.grad(out, inputs, grad)
-
-
-def _short_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, live: Tensor, heads: Heads
-) -> tuple[Tensor, ...]:
-    """The same, written out: where sequences are short, the scores fit the caches and two batched
+def _short_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, heads: Heads) -> Tensor:
+    """The same, written out: where sequences are short, the scores fit the caches and batched
     matmuls are several times faster."""
-    sequences, _, steps, head_dim = q.shape
-    pairs, group = sequences * heads.num_kv_heads, heads.num_heads // heads.num_kv_heads
-    q, grad = (x.reshape(pairs, group * steps, head_dim) for x in (q, grad))
-    k, v = (x.reshape(pairs, steps, head_dim) for x in (k, v))
-    scores = (q @ k.transpose(1, 2)).float().view(pairs, group, steps, steps)
-    p = torch.softmax(scores.mul_(heads.scale).masked_fill_(~live, -torch.inf), -1)
-    by_v = p.to(v.dtype).view(pairs, -1, steps).transpose(1, 2) @ grad
-    by_p = (grad @ v.transpose(1, 2)).float().view_as(p)
-    by_scores = p * (by_p - (p * by_p).sum(-1, keepdim=True)) * heads.scale
-    by_scores = by_scores.to(q.dtype).view(pairs, -1, steps)
-    by_q, by_k = by_scores @ k, by_scores.transpose(1, 2) @ q
-    return tuple(x.view(sequences, -1, steps, head_dim) for x in (by_q, by_k, by_v))
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    grouped = q.reshape(len(k), -1, heads.head_dim)  # the query heads of each KV head
+    masks = mask.repeat(heads.num_heads // heads.num_kv_heads, 1)
+    scores = torch.baddbmm(masks, grouped, k.transpose(1, 2), alpha=heads.scale)
+    return (scores.float().softmax(-1).to(v.dtype) @ v).view_as(q)
 
 
 def attention(

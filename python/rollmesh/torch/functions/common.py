@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -13,12 +12,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rollmesh import ops
-from rollmesh.errors import ShapeError, UnsupportedTensorError
+from rollmesh.errors import ShapeError
 from rollmesh.ops.arguments import MAX_THREADS
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import weight_array
+from rollmesh.torch.arrays import check_tensor, weight_array
 
 How = Mapping[str, Any]  # isa and threads of the ops
+Gradients = tuple[Tensor | None, ...]  # of the arguments of a forward pass
 BFLOAT16_ISAS = frozenset({"avx512bf16", "amx"})
 
 
@@ -30,15 +30,14 @@ def how_for(x: Tensor, isa: str | None = None, threads: int | None = None) -> Ho
 
 
 def rows_of(name: str, x: Any, width: int | None = None) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise UnsupportedTensorError(f"{name}: expected a torch tensor, got a {type(x).__name__}")
+    check_tensor(name, x)
     packing.name_of(x.dtype)
     if x.ndim != 2 or (width is not None and x.shape[1] != width):
         raise ShapeError(
             f"{name}: expected shape [rows, {'width' if width is None else width}], got "
             f"{tuple(x.shape)}"
         )
-    return x.contiguous()
+    return x.contiguous()  # type: ignore[no-any-return]
 
 
 def vector_of(name: str, weight: Tensor | None, x: Tensor, width: int) -> Any:
@@ -100,42 +99,29 @@ def backward_pass(backward: Callable[..., Any]) -> Callable[..., Any]:
     return once_differentiable(plain)
 
 
-def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(of x in float32, of weight) of weight · x / rms(x) over the last dim."""
-    wide, g = x.float(), grad.float()
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    normed = wide * scale
-    by_weight = (g * normed).flatten(0, -2).sum(0)
-    g = g * weight.float()
-    return scale * (g - normed * (g * normed).mean(-1, keepdim=True)), by_weight.to(weight.dtype)
+def vjp(function: Callable[..., Any], *inputs: Tensor) -> tuple[Any, Callable[..., Any]]:
+    """Returns the outputs of a function, and a function that maps their gradients to those of the
+    inputs (torch's autograd)."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        outputs = function(*leaves)
+    return outputs, partial(torch.autograd.grad, outputs, leaves)
 
 
-ACTIVATED: dict[str, Callable[[Tensor], Tensor]] = {
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight · x / rms(x) over the last dim, float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
+    "relu2": lambda x: x.relu().square(),
 }
 
 
-def activated(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """activation(x) and its slope, float32."""
-    if activation == "relu2":
-        half = x.relu()
-        return half * half, 2 * half
-    if activation == "gelu":
-        below = torch.special.ndtr(x)
-        return x * below, below + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-    k1 = math.sqrt(8 / math.pi)
-    sigmoid = torch.sigmoid(x if activation == "silu" else k1 * (x + 0.044715 * x**3))
-    made = x * sigmoid
-    by_inner = made * (1 - sigmoid)
-    return made, sigmoid + (
-        by_inner if activation == "silu" else by_inner * (k1 * (1 + 3 * 0.044715 * x**2))
-    )
-
-
-def gated_gradients(gate_up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Returns the float32 gradients of gate and up for activation(gate) · up."""
-    gate, up = gate_up.chunk(2, 1)
-    made, slope = activated(gate, activation)
-    return grad * up * slope, grad * made
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) · up, float32."""
+    gate, up = gate_up.float().chunk(2, 1)
+    return ACTIVATIONS[activation](gate) * up

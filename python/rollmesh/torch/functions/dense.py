@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,18 +13,20 @@ from torch.nn import functional as F
 from rollmesh import ops
 from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, empty_array, in_turn, tensor_of
+from rollmesh.torch.arrays import array_of, call_op
 from rollmesh.torch.functions.common import (
+    ACTIVATIONS,
+    Gradients,
     How,
-    activated,
     backward_pass,
-    gated_gradients,
+    gated,
     how_for,
     linear_gradients,
     matmul_dtype,
-    norm_gradients,
+    norm,
     rows_of,
     vector_of,
+    vjp,
     width_of,
 )
 
@@ -42,14 +45,11 @@ class Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        with in_turn(x):
-            return tensor_of(
-                ops.gemm(array_of(x), packed, n, bias=vector_of("bias", bias, x, n), **how), x.dtype
-            )
+        return call_op(ops.gemm, x, packed, n, bias=vector_of("bias", bias, x, n), **how)
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, *weights = ctx.saved_tensors
         needs_x, needs_bias, _, _, _, *needs_weights = ctx.needs_input_grad
         parts = torch.split(grad.to(matmul_dtype(x)), [len(weight) for weight in weights], 1)
@@ -81,20 +81,13 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, how: How) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        with in_turn(x):
-            return tensor_of(
-                ops.rms_norm(
-                    array_of(x), vector_of("weight", weight, x, x.shape[1]), eps=eps, **how
-                ),
-                x.dtype,
-            )
+        return call_op(ops.rms_norm, x, vector_of("weight", weight, x, x.shape[1]), eps=eps, **how)
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        by_x, by_weight = norm_gradients(x, weight, grad, ctx.eps)
-        return by_x.to(x.dtype), by_weight, None, None
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        _, pull = vjp(partial(norm, eps=ctx.eps), *ctx.saved_tensors)
+        return *pull(grad.float()), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -> Tensor:
@@ -105,62 +98,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -
     )
 
 
-class _AddRmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: How
-    ) -> tuple[Tensor, Tensor]:
-        total = residual.clone()
-        with in_turn(x):
-            vector = vector_of("weight", weight, x, x.shape[1])
-            out = tensor_of(
-                ops.rms_norm(array_of(total), vector, eps=eps, x=array_of(x), **how), x.dtype
-            )
-        ctx.save_for_backward(total, weight)
-        ctx.eps = eps
-        return out, total
-
-    @staticmethod
-    @backward_pass
-    def backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight = ctx.saved_tensors
-        by_total, by_weight = norm_gradients(total, weight, grad, ctx.eps)
-        both = (by_total + grad_total.float()).to(total.dtype)
-        return both, both, by_weight, None, None
-
-
 def add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, how: How | None = None
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm of the sum, the sum residual + x), both [rows, n]."""
-    residual = rows_of("residual", residual)
-    x = rows_of("x", x, residual.shape[1])
-    return _AddRmsNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
-        residual, x, weight, eps, how or how_for(x)
-    )
+    total = add(residual, x, how=how)
+    return rms_norm(total, weight, eps, how=how), total
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, x: Tensor, gate: Tensor | None, how: How) -> Tensor:
         total = residual.clone()
-        with in_turn(x):  # the op that a rollout adds with
-            gates = None if gate is None else array_of(gate.reshape(-1))
-            ops.rms_norm(array_of(total), None, eps=1.0, x=array_of(x), x_gate=gates, **how)
+        gates = None if gate is None else array_of(gate.reshape(-1))
+        # The op that a rollout adds with.
+        call_op(ops.rms_norm, total, None, eps=1.0, x=array_of(x), x_gate=gates, **how)
         if gate is not None:
             ctx.save_for_backward(x, gate)
         return total
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         saved = ctx.saved_tensors  # gradient checkpointing allows a single read
         if not saved:
             return grad, grad, None, None
-        x, gate = saved
-        share, wide = torch.sigmoid(gate.float()), grad.float()
-        by_gate = (wide * x.float()).sum(1, keepdim=True) * share * (1 - share)
-        return grad, (wide * share).to(x.dtype), by_gate.to(gate.dtype), None
+        _, pull = vjp(lambda x, gate: x.float() * gate.float().sigmoid(), *saved)
+        return grad, *pull(grad.float()), None
 
 
 def add(
@@ -191,17 +155,11 @@ def decoder_layer(
     and before the MLP or experts, which `attend` and `mix` compute; with norm_after of their
     outputs. also_after: weights of norms of the outputs, beside those before."""
     after = norms if norm_after else also_after
-
-    def block(compute: Callable[[Tensor], Tensor], x: Tensor, number: int) -> Tensor:
-        out = compute(x)
-        return out if after is None else rms_norm(out, after[number], eps, how=how)
-
-    if norm_after:
-        hidden = add(hidden, block(attend, hidden, 0), how=how)
-        return add(hidden, block(mix, hidden, 1), how=how)
-    out = block(attend, rms_norm(hidden, norms[0], eps, how=how), 0)
-    x, hidden = add_rms_norm(hidden, out, norms[1], eps, how=how)
-    return add(hidden, block(mix, x, 1), how=how)
+    for i, compute in enumerate((attend, mix)):
+        out = compute(hidden if norm_after else rms_norm(hidden, norms[i], eps, how=how))
+        out = out if after is None else rms_norm(out, after[i], eps, how=how)
+        hidden = add(hidden, out, how=how)
+    return hidden
 
 
 class _Swiglu(torch.autograd.Function):
@@ -209,24 +167,20 @@ class _Swiglu(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gate: Tensor, up: Tensor, packed: Any, activation: str, how: How
     ) -> Tensor:
-        n = len(gate)
-        with in_turn(x):
-            both = empty_array((len(x), 2 * n), x) if any(ctx.needs_input_grad) else None
-            out = tensor_of(
-                ops.gemm_swiglu(array_of(x), packed, n, activation=activation, gate_up=both, **how),
-                x.dtype,
-            )
+        both = x.new_empty(len(x), 2 * len(gate)) if any(ctx.needs_input_grad) else None
+        options: Any = {"activation": activation, **how}
         if both is not None:
-            ctx.activation = activation
-            ctx.save_for_backward(x, gate, up, tensor_of(both, x.dtype))
-        return out
+            ctx.activation, options["gate_up"] = activation, array_of(both)
+            ctx.save_for_backward(x, gate, up, both)
+        return call_op(ops.gemm_swiglu, x, packed, len(gate), **options)
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, gate, up, both = ctx.saved_tensors
-        grads = gated_gradients(both.float(), grad.float(), ctx.activation)
-        made = linear_gradients(x, (gate, up), grads, ctx.needs_input_grad[:3])
+        _, pull = vjp(partial(gated, activation=ctx.activation), both.float())
+        (by_both,) = pull(grad.float())
+        made = linear_gradients(x, (gate, up), by_both.chunk(2, 1), ctx.needs_input_grad[:3])
         return *made, None, None, None
 
 
@@ -257,14 +211,14 @@ class _Activate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, activation: str, how: How) -> Tensor:
         ctx.activation = activation
         ctx.save_for_backward(x)
-        with in_turn(x):
-            return tensor_of(ops.activate(array_of(x), activation, **how), x.dtype)
+        return call_op(ops.activate, x, activation, **how)
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        return (grad.float() * activated(x.float(), ctx.activation)[1]).to(x.dtype), None, None
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        act = ACTIVATIONS[ctx.activation]
+        _, pull = vjp(lambda x: act(x.float()), *ctx.saved_tensors)
+        return *pull(grad.float()), None, None
 
 
 def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollmesh import ops
-from rollmesh.errors import NumericsError, RequestError, ShapeError
+from rollmesh.errors import RequestError, ShapeError
 from rollmesh.ops.arguments import is_real
 from rollmesh.request.sampling import MAX_FLOAT32, MIN_FLOAT32
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, host_of, in_turn, tensor_of
+from rollmesh.torch.arrays import array_of, check_flags, check_tokens, host_of, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
+    Gradients,
     How,
     backward_pass,
     how_for,
     matmul_dtype,
     rows_of,
+    vjp,
     width_of,
 )
 from rollmesh.torch.functions.dense import Linear
@@ -46,8 +49,8 @@ class _LmHead(Linear):
         ctx.save_for_backward(x, *weights)
         with in_turn(x):
             head = ops.lm_head(array_of(x), packed, n, **how)
-            _check_logits(head.row_flags)
-            return tensor_of(head.logits, torch.float32)
+            check_flags("logits", head.row_flags)
+            return tensor_of(head.logits)
 
 
 def lm_head(x: Tensor, weight: Tensor, *, packed: Any = None, how: How | None = None) -> Tensor:
@@ -59,11 +62,6 @@ def lm_head(x: Tensor, weight: Tensor, *, packed: Any = None, how: How | None = 
     return _LmHead.apply(  # type: ignore[no-any-return, no-untyped-call]
         x, None, packed, how, n, weight
     )
-
-
-def _check_logits(flags: Any) -> None:
-    if (bad := host_of(flags)).any():
-        raise NumericsError(f"logits of row {int(bad.argmax())} of {len(bad)} are not finite")
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -82,19 +80,15 @@ class _TokenLogprobs(torch.autograd.Function):
         packed: Any,
         how: How,
     ) -> tuple[Tensor, Tensor]:
-        vocab, needs_grad, (temperature, wants_entropy) = (
-            len(weight),
-            any(ctx.needs_input_grad),
-            options,
-        )
-        filtered = kept_tokens is not None
+        vocab, (temperature, wants_entropy) = len(weight), options
         columns = vocab if kept_tokens is None else kept_tokens.shape[1] + 1
-        keep = needs_grad and len(x) * columns <= LOGITS_KEPT
+        keep = any(ctx.needs_input_grad) and len(x) * columns <= LOGITS_KEPT
+        is_drawn = temperature != 1 or kept_tokens is not None  # logprobs are the sampler's
+        wants_logits = keep or wants_entropy or is_drawn
         logprobs = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.zeros_like(logprobs)
         kept: list[Tensor] = []
         for at in _chunks(len(x), vocab):
-            wants_logits = keep or wants_entropy or temperature != 1 or filtered
             with in_turn(x):
                 head = ops.lm_head(
                     array_of(x[at]),
@@ -104,36 +98,22 @@ class _TokenLogprobs(torch.autograd.Function):
                     keep_logits=wants_logits,
                     **how,
                 )
-                _check_logits(head.row_flags)
-                found, among, place = (
-                    tensor_of(head.target_logprobs, torch.float32),
-                    None,
-                    targets[at],
-                )
-                if wants_logits:
-                    among, place = _among(
-                        tensor_of(head.logits, torch.float32),
-                        place,
-                        None if kept_tokens is None else kept_tokens[at],
-                    )
-                if temperature != 1 or filtered:
-                    assert among is not None
-                    params = ops.SampleParams(
-                        temperature=temperature, top_k=columns - 1 if filtered else -1
-                    )
+                check_flags("logits", head.row_flags)
+                logprobs[at] = tensor_of(head.target_logprobs)
+                if not wants_logits:
+                    continue
+                of_rows = None if kept_tokens is None else kept_tokens[at]
+                among, place = _among(tensor_of(head.logits), targets[at], of_rows)
+                if is_drawn:
+                    top_k = -1 if kept_tokens is None else columns - 1
+                    params = ops.SampleParams(temperature=temperature, top_k=top_k)
                     drawn = ops.sample(
                         array_of(among), head.stats, params, forced=host_of(place), **how
                     ).sampling_logprobs
-                    found = _with_unlikely(
-                        tensor_of(drawn, torch.float32), among, place, temperature
-                    )
-                logprobs[at] = found
+                    logprobs[at] = _with_unlikely(tensor_of(drawn), among, place, temperature)
             if wants_entropy:
-                assert among is not None
-                p, log_p = _distribution(among / temperature)
-                entropy[at] = -(p * log_p).sum(-1)
+                entropy[at] = _logprobs_of(among, place, temperature, True)[1]
             if keep:
-                assert among is not None
                 kept.append(among)
         ctx.save_for_backward(x, weight, targets, kept_tokens, *kept)
         ctx.temperature, ctx.wants_entropy = temperature, wants_entropy
@@ -143,7 +123,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> Gradients:
         x, weight, targets, kept_tokens, *kept = ctx.saved_tensors
         dtype = matmul_dtype(x)
         by_x, matrix = torch.empty_like(x), weight.to(dtype)
@@ -154,21 +134,21 @@ class _TokenLogprobs(torch.autograd.Function):
             among, place = (
                 (logits, _place(place, of_rows)) if kept else _among(logits, place, of_rows)
             )
-            scaled = among if ctx.temperature == 1 else among / ctx.temperature
-            if ctx.wants_entropy:
-                p, log_p = _distribution(scaled)
-                by_logits = p * -(
-                    grad[at, None]
-                    + grad_entropy[at, None] * (log_p - (p * log_p).sum(-1, keepdim=True))
-                )
-            else:
-                by_logits = torch.softmax(scaled, -1).mul_(-grad[at, None])
-            by_logits.scatter_add_(1, place[:, None].long(), grad[at, None])
+            made, pull = vjp(
+                partial(
+                    _logprobs_of,
+                    place=place,
+                    temperature=ctx.temperature,
+                    wants_entropy=ctx.wants_entropy,
+                ),
+                among,
+            )
+            (by_logits,) = pull((grad[at], grad_entropy[at])[: len(made)])
             if of_rows is not None:
                 by_logits = by_logits.new_zeros(len(place), len(weight)).scatter_add_(
                     1, of_rows.clamp(min=0).long(), by_logits[:, :-1]
                 )
-            g = (by_logits if ctx.temperature == 1 else by_logits.div_(ctx.temperature)).to(dtype)
+            g = by_logits.to(dtype)
             by_x[at] = (g @ matrix).to(x.dtype)
             if ctx.needs_input_grad[1]:
                 part = (g.t() @ x[at].to(dtype)).to(weight.dtype)
@@ -193,11 +173,16 @@ def _among(logits: Tensor, targets: Tensor, kept_tokens: Tensor | None) -> tuple
     return among, _place(targets, kept_tokens)
 
 
-def _distribution(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """(p, log p, 0 where p is)."""
-    log_p = torch.log_softmax(scaled, -1)
+def _logprobs_of(
+    among: Tensor, place: Tensor, temperature: float, wants_entropy: bool
+) -> tuple[Tensor, ...]:
+    """Returns the logprobs of the columns `place`, and the entropies if they are wanted."""
+    log_p = torch.log_softmax(among if temperature == 1 else among / temperature, -1)
+    logprobs = log_p.gather(1, place[:, None].long())[:, 0]
+    if not wants_entropy:
+        return (logprobs,)
     p = log_p.exp()
-    return p, log_p.masked_fill_(p == 0, 0.0)
+    return logprobs, -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
 
 
 def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: float) -> Tensor:
@@ -207,8 +192,8 @@ def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: 
     unlikely = torch.isneginf(logprobs)
     if not unlikely.any():
         return logprobs
-    log_p = torch.log_softmax(among[unlikely].double() / temperature, -1)
-    logprobs[unlikely] = log_p.gather(1, place[unlikely, None].long())[:, 0].float()
+    found = _logprobs_of(among[unlikely].double(), place[unlikely], temperature, False)[0]
+    logprobs[unlikely] = found.float()
     return logprobs
 
 
@@ -249,11 +234,7 @@ def token_logprobs(
         or targets.dtype not in INTEGERS
     ):
         raise ShapeError(f"targets: expected integers of shape ({len(x)},), got {_seen(targets)}")
-    if len(x) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
-        raise RequestError(
-            f"targets: expected tokens in [0, {len(weight)}), got {int(targets.min())} to "
-            f"{int(targets.max())}"
-        )
+    check_tokens("targets", targets, 0, len(weight))
     if kept_tokens is not None:
         kept_tokens = _check_kept(kept_tokens, targets, len(weight))
     packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
@@ -278,22 +259,14 @@ def _check_kept(kept_tokens: Tensor, targets: Tensor, vocab: int) -> Tensor:
         not isinstance(kept_tokens, Tensor)
         or kept_tokens.dtype not in INTEGERS
         or kept_tokens.dim() != 2
+        or len(kept_tokens) != len(targets)
         or not kept_tokens.shape[1]
     ):
         raise ShapeError(
             f"kept_tokens: expected integers of shape ({len(targets)}, k), got {_seen(kept_tokens)}"
         )
-    if len(kept_tokens) != len(targets):
-        raise ShapeError(
-            f"kept_tokens: expected {len(targets)} rows, one for each target, got "
-            f"{len(kept_tokens)}"
-        )
     kept_tokens = kept_tokens.to(targets.device).long()
-    if len(targets) and not -1 <= int(kept_tokens.min()) <= int(kept_tokens.max()) < vocab:
-        raise RequestError(
-            f"kept_tokens: expected tokens in [0, {vocab}), or -1 for none, got "
-            f"{int(kept_tokens.min())} to {int(kept_tokens.max())}"
-        )
+    check_tokens("kept_tokens", kept_tokens, -1, vocab, ", or -1 for none")
     in_order = kept_tokens.sort(1).values
     twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
     if twice.any():

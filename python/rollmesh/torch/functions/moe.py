@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,15 +12,16 @@ from torch import Tensor
 from rollmesh import ops
 from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, empty_array, host_of, in_turn, tensor_of
+from rollmesh.torch.arrays import array_of, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
-    ACTIVATED,
+    Gradients,
     How,
     backward_pass,
-    gated_gradients,
+    gated,
     how_for,
     matmul_dtype,
     rows_of,
+    vjp,
 )
 
 
@@ -62,59 +64,39 @@ class _Moe(torch.autograd.Function):
                 array_of(x), packed_router, experts, top_k, bias=bias, **by._asdict(), **how
             )
             sent, group_rows, place = ops.permute(array_of(x), routing.ids, experts, **how)
-            both = (
-                empty_array((len(x) * top_k, 2 * width), x) if any(ctx.needs_input_grad) else None
-            )
+            both = None
+            if any(ctx.needs_input_grad):
+                both = x.new_empty(len(x) * top_k, 2 * width)
             inner = ops.gemm_swiglu(
                 sent,
                 packed_gate_up,
                 width,
                 group_rows=group_rows,
                 activation=activation,
-                gate_up=both,
+                gate_up=None if both is None else array_of(both),
                 **how,
             )
             y = ops.gemm(inner, packed_down, x.shape[1], group_rows=group_rows, **how)
-            out = tensor_of(ops.combine(y, place, *routing, experts, **how), x.dtype)
-            ids, gates = (
-                tensor_of(routing.ids, torch.int32),
-                tensor_of(routing.gates, torch.float32),
-            )
+            out = tensor_of(ops.combine(y, place, *routing, experts, **how))
+            ids = tensor_of(routing.ids)
             if both is not None:
-                ends = torch.from_numpy(host_of(group_rows))
-                ctx.save_for_backward(
-                    x,
-                    router,
-                    gate_up,
-                    down,
-                    ids,
-                    gates,
-                    tensor_of(place, torch.int32),
-                    ends,
-                    tensor_of(both, x.dtype),
-                )
+                routed = ids, tensor_of(routing.gates), tensor_of(place), tensor_of(group_rows)
+                ctx.save_for_backward(x, router, gate_up, down, *routed, both)
                 ctx.by, ctx.activation = by, activation
         ctx.mark_non_differentiable(ids)
         return out, ids
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Gradients:
         x, router, gate_up, down, ids, gates, place, ends, both = ctx.saved_tensors
         dtype, top_k, bounds = matmul_dtype(x), ids.shape[1], ends.tolist()
         order = torch.argsort(place.flatten())  # of the choices, as the experts have them
         row = order // top_k
         rows, sent = grad.to(dtype).index_select(0, row), x.to(dtype).index_select(0, row)
         gate = gates.flatten()[order, None]
-        wide = both.float()
-        inner = (
-            ACTIVATED[ctx.activation](wide[:, : wide.shape[1] // 2]) * wide[:, wide.shape[1] // 2 :]
-        )
-        by_inner, by_both, by_sent = (
-            torch.empty_like(inner),
-            torch.empty_like(both, dtype=dtype),
-            torch.empty_like(sent),
-        )
+        inner, pull = vjp(partial(gated, activation=ctx.activation), both.float())
+        by_inner, by_sent = torch.empty_like(inner), torch.empty_like(sent)
         by_down, by_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
         groups = [(e, slice(*ab)) for e, ab in enumerate(pairwise(bounds)) if ab[0] < ab[1]]
         for e, at in groups:
@@ -124,48 +106,26 @@ class _Moe(torch.autograd.Function):
             .index_copy_(0, order, (by_inner * inner).sum(1, keepdim=True))
             .view_as(gates)
         )
-        by_both[:, : inner.shape[1]], by_both[:, inner.shape[1] :] = gated_gradients(
-            wide, by_inner.mul_(gate), ctx.activation
-        )
+        by_both = pull(by_inner.mul_(gate))[0].to(dtype)
         scaled, acted = (rows * gate).to(dtype), inner.to(dtype)
         for e, at in groups:
             by_down[e] = scaled[at].t() @ acted[at]
             by_gate_up[e] = by_both[at].t() @ sent[at]
             by_sent[at] = by_both[at] @ gate_up[e].to(dtype)
         by_x = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, -1).float().sum(1)
-        by_logits = _router_gradients(x, router, ids, gates, by_gates, ctx.by)
-        by_x = by_x.addmm_(by_logits, router.float()).to(x.dtype)
-        by_router = (by_logits.t() @ x.float()).to(router.dtype)
-        return by_x, by_router, by_gate_up, by_down, *[None] * 6
+        routed = partial(_gates, ids=ids, by=ctx.by)
+        by_x_routed, by_router = vjp(routed, x.float(), router)[1](by_gates)
+        return (by_x + by_x_routed).to(x.dtype), by_router, by_gate_up, by_down, *[None] * 6
 
 
-def _router_gradients(
-    x: Tensor, router: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, by: Scoring
-) -> Tensor:
-    """Returns the gradient of the router's logits, float32 [rows, experts]. The choice of experts
-    has no gradient."""
-    logits, chosen = x.float() @ router.float().t(), ids.long()
-    scores = torch.softmax(logits, -1) if by.score == "softmax" else torch.sigmoid(logits)
+def _gates(x: Tensor, router: Tensor, ids: Tensor, by: Scoring) -> Tensor:
+    """Returns the gates of the chosen experts. The choice itself has no gradient."""
+    logits = x @ router.float().t()
+    scores = logits.softmax(-1) if by.score == "softmax" else logits.sigmoid()
+    gates = scores.gather(1, ids.long())
     if by.renormalize:
-        by_gates = (
-            by_gates * by.route_scale - (by_gates * gates).sum(1, keepdim=True)
-        ) / scores.gather(1, chosen).sum(1, keepdim=True)
-    else:
-        by_gates = by_gates * by.route_scale
-    by_scores = torch.zeros_like(scores).scatter_(1, chosen, by_gates)
-    if by.score == "sigmoid":
-        return by_scores * scores * (1 - scores)
-    return scores * (by_scores - (by_scores * scores).sum(1, keepdim=True))
-
-
-def pack_moe(
-    router: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype, how: How
-) -> tuple[Any, Any, Any]:
-    return (
-        packing.pack_rows([router], dtype, how),
-        packing.pack_experts_gate_up(gate_up, dtype, how),
-        packing.pack_experts(down, dtype, how),
-    )
+        gates = gates / gates.sum(1, keepdim=True)
+    return gates * by.route_scale
 
 
 def moe(
@@ -206,7 +166,11 @@ def moe(
             f"{tuple(bias.shape)}"
         )
     chosen_by = None if bias is None else array_of(bias.detach().contiguous())
-    packed = pack_moe(router, gate_up, down, x.dtype, how) if packed is None else packed
+    packed = packed or (
+        packing.pack_rows([router], x.dtype, how),
+        packing.pack_experts_gate_up(gate_up, x.dtype, how),
+        packing.pack_experts(down, x.dtype, how),
+    )
     by = Scoring(renormalize, score, num_groups, top_groups, route_scale)
     args = (x, router, gate_up, down, chosen_by, packed, top_k, by, activation, how)
     return Routed(*_Moe.apply(*args))  # type: ignore[no-untyped-call]

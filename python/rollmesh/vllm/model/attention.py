@@ -25,7 +25,6 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionMetadataBuilder,
-    AttentionType,
     MultipleOf,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -94,36 +93,19 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         num_heads: int,
         head_size: int,
         scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
+        num_kv_heads: int,
+        alibi_slopes: None,
+        sliding_window: None,
+        kv_cache_dtype: str,
+        *others: Any,
         rope: Rope,
         weights: Callable[[], Mapping[str, Array]],
         group: int,
         head0: int,
         all_squares: Callable[[Array, Array], tuple[Array, Array]] | None = None,
     ) -> None:
-        for name, value in (
-            ("alibi_slopes", alibi_slopes),
-            ("sliding_window", sliding_window),
-            ("logits_soft_cap", logits_soft_cap),
-            ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
-        ):
-            if value:
-                raise ConfigError(f"{name}: expected none, got {value!r}; it is not supported")
-        if head_size % HEAD_DIMS:
-            raise ConfigError(
-                f"head_dim: expected a multiple of {HEAD_DIMS}, got {head_size}; vLLM's KV blocks "
-                "have no padding"
-            )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self._rope, self._weights, self._group, self._head0 = rope, weights, group, head0
         self._all_squares = all_squares
 

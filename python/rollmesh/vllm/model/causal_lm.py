@@ -97,17 +97,13 @@ class Block(torch.nn.Module):
     def mix(self, model: Model, x: Array) -> Array:
         """Returns the output of the MLP or the mixture of experts, [rows, hidden]. x: normed,
         [rows, hidden]."""
-        return self._mix_experts(model, x) if self.is_moe else self._mix_dense(model, x)
-
-    def _mix_dense(self, model: Model, x: Array) -> Array:
         w, here = self.weights, model.columns
-        if model.spec.ungated:
-            up = ops.gemm(x, w["up"], len(here.here.inner), **model.how)
-            inner = here.whole(ops.activate(up, out=up, **model.gated), "inner")
-        else:
-            inner = here.whole(
-                ops.gemm_swiglu(x, w["gate_up"], len(here.here.inner), **model.gated), "inner"
-            )
+        if self.is_moe:
+            return self._mix_experts(model, x)
+        if not model.spec.ungated:
+            return self._mix_gated(model, x, "gate_up", "down", "inner")
+        up = ops.gemm(x, w["up"], len(here.here.inner), **model.how)
+        inner = here.whole(ops.activate(up, out=up, **model.gated), "inner")
         return here.whole(ops.gemm(inner, w["down"], len(here.here.hidden), **model.how), "hidden")
 
     def _mix_experts(self, model: Model, x: Array) -> Array:
@@ -144,13 +140,7 @@ class Block(torch.nn.Module):
         out = out if model.expert_parallel else here.whole(out, "expert_hidden")
         if not spec.shared_intermediate_size:
             return out
-        inner = here.whole(
-            ops.gemm_swiglu(x, w["shared_gate_up"], len(here.here.shared_inner), **model.gated),
-            "shared_inner",
-        )
-        shared: Array = here.whole(
-            ops.gemm(inner, w["shared_down"], len(here.here.hidden), **model.how), "hidden"
-        )
+        shared = self._mix_gated(model, x, "shared_gate_up", "shared_down", "shared_inner")
         gate = (
             ops.gemm(x, w["shared_switch"], 1, **model.how).reshape(-1)
             if spec.shared_switch
@@ -158,6 +148,14 @@ class Block(torch.nn.Module):
         )
         both: Array = ops.rms_norm(out, None, eps=1.0, x=shared, x_gate=gate, **model.how)
         return both
+
+    def _mix_gated(self, model: Model, x: Array, up: str, down: str, cut: str) -> Array:
+        """Returns the output of a gated MLP. cut: the field of Placement that divides its inner
+        columns."""
+        w, here = self.weights, model.columns
+        size = len(getattr(here.here, cut))
+        inner = here.whole(ops.gemm_swiglu(x, w[up], size, **model.gated), cut)
+        return here.whole(ops.gemm(inner, w[down], len(here.here.hidden), **model.how), "hidden")
 
 
 class Model(torch.nn.Module):
@@ -297,29 +295,20 @@ class Model(torch.nn.Module):
         x: Array | None = None
         layer: Any
         for layer in self.layers:
-            x = self._after(
-                layer,
-                "post_attn_norm",
-                layer.attend(self, self._before(layer.weights.get("input_norm"), residual, x)),
-            )
-            x = self._after(
-                layer,
-                "post_mlp_norm",
-                layer.mix(self, self._before(layer.weights.get("pre_mlp_norm"), residual, x)),
-            )
-        return self._before(self._ends["final_norm"], residual, x)
+            w = layer.weights
+            x = layer.attend(self, self._norm(residual, w.get("input_norm"), x))
+            x = self._norm_after(x, w.get("post_attn_norm"))
+            x = layer.mix(self, self._norm(residual, w.get("pre_mlp_norm"), x))
+            x = self._norm_after(x, w.get("post_mlp_norm"))
+        return self._norm(residual, self._ends["final_norm"], x)
 
-    def _before(self, weight: Array | None, residual: Array, x: Array | None) -> Array:
-        """Adds x to the residual and returns the normed residual; without a weight the residual
-        itself."""
-        normed: Array = ops.rms_norm(residual, weight, eps=self.spec.rms_norm_eps, x=x, **self.how)
+    def _norm(self, x: Array, weight: Array | None, added: Array | None = None) -> Array:
+        """Adds `added` to x and returns the normed x; without a weight x itself."""
+        normed: Array = ops.rms_norm(x, weight, eps=self.spec.rms_norm_eps, x=added, **self.how)
         return normed
 
-    def _after(self, layer: Any, norm: str, x: Array) -> Array:
-        if not self.spec.norm_after:
-            return x
-        normed: Array = ops.rms_norm(x, layer.weights[norm], eps=self.spec.rms_norm_eps, **self.how)
-        return normed
+    def _norm_after(self, x: Array, weight: Array | None) -> Array:
+        return self._norm(x, weight) if self.spec.norm_after else x
 
     def _embed(self, ids: NDArray[np.int32]) -> Array:
         """Returns the embeddings of ids. Each rank looks up the entries that it owns (entry 0 for

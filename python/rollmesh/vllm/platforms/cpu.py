@@ -30,6 +30,10 @@ from rollmesh.vllm.platforms import config
 REASONS = "rollmesh.vllm.serve.Reasons"
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing; replaces functions of vLLM and of torch.accelerator."""
+
+
 class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
     device_name = "cpu"  # vLLM passes it to torch.device
@@ -44,6 +48,10 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
     engine_device = "cpu"  # as rm.Generator's `device`
     # Modes of all engines of this process, since a request does not name its engine.
     logprobs_modes: ClassVar[set[str]] = set()
+
+    # There is one device, vLLM's kernels are not used, and the model has no layers of vLLM.
+    set_device = import_kernels = import_ir_kernels = staticmethod(_nothing)
+    update_block_size_for_backend = staticmethod(_nothing)
 
     def __init__(self) -> None:
         if not torch.accelerator.is_available():
@@ -105,10 +113,6 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
         return float(int(resident) * os.sysconf("SC_PAGE_SIZE"))
 
     @classmethod
-    def set_device(cls, device: torch.device) -> None:
-        """Does nothing, since there is only one device."""
-
-    @classmethod
     def manual_seed_all(cls, seed: int) -> None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -119,20 +123,8 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
         return torch.no_grad()
 
     @classmethod
-    def import_kernels(cls) -> None:
-        """Does nothing, since vLLM's kernels are not used."""
-
-    @classmethod
-    def import_ir_kernels(cls) -> None:
-        """Does nothing, since vLLM's kernels are not used."""
-
-    @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         config.dtype_name(dtype)
-
-    @classmethod
-    def update_block_size_for_backend(cls, vllm_config: Any) -> None:
-        """Does not change the block size, since the model has no attention layers of vLLM."""
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
@@ -145,7 +137,3 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
         return usable_cores()
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing; replaces functions of torch.accelerator."""

@@ -132,7 +132,8 @@ class ExternalEdits:
     def _edit(self, rows: Sequence[EditedRow], logits: Logits) -> None:
         for row, line in zip(rows, logits):
             if row.bitmask is not None:
-                line[~_allowed(row.bitmask, self._vocab)] = -np.inf
+                words = np.ascontiguousarray(row.bitmask, dtype="<i4").view(np.uint8)
+                line[np.unpackbits(words, count=self._vocab, bitorder="little") == 0] = -np.inf
             if row.params.allowed_token_ids is not None:
                 ids = list(row.params.allowed_token_ids)
                 kept = line[ids]
@@ -181,12 +182,4 @@ def bitmask_rows(grammar: Any) -> dict[str, Ids]:
         {}
         if grammar is None
         else dict(zip(grammar.structured_output_request_ids, grammar.grammar_bitmask, strict=True))
-    )
-
-
-def _allowed(bitmask: Ids, vocab: int) -> NDArray[np.bool_]:
-    """Returns bool [vocab]: which tokens the bitmask allows."""
-    little_endian = np.ascontiguousarray(bitmask, dtype="<i4")
-    return np.unpackbits(little_endian.view(np.uint8), count=vocab, bitorder="little").astype(
-        np.bool_
     )

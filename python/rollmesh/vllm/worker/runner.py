@@ -151,16 +151,13 @@ class Runner:
         begun = {part.name: part.request.number for part in parts if part.computed and part.replace}
         views = {name: self.engine.request(number) for name, number in begun.items()}
         setattr(output, CACHED, {name: view["num_cached_tokens"] for name, view in views.items()})
-        for part in parts:
-            if (
-                part.request.prompt_logprobs is not None
-                and not part.request.prompt_given
-                and tokens[part.name] >= 0
-            ):
-                output.prompt_logprobs_dict[part.name] = self._prompt_logprobs(part.request)
+        given = {part.name: part.request for part in parts if tokens[part.name] >= 0}
+        for name, request in given.items():
+            if request.prompt_logprobs is not None and not request.prompt_given:
+                output.prompt_logprobs_dict[name] = self._prompt_logprobs(request)
         if self._routed:
             output.aux_output_connector_output = {
-                part.name: self._experts(part.request) for part in parts if tokens[part.name] >= 0
+                name: self._experts(request) for name, request in given.items()
             }
         return output
 
@@ -191,8 +188,6 @@ class Runner:
     def _remember(self, failed: dict[str, str]) -> None:
         """Keeps the first reason of each failed request. vLLM may schedule a failed request once
         more before it reads the failure."""
-        if not failed:
-            return
         for name, why in failed.items():
             self._failed.setdefault(name, why)
         for name in list(self._failed)[:-MOST_FAILED]:
@@ -202,25 +197,17 @@ class Runner:
         """Returns why the newest request of this id failed, or None. The server's cmpl-7 may be
         several requests here: 1_cmpl-7-0-93d2a0ff is the second sample of its first prompt."""
         part = re.compile(rf"(\d+_)?{re.escape(name)}([-_]\d+)?(-[0-9a-f]{{8}})?")
-        return next(
-            (
-                why
-                for known, why in reversed(self._failed.items())
-                if name in known and part.fullmatch(known)
-            ),
-            None,
-        )
+        known = (why for its, why in reversed(self._failed.items()) if part.fullmatch(its))
+        return next(known, None)
 
     def _fail(self, scheduled: Any) -> None:
         """Fails the requests of a step that did not run, and marks their new pages as empty, since
         vLLM counts them as computed."""
-        cached = scheduled.scheduled_cached_reqs
         for name in scheduled.num_scheduled_tokens:
             if name in self._requests:
                 self.engine.external_fail(self._requests[name].number)
-        for new in scheduled.scheduled_new_reqs:
-            self._forget(new.block_ids)
-        for pages in cached.new_block_ids:
+        added = [new.block_ids for new in scheduled.scheduled_new_reqs]
+        for pages in (*added, *scheduled.scheduled_cached_reqs.new_block_ids):
             self._forget(pages)
 
     def _forget(self, pages: Any) -> None:
@@ -229,8 +216,7 @@ class Runner:
 
     def _step(self, parts: list[_Part], grammar: Any) -> _Drawn:
         most = sum(part.request.external_draws for part in parts)
-        logits = np.empty((most, self._vocab_size), np.float32) if most else None
-        stats = np.empty((most, 2), np.float32) if most else None
+        logits, stats = (np.empty((most, n), np.float32) for n in (self._vocab_size, 2))
         columns, _ = self.engine.external_step(
             _numbers(parts),
             np.array([part.computed for part in parts], np.int64),
@@ -238,19 +224,16 @@ class Runner:
             np.array([part.replace for part in parts], np.uint8),
             np.array([len(part.pages) for part in parts], np.int64),
             np.array([page for part in parts for page in part.pages], np.int32),
-            logits,
-            stats,
+            logits if most else None,
+            stats if most else None,
         )
         drawn = _Drawn(*columns)
-        if logits is not None and stats is not None:
-            waiting = np.flatnonzero(drawn.tokens == EXTERNAL_DRAWS)
+        waiting = np.flatnonzero(drawn.tokens == EXTERNAL_DRAWS)
+        if len(waiting):
             rows = drawn.ranks[waiting]  # the row of each request, including failed ones
-            if len(waiting):
-                columns = self._draw(
-                    [parts[i] for i in waiting], logits[rows], stats[rows], grammar
-                )
-                for column, values in zip(drawn, columns, strict=True):
-                    column[waiting] = values
+            columns = self._draw([parts[i] for i in waiting], logits[rows], stats[rows], grammar)
+            for column, values in zip(drawn, columns, strict=True):
+                column[waiting] = values
         return drawn
 
     def _draw(
@@ -259,12 +242,10 @@ class Runner:
         """Edits logits, then makes the engine draw from them. Returns the columns of _Drawn, in the
         order of the parts."""
         masks = bitmask_rows(grammar)
-        rows = [
-            EditedRow(
-                name, request.params, request.prompt, self._generated(request), masks.get(name)
-            )
-            for name, request, *_ in parts
-        ]
+        rows = []
+        for name, request, *_ in parts:
+            generated = self.engine.tokens(request.number, 0, 0)[1].tolist()
+            rows.append(EditedRow(name, request.params, request.prompt, generated, masks.get(name)))
         edited = self._edits.edit(raw, rows, self.model.never_drawn)
         drawn: tuple[NDArray[Any], ...] = self.engine.external_draw(
             _numbers(parts), raw, stats, edited
@@ -293,20 +274,14 @@ class Runner:
         rows, cached = scheduled.num_scheduled_tokens, scheduled.scheduled_cached_reqs
         parts: dict[str, _Part] = {}
         for new in scheduled.scheduled_new_reqs:
+            name, pages = new.req_id, new.block_ids
             try:
                 request = self._resumed(new) or self._add(new)
             except (RequestError, CapacityError) as error:
-                failed[new.req_id] = reason(error)
-                self._forget(new.block_ids)
-            else:
-                parts[new.req_id] = _Part(
-                    new.req_id,
-                    request,
-                    new.num_computed_tokens,
-                    rows[new.req_id],
-                    new.block_ids[0],
-                    True,
-                )
+                failed[name] = reason(error)
+                self._forget(pages)
+                continue
+            parts[name] = _Part(name, request, new.num_computed_tokens, rows[name], pages[0], True)
         for name, pages, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
@@ -317,9 +292,8 @@ class Runner:
             request, replace = self._requests[name], name in cached.resumed_req_ids
             if replace and name in cached.all_token_ids:
                 self._set_tokens(request, cached.all_token_ids[name])
-            parts[name] = _Part(
-                name, request, computed, rows[name], pages[0] if pages else (), replace
-            )
+            new_pages = pages[0] if pages else ()
+            parts[name] = _Part(name, request, computed, rows[name], new_pages, replace)
         return [parts[name] for name in rows if name in parts]
 
     def _add(self, new: Any) -> _ScheduledRequest:
@@ -346,31 +320,29 @@ class Runner:
             None,
         )
         self._accepted += 1
-        prompt_logprobs = asked.prompt_logprobs if params.prompt_logprobs is not None else None
-        request = _ScheduledRequest(
+        self._requests[new.req_id] = request = _ScheduledRequest(
             number,
             params,
             prompt,
             None if params.logprobs is None else asked.logprobs,
-            prompt_logprobs,
+            asked.prompt_logprobs if params.prompt_logprobs is not None else None,
             False,
             asked.external_draws,
             params.routed_experts_prompt_start,
         )
-        self._requests[new.req_id] = request
         return request
 
     def _resumed(self, new: Any) -> _ScheduledRequest | None:
         """Returns the known request if vLLM sends a preempted request as a new one."""
         request = self._requests.get(new.req_id)
-        if request is not None:
-            if not np.array_equal(new.prompt_token_ids, request.prompt):
-                raise RequestError(
-                    f"expected the prompt of {len(request.prompt)} tokens that this request had, "
-                    f"got one of {len(new.prompt_token_ids)}: "
-                    "streaming input is not supported"
-                )
-            self._set_tokens(request, new.prefill_token_ids or new.prompt_token_ids)
+        if request is None:
+            return None
+        if not np.array_equal(new.prompt_token_ids, request.prompt):
+            raise RequestError(
+                f"expected the prompt of {len(request.prompt)} tokens that this request had, got "
+                f"one of {len(new.prompt_token_ids)}: streaming input is not supported"
+            )
+        self._set_tokens(request, new.prefill_token_ids or new.prompt_token_ids)
         return request
 
     def _set_tokens(self, request: _ScheduledRequest, tokens: Iterable[int]) -> None:
@@ -384,9 +356,6 @@ class Runner:
             request.prompt_given = False
 
     # ------------------------------------------------------------------------------- vLLM's output
-    def _generated(self, request: _ScheduledRequest) -> list[int]:
-        return list(map(int, self.engine.tokens(request.number, 0, 0)[1]))
-
     def _why(self, request: _ScheduledRequest) -> str:
         return reason(self.engine.request(request.number)["error"] or StateError("it has ended"))
 
@@ -433,12 +402,10 @@ class Runner:
         view: Any = self.engine.request(request.number)  # with the arrays that _add requested
         k = request.prompt_logprobs or 0
         request.prompt_given = True
-        ids = np.empty((len(request.prompt) - 1, k + 1), np.int32)
-        values = np.empty((len(request.prompt) - 1, k + 1), np.float32)
-        ids[:, 0], values[:, 0] = request.prompt[1:], view["prompt_logprobs"]
+        ids, values = request.prompt[1:, None], view["prompt_logprobs"][:, None]
         if k:
-            ids[:, 1:] = view["prompt_top_ids"]
-            values[:, 1:] = view["prompt_top_logprobs"]
+            ids = np.hstack([ids, view["prompt_top_ids"]])
+            values = np.hstack([values, view["prompt_top_logprobs"]])
         return LogprobsTensors(*map(_tensor, (ids, values, view["prompt_ranks"])))
 
 

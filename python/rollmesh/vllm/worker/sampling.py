@@ -159,7 +159,6 @@ def engine_request(
     )
     greedy = params.temperature < GREEDY_BELOW
     return EngineRequest(
-        n=1,
         max_tokens=max_tokens,
         min_tokens=max_tokens
         if never_draws
@@ -172,11 +171,8 @@ def engine_request(
         top_k=-1 if greedy or params.top_k in (0, -1) else min(params.top_k, vocab_size),
         has_seed=params.seed is not None,
         seed=number if params.seed is None else params.seed,
-        ignore_eos=False,
         logprobs=_count(params.logprobs, vocab_size, none=0),
         prompt_logprobs=_count(params.prompt_logprobs, vocab_size, none=-1),
-        score=False,
-        score_sampling=False,
         external_draws=external,
         ranks=params.logprobs is not None or params.prompt_logprobs is not None,
     )

@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,8 +141,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Returns this worker's share of its device's free memory, in bytes."""
         library, workers = _device().cuda_library, config.local_workers(self.parallel_config)
         if library is None:
-            lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-            return int(lines["MemAvailable"].split()[0]) * 1024 / workers
+            return min(available for _, available in _core.memory_pools()) / workers
         free = _core.cuda_available(library, self._cuda_ordinal(library))
         return free / -(-workers // _core.cuda_count(library))
 
@@ -247,17 +245,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
         them."""
         self.runner.idle_step()
 
-    def take_draft_token_ids(self) -> None:
-        """Returns None, since draft tokens are not supported."""
-
     def synchronize_device(self) -> None:
-        """Does nothing, since a step has finished when its call returns."""
+        """Does nothing: a step has finished when its call returns, and only text, decoders and
+        drawn tokens are supported."""
 
-    def reset_mm_cache(self) -> None:
-        """Does nothing, since only text is supported."""
-
-    def reset_encoder_cache(self) -> None:
-        """Does nothing, since only decoders are supported."""
+    take_draft_token_ids = reset_mm_cache = reset_encoder_cache = synchronize_device
 
     def get_model(self) -> torch.nn.Module:
         return self.updates.model

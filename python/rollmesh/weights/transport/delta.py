@@ -109,13 +109,17 @@ def _header_sum(header: bytes) -> bytes:
 
 
 # ------------------------------------------------------------------------------------ the trainer
-class Encoded(NamedTuple):
-    """The copy of a version that the trainer's side keeps."""
+class Kept(NamedTuple):
+    """The copy of a version that a side keeps."""
 
     arrays: dict[str, Array]  # owned
     sums: dict[str, str]
-    version: int | None
-    base: int | None  # version that its message is a delta against; None: a whole set
+    run: str | None = None  # id of its DeltaEncoder
+    version: int | None = None
+    base: int | None = None  # version that its message is a delta against; None: a whole set
+
+
+_NOTHING = Kept({}, {})
 
 
 class DeltaEncoder:
@@ -127,7 +131,7 @@ class DeltaEncoder:
         self._compressor, self._threads = _zstd().ZstdCompressor, thread_count(threads)
         self.run = secrets.token_hex(16)
         # Replaced in one assignment, so that a Ctrl-C cannot leave a mixture of two versions.
-        self.last = Encoded({}, {}, None, None)
+        self.last = _NOTHING
 
     @property
     def version(self) -> int | None:
@@ -173,9 +177,7 @@ class DeltaEncoder:
             raise NotSyncedError("whole: expected an encoded version, got none; call encode first")
         return self._message(self.last.arrays, self.version, None)[0]
 
-    def _message(
-        self, new: dict[str, Array], version: int, base: int | None
-    ) -> tuple[bytes, Encoded]:
+    def _message(self, new: dict[str, Array], version: int, base: int | None) -> tuple[bytes, Kept]:
         """Makes the message and the stored copy of a version. base None: a whole set. The copy
         shares unchanged tensors with its base."""
         old = {} if base is None else self.last.arrays
@@ -200,7 +202,7 @@ class DeltaEncoder:
                 f"got {len(header)}; send fewer tensors, or shorter names"
             )
         start = MAGIC + len(header).to_bytes(8, "little") + _header_sum(header)
-        return b"".join((start, header, payload)), Encoded(arrays, sums, version, base)
+        return b"".join((start, header, payload)), Kept(arrays, sums, self.run, version, base)
 
     def _changes(
         self, name: str, array: Array, before: Array | None
@@ -256,16 +258,6 @@ class Header(NamedTuple):
     rows: tuple[_Row, ...]
     bytes: int  # of the payload
     sum: str  # of the payload
-
-
-class _Version(NamedTuple):
-    arrays: dict[str, Array]  # owned
-    sums: dict[str, str]
-    run: str | None
-    version: int | None
-
-
-_NOTHING = _Version({}, {}, None, None)
 
 
 class DeltaDecoder(Mapping[str, Any], LentSource):
@@ -333,7 +325,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
             raise FormatError(f"a delta's payload: expected checksum {header.sum}, got {seen}")
         self._check(header)
         sums = {row.entry.name: row.entry.sum for row in header.rows}
-        then = _Version(self._arrays, sums, header.run, header.version)
+        then = Kept(self._arrays, sums, header.run, header.version, header.base)
         items = [*zip(header.rows, _parts(header, payload), strict=True)]
         if header.base is None:
             arrays = in_threads(lambda item: self._whole(*item), items, self._threads)
@@ -373,7 +365,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         _require_sum(row.entry, array)
         return array
 
-    def _change_all(self, changes: list[tuple[_Row, Any, Array]], then: _Version) -> None:
+    def _change_all(self, changes: list[tuple[_Row, Any, Array]], then: Kept) -> None:
         """XORs the changes into the arrays. After an error, undoes the changes made so far."""
         begun: list[tuple[_Row, Any, Array]] = []
         before = self._now

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.errors import ConfigError, Error, FormatError, StateError, UnsupportedTensorError
+from rollmesh.runtime.arguments import exportable
 from rollmesh.runtime.devices import library_path
 from rollmesh.weights.transport.manifest import Loan, Manifest, view
 from rollmesh.weights.transport.segment import Bytes, MappedSegment
@@ -136,7 +137,7 @@ class Lender:
         whole = tensor.full_tensor() if callable(getattr(tensor, "full_tensor", None)) else tensor
         if not is_on_gpu(whole):
             return (own_array if copy else as_array)(name, whole)
-        return OwnedTensor(name, *self._gpus.lend(name, whole))
+        return OwnedTensor(name, *self._gpus.lend(name, exportable(name, whole)))
 
     def describe(self, tensors: Iterable[OwnedTensor], number: int) -> dict[str, Any]:
         """Returns the loan's part of a manifest. Waits for kernels that write the tensors. Raises

@@ -39,7 +39,6 @@ from rollmesh.errors import (
     AuthError,
     CapacityError,
     ConfigError,
-    DeadlineError,
     Error,
     FormatError,
     LimitError,
@@ -64,8 +63,7 @@ FREE, READS, HAS_READ = 0, 1, 2
 # struct flock of Linux on x86-64: type, whence, start, length, pid
 FLOCK = struct.Struct("hhqqi4x")
 POLL_S = 0.0005
-STALE_S = 60.0  # the owner of a younger file may not have locked it yet
-LOCK_S = 10.0  # the sweep of another process may hold the lock of a new file for a moment
+STALE_S = 60.0  # a younger file is not swept, since its owner may not have locked it yet
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -150,11 +148,11 @@ def _sweep(folder: Path) -> None:
         with suppress(OSError):  # of another user, in use, or removed meanwhile
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                if not lock(descriptor, fcntl.F_WRLCK, OWNER):
+                if time.time() - os.fstat(descriptor).st_mtime < STALE_S:
                     continue
                 # The link count is 0 if the owner has renamed another version over the file.
-                status = os.fstat(descriptor)
-                if status.st_nlink > 0 and time.time() - status.st_mtime > STALE_S:
+                is_free = lock(descriptor, fcntl.F_WRLCK, OWNER)
+                if is_free and os.fstat(descriptor).st_nlink > 0:
                     path.unlink()
             finally:
                 os.close(descriptor)
@@ -207,7 +205,10 @@ class Segment:
         try:
             _sweep(folder)
             file.open(os.O_CREAT | os.O_EXCL | os.O_RDWR)
-            self._lock_as_owner()
+            if not lock(file.descriptor, fcntl.F_WRLCK, OWNER):
+                raise StateError(
+                    f"{self.path}: expected a lock on the new file, got none; try again"
+                )
             os.fchmod(file.descriptor, 0o600)  # regardless of the umask
             # Allocates all pages now, since a later write without memory would raise SIGBUS.
             os.posix_fallocate(file.descriptor, 0, start + size)
@@ -224,16 +225,6 @@ class Segment:
                     f"{error.strerror}"
                 ) from error
             raise
-
-    def _lock_as_owner(self) -> None:
-        deadline = time.monotonic() + LOCK_S
-        while not lock(self._file.descriptor, fcntl.F_WRLCK, OWNER):
-            if time.monotonic() >= deadline:
-                raise DeadlineError(
-                    f"{self.path}: expected a lock on the new file, got none for {LOCK_S:g} "
-                    "seconds, because another process has it"
-                )
-            time.sleep(POLL_S)
 
     def describe(self, manifest: bytes) -> None:
         """Writes the manifest, or replaces it by another one of the same size. The tensors must
@@ -319,24 +310,23 @@ class Segment:
 
 # --------------------------------------------------------------------------------------- a reader
 class MappedSegment:
-    """A reader's end of a segment, opened read-only. Views stay valid after close(). Reading a loan
-    opens a second descriptor, which can write this reader's byte. Raises FileNotFoundError if the
-    file does not exist."""
+    """A reader's end of a segment. Views stay valid after close(). The file is opened for writing,
+    if possible, since a reader of a loan writes its byte; the mapping is read-only. Raises
+    FileNotFoundError if the file does not exist."""
 
     def __init__(self, path: Path, nonce: str):
         self.path, self._file = path, LockedFile(path)
-        self._marks = LockedFile(path)  # opened by the first `reading`
         self._reader = -1  # index of the locked byte
         self._marked = (0, -1)  # number of the loan read last, and index of the byte that marks it
         try:
-            self._file.open(os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            self._can_write = self._open_file()
         except FileNotFoundError:
             raise
         except OSError as error:
             raise (CapacityError if error.errno in EXHAUSTED else AuthError)(
                 f"{path}: {error.strerror}"
             ) from error
-        self._end = weakref.finalize(self, _close_both, self._marks, self._file)
+        self._end = weakref.finalize(self, self._file.close)
         self._end.atexit = False  # the end of the process closes the files anyway
         try:
             self._memory, described = self._mapped(nonce)
@@ -350,6 +340,18 @@ class MappedSegment:
         self._start = aligned(HEAD + described)
         self.manifest = self._memory[HEAD : HEAD + described].tobytes()
         self.size = self._memory.size - self._start  # bytes of all tensors
+
+    def _open_file(self) -> bool:
+        """Returns whether the file is writable."""
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self._file.open(os.O_RDWR | flags)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            self._file.open(os.O_RDONLY | flags)
+            return False
+        return True
 
     def _mapped(self, nonce: str) -> tuple[Bytes, int]:
         status = os.fstat(self._descriptor)
@@ -447,9 +449,12 @@ class MappedSegment:
 
     def _claim(self, number: int, what: str) -> int:
         """Locks a free byte, or the byte that this reader used before for the same loan."""
-        if self._marks.descriptor < 0:
-            self._open_marks(what)
-        marks, (loan, mine) = self._marks.descriptor, self._marked
+        if not self._can_write:
+            raise ConfigError(
+                f"expected write access to {self.path}, where a reader of {what} locks a byte; "
+                "lend_to=0, or a WeightSender's lend=False, copies"
+            )
+        marks, (loan, mine) = self._descriptor, self._marked
         for i in (mine,) if loan == number else range(MAX_READERS):
             if lock(marks, fcntl.F_WRLCK, READERS + i):
                 if loan == number or os.pread(marks, 1, READERS + i) == bytes([FREE]):
@@ -458,25 +463,11 @@ class MappedSegment:
                 lock(marks, fcntl.F_UNLCK, READERS + i)
         raise LimitError(f"{what}: expected at most {MAX_READERS} readers, got more")
 
-    def _open_marks(self, what: str) -> None:
-        # Opened through /proc, since the file may be unlinked.
-        self._marks.path = Path(f"/proc/self/fd/{self._descriptor}")
-        try:
-            self._marks.open(os.O_RDWR)
-        except OSError as error:
-            if error.errno in EXHAUSTED:
-                raise CapacityError(f"{self.path}: {error.strerror}") from error
-            raise ConfigError(
-                f"expected write access to {self.path}, where a reader of {what} locks a byte: "
-                f"{error.strerror}; "
-                "lend_to=0, or a WeightSender's lend=False, copies"
-            ) from error
-
     def _leave(self, state: int) -> None:
         reader, self._reader = self._reader, -1
-        if reader >= 0 and self._marks.descriptor >= 0:  # -1 in a forked child
-            os.pwrite(self._marks.descriptor, bytes([state]), READERS + reader)
-            lock(self._marks.descriptor, fcntl.F_UNLCK, READERS + reader)
+        if reader >= 0 and self._descriptor >= 0:  # -1 in a forked child
+            os.pwrite(self._descriptor, bytes([state]), READERS + reader)
+            lock(self._descriptor, fcntl.F_UNLCK, READERS + reader)
 
     def _loan(self) -> int:
         return int.from_bytes(os.pread(self._descriptor, 8, LOAN), "little")
@@ -491,13 +482,8 @@ class MappedSegment:
         """Closes the files and ends a read. A finished read still counts as read."""
         if self._descriptor >= 0:
             self._leave(FREE)
-            _close_both(self._marks, self._file)
+            self._file.close()
             self._end.detach()
-
-
-def _close_both(marks: LockedFile, file: LockedFile) -> None:
-    marks.close()
-    file.close()
 
 
 def _sum(manifest: Bytes) -> bytes:

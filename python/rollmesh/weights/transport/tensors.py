@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.errors import ConfigError, DTypeError, LayoutError, LimitError, UnsupportedTensorError
-from rollmesh.runtime.arguments import is_masked
+from rollmesh.runtime.arguments import exportable, is_masked
 from rollmesh.runtime.dtypes import BF16
 from rollmesh.runtime.messages import plain, shown
 
@@ -74,30 +74,15 @@ def is_torch(tensor: Any) -> bool:
 def dense(name: str, tensor: Any) -> Any:
     """Returns a dense torch tensor on its device, of a dtype in DTYPES and detached from autograd.
     Gathers a DTensor."""
-    if (what := _objection(tensor)) is not None:
-        raise UnsupportedTensorError(f"{name}: expected a dense tensor, got {what}")
     if callable(getattr(tensor, "full_tensor", None)):
         tensor = tensor.full_tensor()
+    tensor = exportable(name, tensor)
     # Sharded trainers resize the storage to 0; NumPy would then read freed memory.
     if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
         raise LayoutError(f"{name}: expected a tensor with storage, got one of 0 bytes")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise DTypeError(f"{name}: expected {', '.join(DTYPES)}, got {tensor.dtype}")
-    return tensor.detach()
-
-
-def _objection(tensor: Any) -> str | None:
-    """Returns why a torch tensor has no dense memory, or None. Uses the wording of
-    ext/tensor.c."""
-    if type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
-        return "a fake tensor, which has no data"
-    if type(tensor).__name__ == "MaskedTensor":
-        return "a masked tensor; send .to_tensor(value)"
-    if tensor.is_meta:
-        return "a meta tensor, which has no data"
-    if tensor.is_nested:
-        return "a nested tensor"
-    return None if str(tensor.layout) == "torch.strided" else f"a tensor of layout {tensor.layout}"
+    return tensor
 
 
 def dtype_name(array: NDArray[Any]) -> str:

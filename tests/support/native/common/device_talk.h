@@ -72,8 +72,7 @@ static inline void device_talk_begin(device_talk *d, rm_comm *tried, rm_comm *pl
   rm_comm *both;
   rm_error err = RM_ERROR_INIT;
   *d = (device_talk){.tried = tried, .plain = plain, .device = device, .patience = 60};
-  const rm_transport transport = {
-      .name = "both", .moves_own = 1, .self = d, .exchange = device_talk_move};
+  const rm_transport transport = {.moves_own = 1, .self = d, .exchange = device_talk_move};
   tiny_must(rm_comm_create(&transport, rm_comm_rank(tried), rm_comm_size(tried), &both, &err),
             &err);
   d->talk = talk_begin(both, seed, most);

@@ -215,31 +215,6 @@ static inline book *book_create(const tiny_model *model) {
 }
 
 // ------------------------------------------------------------------------------------- reading it
-// One character from the front of UTF-8 text: its bytes, 0 when there is none (or it is NUL). By
-// what the bytes stand for: a character has one spelling, the shortest, and surrogates and what is
-// over 10FFFF are none.
-static inline size_t book_character(const unsigned char *p, size_t n) {
-  if (p[0] < 0x80) return p[0] != 0;
-  const size_t length = p[0] >> 5 == 6 ? 2 : p[0] >> 4 == 14 ? 3 : p[0] >> 3 == 30 ? 4 : 0;
-  if (length == 0 || length > n) return 0;
-  uint32_t point = p[0] & (0xFFu >> (length + 1));
-  for (size_t i = 1; i < length; i++) {
-    if (p[i] >> 6 != 2) return 0;
-    point = point << 6 | (p[i] & 0x3F);
-  }
-  const uint32_t least = length == 2 ? 0x80 : length == 3 ? 0x800 : 0x10000;
-  return point < least || point > 0x10FFFF || (point >= 0xD800 && point < 0xE000) ? 0 : length;
-}
-
-static inline int book_is_text(const char *name, size_t length) {
-  for (size_t at = 0; at < length;) {
-    const size_t n = book_character((const unsigned char *)name + at, length - at);
-    if (!n) return 0;
-    at += n;
-  }
-  return 1;
-}
-
 // Whether a wrapper puts a module of this name around another.
 static inline int book_is_wrapper(const char *word, size_t n) {
   static const char *const words[] = {"_orig_mod", "module", "_fsdp_wrapped_module",
@@ -268,7 +243,7 @@ static inline size_t book_undress(char *out, const char *name, size_t length) {
 static inline const spelling *book_find(const book *b, const char *name, size_t length,
                                         rm_code *code) {
   *code = RM_E_LIMIT;
-  if (length > BOOK_NAME_MAX || !book_is_text(name, length)) return NULL;
+  if (length > BOOK_NAME_MAX || memchr(name, 0, length)) return NULL;
   *code = RM_E_UNEXPECTED_KEY;
   char bare[BOOK_NAME_MAX];
   const size_t n = book_undress(bare, name, length);

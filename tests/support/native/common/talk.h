@@ -6,7 +6,7 @@
 //   while (!(code = talk_call(&t, n++, &err))) …      // ends the program when what came is not
 //                                                     what was said talk_end(&t);
 //
-// Blocks are flat and strided, cut into other rows by the receiver, empty, or larger than a buffer.
+// Blocks are flat and strided, cut into other rows by another rank, empty, or larger than a buffer.
 // Bytes between the rows of what is received and around it must stay as they were.
 #pragma once
 
@@ -20,7 +20,6 @@ enum { TALK_RANKS = 64, TALK_SLACK = 9, TALK_GUARD = 0xA5 };
 
 typedef enum talk_kind {
   TALK_BARRIER,
-  TALK_BROADCAST,
   TALK_GATHER,
   TALK_COLUMNS,
   TALK_EXCHANGE,
@@ -117,7 +116,8 @@ static inline rm_code talk_exchange(talk *t, uint64_t n, rm_error *err) {
     const size_t out = talk_size(talk_bits(t, n, 1, me, r), t->most),
                  in = talk_size(talk_bits(t, n, 1, r, me), t->most);
     send[r] = talk_shape(talk_bits(t, n, 2, me, r), out, t->sent + (size_t)r * t->room);
-    recv[r] = talk_shape(talk_bits(t, n, 3, r, me), in, t->received + (size_t)r * t->room);
+    recv[r] =
+        talk_shape(talk_bits(t, n, r == me ? 2 : 3, r, me), in, t->received + (size_t)r * t->room);
     talk_write(&send[r], talk_bits(t, n, 4, me, r));
     if (t->lie && out) *(char *)send[r].base ^= 1;
     if (r == me) continue;
@@ -208,22 +208,6 @@ static inline rm_code talk_gather(talk *t, uint64_t n, int columns, rm_error *er
   return code;
 }
 
-static inline rm_code talk_broadcast(talk *t, uint64_t n, rm_error *err) {
-  const int size = rm_comm_size(t->comm), me = rm_comm_rank(t->comm),
-            root = (int)(talk_bits(t, n, 11, 0, 0) % (uint64_t)size);
-  const size_t bytes = talk_size(talk_bits(t, n, 12, root, 0), t->most);
-  const rm_block block = {t->received, bytes > 0, bytes, bytes};
-  memset(t->received, TALK_GUARD, t->room);
-  if (me == root) talk_write(&block, talk_bits(t, n, 13, root, 0));
-  if (me == root && t->lie && bytes) t->received[0] ^= 1;
-  const rm_code code = rm_comm_broadcast(t->comm, t->received, bytes, root, err);
-  if (!code && !(t->lie && me == root))
-    talk_check(&block, talk_bits(t, n, 13, root, 0), t->received, t->room, n, root);
-  t->bytes_sent += me == root ? (size_t)(size - 1) * bytes : 0;
-  t->bytes_received += me == root ? 0 : bytes;
-  return code;
-}
-
 static inline talk_kind talk_kind_of(const talk *t, uint64_t n) {
   return (talk_kind)(talk_bits(t, n, 14, 0, 0) % TALK_N_KIND);
 }
@@ -233,7 +217,6 @@ static inline rm_code talk_call(talk *t, uint64_t n, rm_error *err) {
   t->kinds[kind]++;
   switch (kind) {
     case TALK_BARRIER: return rm_comm_barrier(t->comm, err);
-    case TALK_BROADCAST: return talk_broadcast(t, n, err);
     case TALK_GATHER: return talk_gather(t, n, 0, err);
     case TALK_COLUMNS: return talk_gather(t, n, 1, err);
     default: return talk_exchange(t, n, err);

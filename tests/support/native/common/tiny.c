@@ -200,7 +200,8 @@ static rm_code send(rm_engine *engine, int skip_unknown, rm_entry *entry, int pu
   text[entry->length] = 0;
   entry->name = text;
   if (rm_store_is_open(rm_engine_store(engine)))
-    code = rm_entry_resolve(rm_engine_params(engine), skip_unknown, entry, err);
+    code = rm_names_resolve(rm_engine_params(engine), entry->name, entry->length, skip_unknown,
+                            &entry->target, err);
   if (!code) code = rm_sync_check(rm_engine_store(engine), entry, &entry->tensor, err);
   int is_done = 0;
   if (!code && pushes) code = rm_engine_sync_push(engine, &(const rm_entry *){entry}, 1, err);
