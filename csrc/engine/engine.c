@@ -139,7 +139,6 @@ static rm_code connect_threads(rm_engine *engine, rm_error *err) {
 static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
   const rm_scheduler_options scheduler = {
-      .policy = options->external_pages > 0 ? &rm_external_policy : &rm_own_policy,
       .limits = {.vocab = engine->spec->vocab_size,
                  .max_model_len = options->max_model_len,
                  .page_size = options->page_size,

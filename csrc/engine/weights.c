@@ -112,7 +112,7 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
   if (code || (code = rm_run_workers(engine, commit_worker, NULL, err))) return code;
   for (int d = 0; d < engine->n_replicas; d++) {
     rm_scheduler *scheduler = &engine->schedulers[d];
-    scheduler->options.policy->weights_changed(scheduler, inflight);
+    rm_weights_changed(scheduler, inflight);
     rm_kv_reset(scheduler->cache);
   }
   if (!report) return RM_OK;
@@ -205,7 +205,7 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   rm_run_workers(engine, sleep_worker, &job, NULL);
   for (int d = 0; d < engine->n_replicas && job & asked; d++) {
     rm_scheduler *scheduler = &engine->schedulers[d];
-    scheduler->options.policy->pages_lost(scheduler); // without the weights the KV has no version
+    rm_pages_lost(scheduler); // without the weights the KV has no version
     rm_kv_reset(scheduler->cache);
     if (job & RM_PART_KV) rm_kv_renew(scheduler->cache);
   }

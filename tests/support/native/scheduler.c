@@ -36,7 +36,6 @@ static int32_t draw_of(uint64_t state, uint64_t seed, int64_t length) {
 
 static void begin(scene *s) {
   const rm_scheduler_options options = {
-      .policy = &rm_own_policy,
       .limits = {.vocab = VOCAB, .max_model_len = MAX_LEN, .page_size = PAGE, .engine_seed = 3},
       .max_num_seqs = 1 + fuzz_below(&s->f, 6),
       .max_num_batched_tokens = 1 + fuzz_below(&s->f, MAX_ROWS),
