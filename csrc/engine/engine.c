@@ -158,11 +158,6 @@ static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
   return code;
 }
 
-static rm_code create_worker(rm_worker *worker, void *arg) {
-  (void)arg;
-  return rm_worker_create(worker);
-}
-
 // GPUs of different architectures round differently. Processes compare families when they connect.
 static rm_code check_families(const rm_engine *engine, rm_error *err) {
   const rm_device *first = engine->workers[0].device;
@@ -211,7 +206,7 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   }
   if (!code)
     code = rm_ready_streams_init(&engine->ready_streams, engine->options.cuda_library, err);
-  if (!code) code = rm_run_workers(engine, create_worker, NULL, err);
+  if (!code) code = rm_run_workers(engine, rm_worker_create, NULL, err);
   if (!code) code = check_families(engine, err);
   for (int d = 0; d < engine->n_replicas && !code; d++)
     code = rm_scheduler_open_pages(&engine->schedulers[d], engine->workers[0].runner.n_pages, err);
@@ -255,15 +250,9 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   return code;
 }
 
-static rm_code destroy_worker(rm_worker *worker, void *arg) {
-  (void)arg;
-  rm_worker_destroy(worker);
-  return RM_OK;
-}
-
 void rm_engine_destroy(rm_engine *engine) {
   if (!engine) return;
-  if (engine->workers) rm_run_workers(engine, destroy_worker, NULL, NULL);
+  if (engine->workers) rm_run_workers(engine, rm_worker_destroy, NULL, NULL);
   rm_ready_streams_destroy(&engine->ready_streams);
   for (int w = 0; engine->workers && w < engine->n_workers; w++) {
     rm_worker *worker = &engine->workers[w];

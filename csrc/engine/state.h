@@ -97,9 +97,11 @@ rm_code rm_check_serving(const rm_engine *engine, unsigned parts, const char *be
                          rm_error *err);
 
 // worker.c. create: index, groups, engine and scheduler are set. All workers create and destroy
-// together: they connect and measure memory together, and they leave NCCL's groups together.
-rm_code rm_worker_create(rm_worker *worker);
-void rm_worker_destroy(rm_worker *worker); // safe on a zeroed worker; groups and gpu stay
+// together: they connect and measure memory together, and they leave NCCL's groups together. Both
+// are calls of rm_run_workers without an argument.
+rm_code rm_worker_create(rm_worker *worker, void *unused);
+// Returns RM_OK. Safe on a zeroed worker; groups and gpu stay.
+rm_code rm_worker_destroy(rm_worker *worker, void *unused);
 
 // kv_size.c: the number of KV pages. With memory_fraction all ranks of the mesh call it together,
 // after everything but the cache was allocated; all get the same number or the same error.
