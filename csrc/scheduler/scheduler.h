@@ -5,9 +5,9 @@
 //               ▲                                                   │
 //               └───────────────────────────────────────────────────┘
 //
-// The owner (the engine) makes one call at a time. scheduler.c decides what a step computes: in order
-// of arrival, preempting the newest. With external_pages an external scheduler decides instead, and
-// owns the pages and the ends of requests (external_scheduler.h).
+// The owner (the engine) makes one call at a time. scheduler.c decides what a step computes: in
+// order of arrival, preempting the newest. With external_pages an external scheduler decides
+// instead, ends requests and owns the pages (external_scheduler.h).
 #pragma once
 
 #include <string.h>
