@@ -1,8 +1,10 @@
 // engine.c: creation and destruction of an engine, jobs on all its workers, and statistics.
 #include <assert.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/fields.h"
 #include "engine/state.h"
 
 // ------------------------------------------------------------------------------------------- jobs
@@ -137,7 +139,6 @@ static rm_code connect_threads(rm_engine *engine, rm_error *err) {
 static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
   const rm_scheduler_options scheduler = {
-      .policy = options->external_pages > 0 ? &rm_external_policy : &rm_own_policy,
       .limits = {.vocab = engine->spec->vocab_size,
                  .max_model_len = options->max_model_len,
                  .page_size = options->page_size,
@@ -157,11 +158,6 @@ static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
   return code;
 }
 
-static rm_code create_worker(rm_worker *worker, void *arg) {
-  (void)arg;
-  return rm_worker_create(worker);
-}
-
 // GPUs of different architectures round differently. Processes compare families when they connect.
 static rm_code check_families(const rm_engine *engine, rm_error *err) {
   const rm_device *first = engine->workers[0].device;
@@ -177,15 +173,19 @@ static rm_code check_families(const rm_engine *engine, rm_error *err) {
 
 static rm_code allocate(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
-  int32_t *eos = rm_alloc((size_t)options->n_eos, sizeof *eos);
-  if (eos && options->n_eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
-  engine->options.eos_ids = eos; // from here on owned
-  engine->schedulers = rm_alloc((size_t)engine->n_replicas, sizeof *engine->schedulers);
-  engine->workers = rm_alloc((size_t)engine->n_workers, sizeof *engine->workers);
-  engine->assigned = rm_alloc((size_t)options->mesh.dp, sizeof *engine->assigned);
-  engine->prefixes = rm_alloc(PREFIX_SLOTS, sizeof *engine->prefixes);
-  if (!eos || !engine->schedulers || !engine->workers || !engine->assigned || !engine->prefixes)
-    return rm_fail(err, RM_E_MEMORY, "no memory for an engine of %d ranks", engine->n_workers);
+  int32_t *eos = NULL;
+  const rm_field fields[] = {
+      RM_FIELD(eos, (size_t)options->n_eos),
+      RM_FIELD(engine->schedulers, (size_t)engine->n_replicas),
+      RM_FIELD(engine->workers, (size_t)engine->n_workers),
+      RM_FIELD(engine->assigned, (size_t)options->mesh.dp),
+      RM_FIELD(engine->prefixes, PREFIX_SLOTS),
+  };
+  const size_t n = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n);
+  if (!(engine->memory = rm_alloc(1, bytes))) return rm_no_memory(err, "the engine", bytes);
+  rm_fields_place(fields, n, engine->memory);
+  if (eos) memcpy(eos, options->eos_ids, (size_t)options->n_eos * sizeof *eos);
+  engine->options.eos_ids = eos;
   for (int w = 0; w < engine->n_workers; w++) {
     rm_worker *worker = &engine->workers[w];
     worker->engine = engine;
@@ -206,7 +206,7 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   }
   if (!code)
     code = rm_ready_streams_init(&engine->ready_streams, engine->options.cuda_library, err);
-  if (!code) code = rm_run_workers(engine, create_worker, NULL, err);
+  if (!code) code = rm_run_workers(engine, rm_worker_create, NULL, err);
   if (!code) code = check_families(engine, err);
   for (int d = 0; d < engine->n_replicas && !code; d++)
     code = rm_scheduler_open_pages(&engine->schedulers[d], engine->workers[0].runner.n_pages, err);
@@ -250,15 +250,9 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   return code;
 }
 
-static rm_code destroy_worker(rm_worker *worker, void *arg) {
-  (void)arg;
-  rm_worker_destroy(worker);
-  return RM_OK;
-}
-
 void rm_engine_destroy(rm_engine *engine) {
   if (!engine) return;
-  if (engine->workers) rm_run_workers(engine, destroy_worker, NULL, NULL);
+  if (engine->workers) rm_run_workers(engine, rm_worker_destroy, NULL, NULL);
   rm_ready_streams_destroy(&engine->ready_streams);
   for (int w = 0; engine->workers && w < engine->n_workers; w++) {
     rm_worker *worker = &engine->workers[w];
@@ -270,11 +264,7 @@ void rm_engine_destroy(rm_engine *engine) {
     rm_scheduler_destroy(&engine->schedulers[d]);
   rm_region_release(engine->region);
   rm_team_destroy(engine->team);
-  rm_free(engine->workers);
-  rm_free(engine->schedulers);
-  rm_free(engine->assigned);
-  rm_free(engine->prefixes);
-  rm_free((void *)engine->options.eos_ids);
+  rm_free(engine->memory);
   rm_error_clear(&engine->lost);
   rm_free(engine);
 }
@@ -287,8 +277,6 @@ void rm_engine_abort_groups(rm_engine *engine) {
 }
 
 // ------------------------------------------------------------------------------------- statistics
-static double longest(double a, double b) { return a > b ? a : b; }
-
 static void add_worker(const rm_worker *worker, rm_engine_stats *out) {
   rm_traffic traffic = rm_rank_traffic(&worker->runner.rank);
   rm_graphs_add_traffic(worker->runner.graphs, &traffic);
@@ -296,14 +284,14 @@ static void add_worker(const rm_worker *worker, rm_engine_stats *out) {
   out->kv_bytes += worker->runner.kv ? worker->kv_bytes : 0;
   out->workspace_bytes += rm_runner_workspace(&worker->runner);
   out->n_threads += rm_team_threads(worker->team);
-  out->forward_seconds = longest(out->forward_seconds, worker->forward_seconds);
+  out->forward_seconds = fmax(out->forward_seconds, worker->forward_seconds);
   out->comm_bytes += traffic.bytes;
   out->comm_calls = rm_max64(out->comm_calls, traffic.calls);
-  out->comm_seconds = longest(out->comm_seconds, traffic.seconds);
+  out->comm_seconds = fmax(out->comm_seconds, traffic.seconds);
 }
 
 static void add_scheduler(const rm_scheduler *scheduler, rm_engine_stats *out) {
-  const rm_kv_stats kv = rm_kv_statistics(scheduler->cache);
+  const rm_kv_counts *kv = rm_kv_statistics(scheduler->cache);
   out->waiting += scheduler->n_waiting;
   out->running += scheduler->n_active;
   out->generated_tokens += scheduler->generated_tokens;
@@ -312,9 +300,9 @@ static void add_scheduler(const rm_scheduler *scheduler, rm_engine_stats *out) {
   out->preemptions += scheduler->preemptions;
   out->kv_pages += scheduler->options.limits.n_pages;
   out->kv_pages_free += rm_kv_free_pages(scheduler->cache);
-  out->prefix_hits += kv.hits;
-  out->prefix_misses += kv.misses;
-  out->evictions += kv.evictions;
+  out->prefix_hits += kv->hits;
+  out->prefix_misses += kv->misses;
+  out->evictions += kv->evictions;
   out->workspace_bytes += scheduler->memory_bytes;
 }
 

@@ -18,44 +18,33 @@ static int64_t work_of(const rm_request *request) {
   return request->n_prompt + request->n * rm_min64(request->max_tokens, 1 << 20);
 }
 
-// The request was checked. *entry: the entry of its prefix, NULL if the prompt is shorter than a
-// page.
-static int choose_replica(const rm_engine *engine, const rm_request *request, rm_prefix **entry) {
+// The request was checked. *hash: of its first page, 0 if it does not matter.
+static int choose_replica(const rm_engine *engine, const rm_request *request, uint64_t *hash) {
   const int64_t *assigned = engine->assigned, page_size = engine->options.page_size;
   const int dp = engine->options.mesh.dp;
   int least = 0;
-  *entry = NULL;
+  *hash = 0;
   for (int d = 1; d < dp; d++)
     if (assigned[d] < assigned[least]) least = d;
   if (engine->options.external_pages) return engine->own; // the external scheduler chose it
   if (dp == 1 || request->n_prompt < page_size) return least;
-  const uint64_t hash = hash_prefix(request, page_size);
-  *entry = &engine->prefixes[hash % PREFIX_SLOTS];
-  const int before = (*entry)->hash == hash ? (*entry)->replica : least;
+  *hash = hash_prefix(request, page_size);
+  const rm_prefix *known = &engine->prefixes[*hash % PREFIX_SLOTS];
+  const int before = known->hash == *hash ? known->replica : least;
   return assigned[before] - assigned[least] <= AHEAD * work_of(request) ? before : least;
-}
-
-static rm_code check_weights(const rm_engine *engine, rm_error *err) {
-  if (engine->asleep & RM_PART_WEIGHTS)
-    return rm_fail(err, RM_E_STATE,
-                   "weights: expected awake, got asleep; call wake() before a request");
-  if (!rm_store_weights(engine->workers[0].store))
-    return rm_fail(err, RM_E_NOT_SYNCED,
-                   "weights: expected synced ones, got none; call sync_weights first");
-  return RM_OK;
 }
 
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err) {
   const rm_request_limits *limits = &engine->schedulers[0].options.limits;
-  rm_prefix *entry;
-  rm_code code = check_weights(engine, err);
+  uint64_t hash;
+  rm_code code = rm_check_serving(engine, RM_PART_WEIGHTS, "a request", err);
   if (!code) code = rm_sequence_group_check(request, limits, err);
   if (code) return code;
-  const int chosen = choose_replica(engine, request, &entry), here = chosen - engine->own;
+  const int chosen = choose_replica(engine, request, &hash), here = chosen - engine->own;
   if (here >= 0 && here < engine->n_replicas &&
       (code = rm_scheduler_add(&engine->schedulers[here], request, engine->next_id, err)))
     return code;
-  if (entry) *entry = (rm_prefix){hash_prefix(request, engine->options.page_size), chosen};
+  if (hash) engine->prefixes[hash % PREFIX_SLOTS] = (rm_prefix){hash, chosen};
   engine->assigned[chosen] += work_of(request);
   *id = engine->next_id++;
   return RM_OK;

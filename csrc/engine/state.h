@@ -44,16 +44,17 @@ typedef struct rm_prefix {
 struct rm_engine {
   // set at creation
   const rm_spec *spec; // view
-  rm_engine_options options; // eos_ids: owned; its other pointers are valid during create only
+  rm_engine_options options; // its pointers but eos_ids are valid during create only
   int n_workers; // ranks in this process: all, or one
   int n_replicas, per_replica; // replicas here, and their ranks here: all ranks, or one of them
   int own; // the replica of workers[0]
   rm_team *team; // owned, a thread for each worker; NULL if there is one worker
   rm_region *region; // owned
-  rm_scheduler *schedulers; // owned, [n_replicas]
-  rm_worker *workers; // owned, [n_workers]; the workers of replica d begin at d·per_replica
+  void *memory; // owned: the arrays below and eos_ids
+  rm_scheduler *schedulers; // [n_replicas]
+  rm_worker *workers; // [n_workers]; the workers of replica d begin at d·per_replica
   rm_ready_streams ready_streams; // owned
-  // routing; owned
+  // routing
   int64_t *assigned; // [dp] tokens assigned to each replica so far
   rm_prefix *prefixes; // [PREFIX_SLOTS]
   uint64_t next_id;
@@ -89,10 +90,18 @@ static inline void rm_leave(const rm_worker *worker, rm_entered entered) {
 typedef rm_code (*rm_worker_call)(rm_worker *worker, void *arg);
 rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err);
 
+// step.c: RM_E_STATE if one of the parts is asleep; RM_E_NOT_SYNCED without weights. `before`: "a
+// step".
+rm_code rm_check_awake(const rm_engine *engine, unsigned parts, const char *before, rm_error *err);
+rm_code rm_check_serving(const rm_engine *engine, unsigned parts, const char *before,
+                         rm_error *err);
+
 // worker.c. create: index, groups, engine and scheduler are set. All workers create and destroy
-// together: they connect and measure memory together, and they leave NCCL's groups together.
-rm_code rm_worker_create(rm_worker *worker);
-void rm_worker_destroy(rm_worker *worker); // safe on a zeroed worker; groups and gpu stay
+// together: they connect and measure memory together, and they leave NCCL's groups together. Both
+// are calls of rm_run_workers without an argument.
+rm_code rm_worker_create(rm_worker *worker, void *unused);
+// Returns RM_OK. Safe on a zeroed worker; groups and gpu stay.
+rm_code rm_worker_destroy(rm_worker *worker, void *unused);
 
 // kv_size.c: the number of KV pages. With memory_fraction all ranks of the mesh call it together,
 // after everything but the cache was allocated; all get the same number or the same error.

@@ -7,14 +7,23 @@ static rm_code check_not_lost(const rm_engine *engine, rm_error *err) {
   return lost->code ? rm_fail(err, lost->code, "%s", rm_error_message(lost)) : RM_OK;
 }
 
+rm_code rm_check_awake(const rm_engine *engine, unsigned parts, const char *before, rm_error *err) {
+  if (!(engine->asleep & parts)) return RM_OK;
+  return rm_fail(err, RM_E_STATE, "%s: expected awake, got asleep; call wake() before %s",
+                 engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache", before);
+}
+
+rm_code rm_check_serving(const rm_engine *engine, unsigned parts, const char *before,
+                         rm_error *err) {
+  const rm_code code = rm_check_awake(engine, parts, before, err);
+  if (code || rm_store_weights(engine->workers[0].store)) return code;
+  return rm_fail(err, RM_E_NOT_SYNCED,
+                 "weights: expected synced ones, got none; call sync_weights first");
+}
+
 static rm_code check_ready(const rm_engine *engine, rm_error *err) {
-  if (engine->asleep)
-    return rm_fail(err, RM_E_STATE, "%s: expected awake, got asleep; call wake() before a step",
-                   engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache");
-  if (!rm_store_weights(engine->workers[0].store))
-    return rm_fail(err, RM_E_NOT_SYNCED,
-                   "weights: expected synced ones, got none; call sync_weights first");
-  return check_not_lost(engine, err);
+  const rm_code code = rm_check_serving(engine, RM_PART_WEIGHTS | RM_PART_KV, "a step", err);
+  return code ? code : check_not_lost(engine, err);
 }
 
 static rm_code compute(rm_worker *worker, void *arg) {

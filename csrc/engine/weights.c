@@ -22,11 +22,8 @@ static rm_code begin_worker(rm_worker *worker, void *options) {
 }
 
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err) {
-  rm_code code = RM_OK;
-  if (engine->asleep & RM_PART_WEIGHTS)
-    return rm_fail(err, RM_E_STATE,
-                   "weights: expected awake, got asleep; call wake() before a sync");
-  if (options->in_place)
+  rm_code code = rm_check_awake(engine, RM_PART_WEIGHTS, "a sync", err);
+  if (!code && options->in_place)
     code = refuse_unfinished(engine, "before a sync in place", "finish or abort them first", err);
   if (code) return code;
   code = rm_run_workers(engine, begin_worker, (void *)options, err);
@@ -115,7 +112,7 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
   if (code || (code = rm_run_workers(engine, commit_worker, NULL, err))) return code;
   for (int d = 0; d < engine->n_replicas; d++) {
     rm_scheduler *scheduler = &engine->schedulers[d];
-    scheduler->options.policy->weights_changed(scheduler, inflight);
+    rm_weights_changed(scheduler, inflight);
     rm_kv_reset(scheduler->cache);
   }
   if (!report) return RM_OK;
@@ -208,7 +205,7 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   rm_run_workers(engine, sleep_worker, &job, NULL);
   for (int d = 0; d < engine->n_replicas && job & asked; d++) {
     rm_scheduler *scheduler = &engine->schedulers[d];
-    scheduler->options.policy->pages_lost(scheduler); // without the weights the KV has no version
+    rm_pages_lost(scheduler); // without the weights the KV has no version
     rm_kv_reset(scheduler->cache);
     if (job & RM_PART_KV) rm_kv_renew(scheduler->cache);
   }

@@ -89,7 +89,8 @@ static rm_code create_parts(rm_worker *worker) {
   return code ? code : create_cache(worker); // last, since it may take all memory that is left
 }
 
-rm_code rm_worker_create(rm_worker *worker) {
+rm_code rm_worker_create(rm_worker *worker, void *unused) {
+  (void)unused;
   const rm_engine_options *options = &worker->engine->options;
   char card[32] = "";
   worker->runner.rank = (rm_rank){
@@ -113,8 +114,9 @@ rm_code rm_worker_create(rm_worker *worker) {
   return code;
 }
 
-void rm_worker_destroy(rm_worker *worker) {
-  if (!worker->device) return;
+rm_code rm_worker_destroy(rm_worker *worker, void *unused) {
+  (void)unused;
+  if (!worker->device) return RM_OK;
   rm_runner_destroy(&worker->runner);
   rm_device_free(worker->device, worker->runner.kv, worker->kv_bytes);
   rm_store_destroy(worker->store);
@@ -123,4 +125,5 @@ void rm_worker_destroy(rm_worker *worker) {
   rm_device_comms_destroy(&worker->runner.rank);
   rm_team_destroy(worker->team);
   rm_free(worker->profile);
+  return RM_OK;
 }

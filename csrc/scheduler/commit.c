@@ -115,8 +115,13 @@ void rm_append(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn)
   group->times.last_token = rm_now();
   if (group->times.first_token == 0) group->times.first_token = group->times.last_token;
   scheduler->generated_tokens++;
-  const rm_policy *policy = scheduler->options.policy;
-  if (policy->token_added) policy->token_added(scheduler, seq);
+  if (rm_is_external(scheduler)) return; // which ends requests
+  if (rm_sequence_group_stops_at(group, token)) {
+    seq->stop_token = token;
+    rm_finish_sequence(scheduler, seq, RM_FINISH_STOP);
+  } else if (seq->n_tokens == group->capacity) {
+    rm_finish_sequence(scheduler, seq, RM_FINISH_LENGTH);
+  }
 }
 
 void rm_commit(rm_scheduler *scheduler, const rm_step_output *output) {

@@ -7,33 +7,6 @@
 // recomputes it and the second reads it, in the same batch or a later one.
 #include "scheduler/external_scheduler.h"
 
-// ---------------------------------------------------------------------- invalid pages and records
-static void invalidate_pages(rm_scheduler *scheduler, const rm_sequence *seq) {
-  for (int64_t i = 0; i < seq->n_pages; i++)
-    scheduler->page_versions[rm_block_table(scheduler, seq)[i]] = -1;
-}
-
-// The records of a prompt must be of one version, so requests without a token record them again.
-static void restart_records(rm_scheduler *scheduler) {
-  for (rm_link *at = scheduler->live.next; at != &scheduler->live; at = at->next) {
-    rm_sequence_group *group = (rm_sequence_group *)at;
-    if (!group->sequences->n_tokens) group->n_scored = group->n_prompt_routed = 0;
-  }
-}
-
-// Keeps all requests, since the external scheduler decides about them. Pages of the old version are
-// recognized by their version number.
-static void weights_changed(rm_scheduler *scheduler, rm_inflight inflight) {
-  (void)inflight;
-  restart_records(scheduler);
-}
-
-// Requests keep their pages, and the KV of these pages is recomputed.
-static void pages_lost(rm_scheduler *scheduler) {
-  for (int64_t i = 0; i < scheduler->options.external_pages; i++) scheduler->page_versions[i] = -1;
-  restart_records(scheduler);
-}
-
 // -------------------------------------------------------------------------------- checking a step
 static rm_sequence *sequence_of(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
@@ -140,7 +113,7 @@ static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows)
   rm_plan_rows(scheduler, seq, n_rows);
 }
 
-static rm_progress plan_batch(rm_scheduler *scheduler) {
+rm_progress rm_external_schedule(rm_scheduler *scheduler) {
   const rm_external_step *step = scheduler->step;
   rm_plan *plan = &scheduler->plan;
   const int64_t max_rows = scheduler->options.max_num_batched_tokens;
@@ -206,15 +179,6 @@ void rm_external_end(rm_scheduler *scheduler, rm_code code) {
   scheduler->step = NULL;
 }
 
-// ------------------------------------------------------------------------------------- the policy
-// token_added and release_pages are NULL: the external scheduler ends requests and owns the pages.
-const rm_policy rm_external_policy = {
-    .schedule = plan_batch,
-    .invalidate_pages = invalidate_pages,
-    .weights_changed = weights_changed,
-    .pages_lost = pages_lost,
-};
-
 // ---------------------------------------------------------------------------------- between steps
 rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error *err) {
   const rm_sequence *seq = sequence_of(scheduler, id, err);
@@ -243,10 +207,15 @@ void rm_external_invalidate_pages(rm_scheduler *scheduler, const int32_t *pages,
       scheduler->page_versions[pages[i]] = -1;
 }
 
+void rm_external_invalidate(rm_scheduler *scheduler, const rm_sequence *seq) {
+  if (seq->status == RM_ACTIVE)
+    rm_external_invalidate_pages(scheduler, rm_block_table(scheduler, seq), seq->n_pages);
+}
+
 rm_code rm_external_fail(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
   rm_sequence *seq = sequence_of(scheduler, id, err);
   if (!seq) return RM_E_REQUEST;
-  if (seq->status == RM_ACTIVE) invalidate_pages(scheduler, seq);
+  rm_external_invalidate(scheduler, seq);
   rm_finish_sequence_group(scheduler, seq->group, RM_FINISH_ABORT);
   return RM_OK;
 }

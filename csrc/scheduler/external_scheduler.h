@@ -1,10 +1,10 @@
-// external_scheduler.h: the policy for an external scheduler (vLLM's), which selects in every step
-// the requests, their number of tokens and their pages. Tokens, draws, records and block tables are
+// external_scheduler.h: steps of an external scheduler (vLLM's), which selects in every step the
+// requests, their number of tokens and their pages. Tokens, draws, records and block tables are
 // kept here. rm_engine_add adds requests with one sample each, and rm_scheduler_abort ends them;
 // the engine ends a request only with an error.
 //
 // Pages and the prefix cache belong to the external scheduler, and many requests may share a page.
-// For each page this policy keeps the version of the weights that computed its KV. Computed
+// For each page this file keeps the version of the weights that computed its KV. Computed
 // positions in a page with another version (or in a page that slept or belonged to a failed
 // request) are recomputed in place before the request's own rows, in separate forwards if there are
 // many. So KV of one version is never used with another.
@@ -46,6 +46,7 @@ struct rm_external_step {
 // Checks a step and makes it the current one until rm_external_end, which fills the results unless
 // the step has failed. RM_E_REQUEST: a request is not valid, and the scheduler is unchanged.
 rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err);
+rm_progress rm_external_schedule(rm_scheduler *scheduler); // fills the plan, for rm_schedule
 void rm_external_end(rm_scheduler *scheduler, rm_code code);
 
 typedef struct rm_external_draws { // of n requests whose logits the last step returned
@@ -66,6 +67,7 @@ void rm_external_drawn(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn
 // Marks the KV of these pages as invalid, since their request was not computed. Ignores numbers out
 // of range.
 void rm_external_invalidate_pages(rm_scheduler *scheduler, const int32_t *pages, int64_t n);
+void rm_external_invalidate(rm_scheduler *scheduler, const rm_sequence *seq); // all its pages
 // Ends a request whose step was not run, and invalidates its pages.
 rm_code rm_external_fail(rm_scheduler *scheduler, uint64_t id, rm_error *err);
 // Stops using the pages of a request.

@@ -28,11 +28,17 @@ static void keep(rm_scheduler *scheduler, rm_sequence_group *group, int keep_kv)
 }
 
 // Visits the newest request first: each request is older than those put back before it, so its
-// position in the queue is found at once.
-void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight) {
+// position in the queue is found at once. With an external scheduler, which decides about requests,
+// only requests without a token record their prompts again. It recognizes pages of the old version
+// by their number.
+void rm_weights_changed(rm_scheduler *scheduler, rm_inflight inflight) {
   for (rm_link *at = scheduler->live.prev, *before; at != &scheduler->live; at = before) {
     rm_sequence_group *group = (rm_sequence_group *)at;
     before = at->prev;
+    if (rm_is_external(scheduler)) {
+      if (!group->sequences->n_tokens) group->n_scored = group->n_prompt_routed = 0;
+      continue;
+    }
     if (inflight == RM_INFLIGHT_RESTART) restart(scheduler, group);
     if (inflight == RM_INFLIGHT_ABORT) rm_finish_sequence_group(scheduler, group, RM_FINISH_ABORT);
     if (inflight == RM_INFLIGHT_KEEP) keep(scheduler, group, 0);
@@ -40,7 +46,11 @@ void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight) {
   }
 }
 
-void rm_preempt_all(rm_scheduler *scheduler) {
-  while (!rm_list_empty(&scheduler->active))
-    rm_preempt(scheduler, (rm_sequence *)scheduler->active.prev);
+// With an external scheduler requests keep their pages, whose KV is recomputed.
+void rm_pages_lost(rm_scheduler *scheduler) {
+  for (int64_t i = 0; i < scheduler->options.external_pages; i++) scheduler->page_versions[i] = -1;
+  if (rm_is_external(scheduler)) rm_weights_changed(scheduler, RM_INFLIGHT_KEEP);
+  else
+    while (!rm_list_empty(&scheduler->active))
+      rm_preempt(scheduler, (rm_sequence *)scheduler->active.prev);
 }

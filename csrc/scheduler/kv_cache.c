@@ -41,8 +41,8 @@ struct rm_kv_cache {
   int64_t n_fresh; // pages [n_fresh, n_pages) were never used and are zero
   int32_t free; // page + 1
   rm_link cached; // pages by their release, the oldest first
-  int64_t n_free, n_cached, n_held;
-  int64_t hits, misses, evictions;
+  int64_t n_available; // free or cached
+  rm_kv_counts counts;
 };
 
 size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
@@ -61,6 +61,7 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
   rm_kv_cache *cache = rm_alloc(1, sizeof *cache);
   if (!cache) return rm_no_memory(err, "the table of KV pages", 0);
   cache->options = *options;
+  cache->n_available = options->n_pages;
   rm_list_init(&cache->cached);
   const size_t n = (size_t)options->n_pages, size = (size_t)options->page_size,
                routed = (size_t)options->routed_per_token;
@@ -122,21 +123,13 @@ static void remove_from_index(rm_kv_cache *cache, int32_t id) {
 }
 
 // ------------------------------------------------------------------------------------------ pages
-static void leave_cached(rm_kv_cache *cache, rm_page *page) {
-  rm_list_remove(&page->link);
-  cache->n_cached--;
-}
-
 static void free_push(rm_kv_cache *cache, int32_t id) {
   cache->pages[id].node = 0;
   cache->pages[id].chain = cache->free;
   cache->free = id + 1;
-  cache->n_free++;
 }
 
-int64_t rm_kv_free_pages(const rm_kv_cache *cache) {
-  return cache->n_free + cache->n_cached + cache->options.n_pages - cache->n_fresh;
-}
+int64_t rm_kv_free_pages(const rm_kv_cache *cache) { return cache->n_available; }
 
 int32_t rm_kv_alloc(rm_kv_cache *cache) {
   int32_t id;
@@ -144,22 +137,21 @@ int32_t rm_kv_alloc(rm_kv_cache *cache) {
   if (cache->free) {
     id = cache->free - 1;
     cache->free = cache->pages[id].chain;
-    cache->n_free--;
   } else if (cache->n_fresh < cache->options.n_pages) {
     id = (int32_t)cache->n_fresh++;
     dirty = 0;
   } else if (!rm_list_empty(&cache->cached)) {
     rm_page *oldest = (rm_page *)cache->cached.next;
     id = (int32_t)(oldest - cache->pages);
-    leave_cached(cache, oldest);
+    rm_list_remove(&oldest->link);
     remove_from_index(cache, id);
-    cache->evictions++;
+    cache->counts.evictions++;
   } else {
     return -1;
   }
   if (dirty) rm_kv_zero(cache, id);
   cache->pages[id].references = 1;
-  cache->n_held++;
+  cache->n_available--;
   return id;
 }
 
@@ -190,20 +182,16 @@ const rm_page_write *rm_kv_take_writes(rm_kv_cache *cache, int64_t *n) {
 void rm_kv_retain(rm_kv_cache *cache, int32_t id) {
   if (cache->pages[id].references++) return;
   assert(cache->pages[id].indexed);
-  leave_cached(cache, &cache->pages[id]);
-  cache->n_held++;
+  rm_list_remove(&cache->pages[id].link);
+  cache->n_available--;
 }
 
 void rm_kv_release(rm_kv_cache *cache, int32_t id) {
   assert(cache->pages[id].references > 0);
   if (--cache->pages[id].references) return;
-  cache->n_held--;
-  if (!cache->pages[id].indexed) {
-    free_push(cache, id);
-    return;
-  }
-  rm_list_insert_before(&cache->cached, &cache->pages[id].link);
-  cache->n_cached++;
+  cache->n_available++;
+  if (cache->pages[id].indexed) rm_list_insert_before(&cache->cached, &cache->pages[id].link);
+  else free_push(cache, id);
 }
 
 int32_t rm_kv_references(const rm_kv_cache *cache, int32_t id) {
@@ -217,10 +205,10 @@ int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const in
   if (parent < 0 || node)
     id = look_up(cache, hash_key(cache, version, node, tokens), version, node, tokens);
   if (id < 0 || (need_logprobs && !cache->pages[id].has_logprobs)) {
-    cache->misses++;
+    cache->counts.misses++;
     return -1;
   }
-  cache->hits++;
+  cache->counts.hits++;
   rm_kv_retain(cache, id);
   return id;
 }
@@ -256,7 +244,7 @@ void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent
 void rm_kv_reset(rm_kv_cache *cache) {
   while (!rm_list_empty(&cache->cached)) {
     rm_page *page = (rm_page *)cache->cached.next;
-    leave_cached(cache, page);
+    rm_list_remove(&page->link);
     free_push(cache, (int32_t)(page - cache->pages));
   }
   for (int64_t id = 0; id < cache->n_fresh; id++) {
@@ -267,10 +255,10 @@ void rm_kv_reset(rm_kv_cache *cache) {
 }
 
 void rm_kv_renew(rm_kv_cache *cache) {
-  assert(!cache->n_held);
+  assert(cache->n_available == cache->options.n_pages);
   rm_kv_reset(cache);
   cache->free = 0;
-  cache->n_free = cache->n_fresh = 0;
+  cache->n_fresh = 0;
 }
 
 float *rm_kv_logprobs(rm_kv_cache *cache, int32_t id) {
@@ -281,7 +269,4 @@ int16_t *rm_kv_routed(rm_kv_cache *cache, int32_t id) {
   return cache->routed + (int64_t)id * cache->options.page_size * cache->options.routed_per_token;
 }
 
-rm_kv_stats rm_kv_statistics(const rm_kv_cache *cache) {
-  return (rm_kv_stats){cache->hits,   cache->misses,   cache->evictions,
-                       cache->n_held, cache->n_cached, rm_kv_free_pages(cache) - cache->n_cached};
-}
+const rm_kv_counts *rm_kv_statistics(const rm_kv_cache *cache) { return &cache->counts; }

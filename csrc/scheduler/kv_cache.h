@@ -59,7 +59,7 @@ void rm_kv_renew(rm_kv_cache *cache); // makes all pages zero (mapped again); al
 float *rm_kv_logprobs(rm_kv_cache *cache, int32_t page); // [page_size], view
 int16_t *rm_kv_routed(rm_kv_cache *cache, int32_t page); // [page_size][routed_per_token], view
 
-typedef struct rm_kv_stats {
-  int64_t hits, misses, evictions, pages_held, pages_cached, pages_free;
-} rm_kv_stats;
-rm_kv_stats rm_kv_statistics(const rm_kv_cache *cache);
+typedef struct rm_kv_counts { // since creation
+  int64_t hits, misses, evictions;
+} rm_kv_counts;
+const rm_kv_counts *rm_kv_statistics(const rm_kv_cache *cache); // a view

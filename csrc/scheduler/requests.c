@@ -1,7 +1,7 @@
 // requests.c: add, find, end and release requests, by id. sequence_group.c checks them.
 #include <stdio.h>
 
-#include "scheduler/scheduler.h"
+#include "scheduler/external_scheduler.h"
 
 // ----------------------------------------------------------------------------------- groups by id
 // Ids are consecutive numbers, so the low bits distribute them evenly.
@@ -109,8 +109,8 @@ void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, lon
   snprintf(group->message, sizeof group->message,
            "request %llu, sample %d, position %lld: %s not finite", (unsigned long long)group->id,
            seq->index, position, what);
-  const rm_policy *policy = scheduler->options.policy;
-  if (policy->invalidate_pages) policy->invalidate_pages(scheduler, seq);
+  // Own pages are not in the prefix index, and are zeroed when they are allocated again.
+  if (rm_is_external(scheduler)) rm_external_invalidate(scheduler, seq);
   rm_finish_sequence_group(scheduler, group, RM_FINISH_ERROR);
 }
 

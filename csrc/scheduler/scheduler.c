@@ -14,8 +14,8 @@
 
 #include "base/fields.h"
 #include "clock.h"
+#include "scheduler/external_scheduler.h"
 #include "scheduler/logit_edits.h"
-#include "scheduler/scheduler.h"
 
 // --------------------------------------------------------------------------------------- creation
 #define N_FIELDS(fields) (sizeof(fields) / sizeof *(fields))
@@ -109,8 +109,9 @@ void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_list_remove(&seq->link);
   if (seq->status == RM_WAITING) scheduler->n_waiting--;
   if (seq->status == RM_ACTIVE) {
-    const rm_policy *policy = scheduler->options.policy;
-    if (policy->release_pages) policy->release_pages(scheduler, seq);
+    const int32_t *table = rm_block_table(scheduler, seq);
+    while (seq->n_pages > 0 && !rm_is_external(scheduler))
+      rm_kv_release(scheduler->cache, table[--seq->n_pages]);
     seq->n_pages = 0;
     scheduler->free_table_rows[scheduler->n_free_table_rows++] = seq->table_row;
     scheduler->n_active--;
@@ -179,8 +180,7 @@ static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
 // -------------------------------------------------------------------------------------- admission
 void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq) {
   rm_sequence_group *group = seq->group;
-  if (group->started) return;
-  group->started = 1;
+  if (group->times.scheduled > 0) return;
   group->times.scheduled = rm_now();
   group->n_cached = rm_min64(seq->next, group->n_prompt);
   scheduler->prompt_tokens += group->n_prompt;
@@ -359,7 +359,8 @@ static rm_progress schedule(rm_scheduler *scheduler) {
 rm_progress rm_schedule(rm_scheduler *scheduler) {
   rm_plan *plan = &scheduler->plan;
   plan->n_rows = plan->n_out = plan->n_scheduled = 0;
-  const rm_progress progress = scheduler->options.policy->schedule(scheduler);
+  const rm_progress progress =
+      rm_is_external(scheduler) ? rm_external_schedule(scheduler) : schedule(scheduler);
   plan->writes = rm_kv_take_writes(scheduler->cache, &plan->n_writes);
   for (int64_t i = 0; i < plan->n_out; i++) {
     if (!plan->outs[i].samples) continue;
@@ -368,30 +369,3 @@ rm_progress rm_schedule(rm_scheduler *scheduler) {
   }
   return progress;
 }
-
-// ------------------------------------------------------------------------------------- the policy
-static void token_added(rm_scheduler *scheduler, rm_sequence *seq) {
-  const rm_sequence_group *group = seq->group;
-  const int32_t token = seq->ids[group->n_prompt + seq->n_tokens - 1];
-  if (rm_sequence_group_stops_at(group, token)) {
-    seq->stop_token = token;
-    rm_finish_sequence(scheduler, seq, RM_FINISH_STOP);
-  } else if (seq->n_tokens == group->capacity) {
-    rm_finish_sequence(scheduler, seq, RM_FINISH_LENGTH);
-  }
-}
-
-static void release_pages(rm_scheduler *scheduler, rm_sequence *seq) {
-  const int32_t *table = rm_block_table(scheduler, seq);
-  while (seq->n_pages > 0) rm_kv_release(scheduler->cache, table[--seq->n_pages]);
-}
-
-// invalidate_pages is NULL: the pages of a failed sequence are not in the prefix index, and a page
-// is zeroed when it is allocated again.
-const rm_policy rm_own_policy = {
-    .schedule = schedule,
-    .token_added = token_added,
-    .release_pages = release_pages,
-    .weights_changed = rm_apply_inflight,
-    .pages_lost = rm_preempt_all,
-};

@@ -5,9 +5,9 @@
 //               ▲                                                   │
 //               └───────────────────────────────────────────────────┘
 //
-// The owner (the engine) makes one call at a time. A policy decides what a step computes: the own
-// policy (scheduler.c: in order of arrival, preempting the newest) or the policy for an external
-// scheduler (external_scheduler.h: vLLM decides).
+// The owner (the engine) makes one call at a time. scheduler.c decides what a step computes: in
+// order of arrival, preempting the newest. With external_pages an external scheduler decides
+// instead, ends requests and owns the pages (external_scheduler.h).
 #pragma once
 
 #include <string.h>
@@ -23,23 +23,7 @@ typedef struct rm_external_step rm_external_step;
 // The work of a rank for the next forward. A lockstep group takes the maximum.
 typedef enum rm_progress { RM_NO_WORK, RM_LAST_BATCH, RM_MORE_BATCHES } rm_progress;
 
-// Functions marked optional may be NULL.
-typedef struct rm_policy {
-  rm_progress (*schedule)(rm_scheduler *scheduler); // fills the plan
-  // Optional: ends a sequence that has all its tokens.
-  void (*token_added)(rm_scheduler *scheduler, rm_sequence *seq);
-  // Optional: called when an active sequence becomes inactive.
-  void (*release_pages)(rm_scheduler *scheduler, rm_sequence *seq);
-  // Optional: called if one of the sequence's rows was not finite.
-  void (*invalidate_pages)(rm_scheduler *scheduler, const rm_sequence *seq);
-  void (*weights_changed)(rm_scheduler *scheduler, rm_inflight inflight); // after a commit
-  void (*pages_lost)(rm_scheduler *scheduler); // when the weights or the KV cache go to sleep
-} rm_policy;
-
-extern const rm_policy rm_own_policy, rm_external_policy;
-
 typedef struct rm_scheduler_options {
-  const rm_policy *policy;
   // Limits of requests; eos_ids is a view, and rm_scheduler_open_pages sets n_pages.
   rm_request_limits limits;
   int64_t max_num_seqs, max_num_batched_tokens;
@@ -132,10 +116,13 @@ void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq);
 // Plans n_rows rows from seq->next on, and the draw from the last one.
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows);
-// inflight.c: the own policy's weights_changed and pages_lost
-void rm_apply_inflight(rm_scheduler *scheduler, rm_inflight inflight);
-void rm_preempt_all(rm_scheduler *scheduler);
+// inflight.c. After a commit; when the weights or the KV cache go to sleep.
+void rm_weights_changed(rm_scheduler *scheduler, rm_inflight inflight);
+void rm_pages_lost(rm_scheduler *scheduler);
 
+static inline int rm_is_external(const rm_scheduler *scheduler) {
+  return scheduler->options.external_pages > 0;
+}
 static inline int32_t *rm_block_table(const rm_scheduler *scheduler, const rm_sequence *seq) {
   return scheduler->plan.block_tables + seq->table_row * scheduler->max_pages;
 }

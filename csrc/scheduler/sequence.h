@@ -85,7 +85,6 @@ struct rm_sequence_group {
   rm_sequence *sequences; // [n]
   // scheduler.c
   rm_sequence *leader; // ACTIVE and computing the prompt for all, or NULL
-  int started; // whether n_cached is known
   int64_t n_cached;
   rm_request_times times; // queued: sequence_group.c; tokens: commit.c
   // sampler.c and commit.c: records of the prompt

@@ -321,7 +321,7 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
 void rm_sequence_group_rewind(rm_sequence_group *group) {
   group->n_done = 0;
   group->n_scored = group->n_prompt_routed = group->n_cached = 0;
-  group->started = group->mixed = 0;
+  group->mixed = 0;
   group->times = (rm_request_times){.queued = group->times.queued};
   for (int32_t i = 0; i < group->n; i++) {
     rm_sequence *seq = &group->sequences[i];

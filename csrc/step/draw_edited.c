@@ -4,10 +4,9 @@
 #include "scheduler/logit_edits.h"
 #include "step/runner.h"
 
-// Draws from a row in host memory.
+// Draws from a row in host memory. Sets all of *out but the rank.
 static rm_code run_sample(rm_runner *runner, const float *logits, const float *stats,
-                          rm_sample_params params, int32_t *token, float *logprob,
-                          float *sampling_logprob, rm_error *err) {
+                          rm_sample_params params, rm_drawn *out, rm_error *err) {
   static const uint8_t flags = 0;
   rm_results *results = &runner->results;
   const int64_t vocab = runner->options.spec->vocab_size;
@@ -17,9 +16,10 @@ static rm_code run_sample(rm_runner *runner, const float *logits, const float *s
   if (code) return code;
   params.banned = rm_results_input(results, params.banned, banned);
   const rm_sample_args args = {
-      .tokens = rm_results_output(results, token, sizeof *token),
-      .logprobs = rm_results_output(results, logprob, sizeof *logprob),
-      .sampling_logprobs = rm_results_output(results, sampling_logprob, sizeof *sampling_logprob),
+      .tokens = rm_results_output(results, &out->token, sizeof out->token),
+      .logprobs = rm_results_output(results, &out->logprob, sizeof out->logprob),
+      .sampling_logprobs =
+          rm_results_output(results, &out->sampling_logprob, sizeof out->sampling_logprob),
       .logits = rm_results_input(results, logits, row),
       .stats = rm_results_input(results, stats, 2 * sizeof *stats),
       .params = rm_results_input(results, &params, sizeof params),
@@ -45,19 +45,19 @@ rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const float *raw, co
                        const float *edited, rm_drawn *out, rm_error *err) {
   static const int32_t nobody = -1;
   const int64_t vocab = runner->options.spec->vocab_size;
-  float unused;
+  rm_drawn forced = {0};
   *out = (rm_drawn){.token = -1};
   for (int64_t v = 0; v < vocab; v++)
     if (isnan(edited[v])) return RM_OK; // the op would skip it
   rm_sample_params params = rm_params_of(seq);
   if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
-  rm_code code =
-      run_sample(runner, edited, stats, params, &out->token, &unused, &out->sampling_logprob, err);
+  rm_code code = run_sample(runner, edited, stats, params, out, err);
   if (code) return code;
   if (out->token >= 0 && edited[out->token] == -INFINITY) out->token = -1; // all entries are −inf
   if (out->token < 0) return RM_OK;
   const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = out->token};
-  code = run_sample(runner, raw, stats, model, &out->token, &out->logprob, &unused, err);
+  code = run_sample(runner, raw, stats, model, &forced, err);
+  out->logprob = forced.logprob;
   if (!code && seq->group->want_token_ranks) out->rank = rank_of(raw, vocab, out->token);
   return code;
 }

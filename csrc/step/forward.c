@@ -88,13 +88,15 @@ static void fill(rm_runner *runner) {
   list_fields(runner, b, (size_t)shape->n_rows, (size_t)shape->n_out, fields);
   // The buffer is sized for the largest step.
   rm_fields_place(fields, STEP_FIELDS, runner->buffer);
-  memcpy(b->slots, plan->slots, rows * sizeof *b->slots);
-  memcpy(b->ids, plan->ids, rows * sizeof *b->ids);
-  memcpy(b->positions, plan->positions, rows * sizeof *b->positions);
-  memcpy(b->seq_of_row, plan->seq_of_row, rows * sizeof *b->seq_of_row);
-  memcpy(b->out_rows, plan->out_rows, outs * sizeof *b->out_rows);
-  memcpy(b->targets, plan->targets, outs * sizeof *b->targets);
-  memcpy(b->params, plan->params, outs * sizeof *b->params);
+#define COPY(member, n) memcpy(b->member, plan->member, (n) * sizeof *b->member)
+  COPY(slots, rows);
+  COPY(ids, rows);
+  COPY(positions, rows);
+  COPY(seq_of_row, rows);
+  COPY(out_rows, outs);
+  COPY(targets, outs);
+  COPY(params, outs);
+#undef COPY
   for (int64_t i = plan->n_rows; i < shape->n_rows; i++) {
     b->slots[i] = b->targets[i] = -1;
     b->ids[i] = b->positions[i] = 0;

@@ -36,7 +36,6 @@ static int32_t draw_of(uint64_t state, uint64_t seed, int64_t length) {
 
 static void begin(scene *s) {
   const rm_scheduler_options options = {
-      .policy = &rm_own_policy,
       .limits = {.vocab = VOCAB, .max_model_len = MAX_LEN, .page_size = PAGE, .engine_seed = 3},
       .max_num_seqs = 1 + fuzz_below(&s->f, 6),
       .max_num_batched_tokens = 1 + fuzz_below(&s->f, MAX_ROWS),
@@ -163,11 +162,10 @@ int main(int argc, char **argv) {
       if (s.scheduler.n_live) step(&s);
     }
     for (uint64_t id = 1; id <= n; id++) check(&s, id);
-    const rm_kv_stats kv = rm_kv_statistics(s.scheduler.cache);
-    if (kv.pages_held)
-      tiny_die("%s: %lld pages are held", fuzz_where(&s.f), (long long)kv.pages_held);
+    const int64_t held = s.scheduler.options.limits.n_pages - rm_kv_free_pages(s.scheduler.cache);
+    if (held) tiny_die("%s: %lld pages are held", fuzz_where(&s.f), (long long)held);
     s.preemptions += s.scheduler.preemptions;
-    s.hits += kv.hits;
+    s.hits += rm_kv_statistics(s.scheduler.cache)->hits;
     rm_scheduler_destroy(&s.scheduler);
   }
   printf("scheduler: %ld samples in %ld steps; %ld preemptions, %ld pages reused, %ld copied\n",
