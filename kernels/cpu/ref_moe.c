@@ -4,16 +4,12 @@
 // Whether an expert with key x precedes one with key y and a lower id.
 static int comes_before(float x, float y) { return rm_order_key(x) > rm_order_key(y); }
 
-static float key_of(const float *scores, const rm_router_args *a, int64_t e) {
-  return a->bias ? scores[e] + a->bias[e] : scores[e];
-}
-
 // The sum of a group's two largest keys; NaN if fewer than two keys are numbers.
 static float group_key(const float *scores, const rm_router_args *a, int64_t group) {
   const int64_t size = a->n_experts / a->n_groups;
   float first = NAN, second = NAN;
   for (int64_t e = group * size; e < (group + 1) * size; e++) {
-    const float key = key_of(scores, a, e);
+    const float key = rm_router_key(a, scores, e);
     if (comes_before(key, first)) {
       second = first;
       first = key;
@@ -43,7 +39,7 @@ static void choose(const float *scores, const rm_router_args *a, int32_t *ids) {
     int64_t best = -1;
     float best_key = 0.0f;
     for (int64_t e = 0; e < a->n_experts; e++) {
-      const float key = key_of(scores, a, e);
+      const float key = rm_router_key(a, scores, e);
       int taken = !open[e / size];
       for (int64_t i = 0; i < k; i++) taken |= ids[i] == e;
       if (taken || (best >= 0 && !comes_before(key, best_key))) continue;
