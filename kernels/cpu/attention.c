@@ -88,7 +88,7 @@ static int64_t within(int64_t n) { return n < 0 ? 0 : rm_min64(n, RM_LANES); }
 // The lanes whose position, t0 + 16·half + lane, is live for q.
 VEC vi live_lanes(const unit *u, int64_t q, int64_t t0, int half) {
   const int64_t base = t0 + half * RM_LANES;
-  return vi_without(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
+  return vi_sub(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
 }
 
 // Scales and masks the scores of q (those of positions that are not live are undefined before) and

@@ -1,7 +1,6 @@
-// moe.c: router and combination of docs/numerics.md §5. The router's
-// logits are a separate gemm; the rest is small and runs row by row. Combination first plans each
-// row: the order of its leaves and sums when the tree is walked from the left. So the loop over
-// columns has no branches.
+// moe.c: router and combination of docs/numerics.md §5. The router's logits are a separate gemm;
+// the rest is small and runs row by row. Combination first plans each row: the order of its leaves
+// and sums when the tree is walked from the left. So the loop over columns has no branches.
 #include "variant.h"
 
 #include "panel.h"

@@ -91,25 +91,17 @@ void rm_router_ref(const rm_ctx *ctx, const rm_router_args *a) {
   }
 }
 
-// Goes rank by rank and expert by expert, unlike the fast variant, which goes choice by choice.
 static void static_dispatch_row(const rm_static_dispatch_args *a, int64_t home, int64_t row) {
   const int64_t each = rm_max_choices(a->top_k, a->experts_each);
   const int32_t *ids = a->ids + home * a->ids_pitch + row * a->top_k;
   int32_t *place = a->place + (home * a->home_rows + row) * a->top_k,
           *own = a->own + (home * a->pitch + row) * each;
-  int32_t most = -1;
   for (int64_t k = 0; k < a->top_k; k++) {
-    place[k] = -1;
-    most = ids[k] > most ? ids[k] : most;
-  }
-  for (int64_t rank = 0; rank * a->experts_each <= most; rank++) {
-    int64_t n = 0;
-    for (int64_t k = 0; k < a->top_k; k++) {
-      const int64_t expert = ids[k] - rank * a->experts_each;
-      if (ids[k] < 0 || expert < 0 || expert >= a->experts_each) continue;
-      if (rank == a->rank) own[n] = (int32_t)expert;
-      place[k] = (int32_t)(rank * a->home_rows * each + row * each + n++);
-    }
+    const int64_t rank = ids[k] / a->experts_each, first = rank * a->experts_each;
+    int64_t n = 0; // earlier choices among the rank's experts
+    for (int64_t i = 0; i < k; i++) n += ids[i] >= first && ids[i] < first + a->experts_each;
+    place[k] = ids[k] < 0 ? -1 : (int32_t)((rank * a->home_rows + row) * each + n);
+    if (ids[k] >= 0 && rank == a->rank) own[n] = (int32_t)(ids[k] - first);
   }
 }
 

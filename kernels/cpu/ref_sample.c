@@ -44,8 +44,8 @@ static int is_left(const filter *f, int64_t v, int64_t *ties_seen, uint64_t *wei
   return key > f->key || (*ties_seen)++ < f->ties;
 }
 
-// What is left: the tokens, those with a weight, the sum of weights, and the first token at which
-// the sum exceeds `target`.
+// The tokens that are left: their number, the number of those with a weight, the sum of weights,
+// and the first token at which the sum exceeds `target`.
 typedef struct rest {
   uint64_t n, weight;
   int32_t kept, drawn;

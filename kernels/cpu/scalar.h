@@ -178,7 +178,7 @@ RM_INLINE float rm_logprob(float logit, const float *stats) {
   return rm_canon((logit - stats[0]) - rm_log(stats[1]));
 }
 
-// What the router orders experts by.
+// The router chooses the experts with the largest keys.
 RM_INLINE float rm_router_key(const rm_router_args *a, const float *scores, int64_t e) {
   return a->bias ? scores[e] + a->bias[e] : scores[e];
 }

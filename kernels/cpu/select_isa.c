@@ -35,7 +35,7 @@ static pthread_once_t decided = PTHREAD_ONCE_INIT;
 static rm_isa_state states[RM_N_ISA];
 static char differs[RM_N_ISA][64]; // the reason, for a variant whose arithmetic is wrong
 
-const char *rm_isa_name(rm_isa isa) { return isa >= 0 && isa < RM_N_ISA ? NAMES[isa] : "unknown"; }
+const char *rm_isa_name(rm_isa isa) { return NAMES[isa]; }
 
 // ------------------------------------------------------------------------- features of the machine
 // Linux grants the 8 KiB of tile registers to a whole process, when the process requests them.

@@ -28,7 +28,8 @@
     } \
   } while (0)
 
-VEC vf vf_neg(vf x) { return vf_sub(vf_set1(-0.0f), x); }
+// Flips the sign bit.
+VEC vf vf_neg(vf x) { return vi_floats(vi_add(vf_bits(x), vi_set1(INT32_MIN))); }
 
 // +0 instead of −0, and every NaN the same NaN.
 VEC vf vf_canon(vf x) { return vf_one_nan(vf_add(x, vf_zero())); }
@@ -108,12 +109,12 @@ VEC vf vf_exp(vf x) {
   return vf_scale(p, n, i);
 }
 
-// rm_token_weight of 16 lanes, none negative, to p[0 … 16).
+// rm_token_weight of 16 lanes, to p[0 … 16). A shift by more than 63, also as an unsigned number,
+// leaves 0.
 VEC void vec_token_weights(uint64_t *p, vf e) {
   float mantissas[RM_LANES], shifts[RM_LANES];
-  const vi u = vf_bits(e), usable = vi_and(vf_gt(e, vf_zero()), vf_gt(vf_set1(2.0f), e));
-  const vi mantissa = vi_add(vi_and(u, vi_set1(0x7fffff)), vi_set1(0x800000));
-  vf_store(mantissas, vi_floats(vi_and(usable, mantissa)));
+  const vi u = vf_bits(e);
+  vf_store(mantissas, vi_floats(vi_add(vi_and(u, vi_set1(0x7fffff)), vi_set1(0x800000))));
   vf_store(shifts, vi_floats(vi_sub(vi_set1(127), vi_srl(u, 23))));
   for (int i = 0; i < RM_LANES; i += 4) {
     const __m256i m = _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(mantissas + i))),

@@ -80,10 +80,6 @@ VI_OF_TWO(vi_add, _mm256_add_epi32)
 VI_OF_TWO(vi_sub, _mm256_sub_epi32)
 VI_OF_TWO(vi_and, _mm256_and_si256)
 VI_OF_TWO(vi_eq, _mm256_cmpeq_epi32)
-// x & ~y
-VEC vi vi_without(vi x, vi y) {
-  return (vi){_mm256_andnot_si256(y.a, x.a), _mm256_andnot_si256(y.b, x.b)};
-}
 VEC vi vf_bits(vf x) { return (vi){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 VEC vf vi_floats(vi x) { return vf_make(_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)); }
 #define vi_sll(x, n) ((vi){_mm256_slli_epi32((x).a, n), _mm256_slli_epi32((x).b, n)})

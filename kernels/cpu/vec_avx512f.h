@@ -44,7 +44,6 @@ VEC vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 VI_OF_TWO(vi_add, _mm512_add_epi32)
 VI_OF_TWO(vi_sub, _mm512_sub_epi32)
 VI_OF_TWO(vi_and, _mm512_and_si512)
-VEC vi vi_without(vi x, vi y) { return _mm512_andnot_si512(y, x); } // x & ~y
 VEC vi vf_bits(vf x) { return _mm512_castps_si512(x); }
 VEC vf vi_floats(vi x) { return _mm512_castsi512_ps(x); }
 #define vi_sll(x, n) _mm512_slli_epi32(x, n)
@@ -53,13 +52,13 @@ VEC vf vi_floats(vi x) { return _mm512_castsi512_ps(x); }
 
 // Conversion of a mask register to lanes of ones, and back.
 VEC vi vi_of(__mmask16 bits) { return _mm512_maskz_set1_epi32(bits, -1); }
-VEC __mmask16 vi_bits(vi mask) { return _mm512_test_epi32_mask(mask, mask); }
+VEC __mmask16 vi_lanes(vi mask) { return _mm512_test_epi32_mask(mask, mask); }
 VEC __mmask16 first_bits(int64_t n) { return (__mmask16)((1u << n) - 1); } // 0 ≤ n ≤ 16
 
 // Mask of the first n of 16 lanes, 0 ≤ n ≤ 16. vf_load_n reads the other lanes as +0.
 VEC vi vi_first(int64_t n) { return vi_of(first_bits(n)); }
 VEC vf vf_keep(vf x, vi mask) { return vi_floats(vi_and(vf_bits(x), mask)); }
-VEC vf vf_pick(vi mask, vf yes, vf no) { return _mm512_mask_blend_ps(vi_bits(mask), no, yes); }
+VEC vf vf_pick(vi mask, vf yes, vf no) { return _mm512_mask_blend_ps(vi_lanes(mask), no, yes); }
 VEC vf vf_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first_bits(n), p); }
 
 // The last step of exp by one instruction. Of the two products in vec_avx2.h the first is exact, so
@@ -73,8 +72,7 @@ VEC vf vf_scale(vf p, vf n, vi i) {
 VEC vi vf_gt(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ)); }
 VEC vi vf_ge(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ)); }
 VEC vi vi_eq(vi x, vi y) { return vi_of(_mm512_cmpeq_epi32_mask(x, y)); }
-VEC int vi_any(vi mask) { return vi_bits(mask) != 0; }
-VEC uint32_t vi_lanes(vi mask) { return vi_bits(mask); }
+VEC int vi_any(vi mask) { return vi_lanes(mask) != 0; }
 
 VEC __m256 vf_lower(vf x) { return _mm512_castps512_ps256(x); }
 VEC __m256 vf_upper(vf x) {
