@@ -39,11 +39,8 @@ typedef struct unit {
   int64_t *first, *last; // [n_q] live positions
 } unit;
 
-// The most query heads that a kv head may have on this rank.
-static int64_t most_heads(int64_t group, int64_t n_heads) { return rm_min64(group, n_heads); }
-
 static int64_t unit_floats(int64_t group, int64_t n_heads, int64_t head_dim) {
-  const int64_t n_q = rm_max64(UNIT_QUERIES, most_heads(group, n_heads));
+  const int64_t n_q = rm_max64(UNIT_QUERIES, rm_min64(group, n_heads));
   const int64_t per_query =
       rm_round_up(head_dim, RM_K_BLOCK) + 2 * RM_ATTN_BLOCK + 2 * rm_round_up(head_dim, RM_N_TILE);
   // 7: m to sum; 4: first and last, which take as much as two floats each.
@@ -91,7 +88,7 @@ static int64_t within(int64_t n) { return n < 0 ? 0 : rm_min64(n, RM_LANES); }
 // The lanes whose position, t0 + 16·half + lane, is live for q.
 VEC vi live_lanes(const unit *u, int64_t q, int64_t t0, int half) {
   const int64_t base = t0 + half * RM_LANES;
-  return vi_without(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
+  return vi_sub(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
 }
 
 // Scales and masks the scores of q (those of positions that are not live are undefined before) and
@@ -293,7 +290,7 @@ static void attention_task(void *arg, int thread, int n_threads) {
 // queries. Returns the cost in cycles.
 static int64_t find_runs(attention_job *job) {
   const rm_attention_args *a = job->a;
-  const int64_t rows = rm_max64(1, UNIT_QUERIES / most_heads(job->group, a->n_heads));
+  const int64_t rows = rm_max64(1, UNIT_QUERIES / rm_min64(job->group, a->n_heads));
   int64_t positions = 0;
   for (int64_t r = 0; r < a->rows; r++) {
     const int64_t begin = job->n_runs ? job->runs[job->n_runs - 1] : 0;

@@ -33,14 +33,12 @@ typedef struct k_block {
   int64_t step; // elements between pairs of k (bf16) or between single k (f32)
 } k_block;
 
-VEC vf even_of(rm_dtype dtype, const k_block *w, int p) {
-  if (dtype == RM_BF16)
-    return vf_even_at((const uint16_t *)w->half[p / 8] + p % 8 * w->step, p % 8 > 0);
-  return vf_load((const float *)w->half[p / 8] + (p % 8 * 2) * w->step);
-}
-VEC vf odd_of(rm_dtype dtype, const k_block *w, int p) {
-  if (dtype == RM_BF16) return vf_odd(vi_load((const uint16_t *)w->half[p / 8] + p % 8 * w->step));
-  return vf_load((const float *)w->half[p / 8] + (p % 8 * 2 + 1) * w->step);
+// Step p of the even chain, or of the odd one.
+VEC vf weights_of(rm_dtype dtype, const k_block *w, int p, const int odd) {
+  const void *half = w->half[p / 8];
+  if (dtype == RM_F32) return vf_load((const float *)half + (p % 8 * 2 + odd) * w->step);
+  const uint16_t *pairs = (const uint16_t *)half + p % 8 * w->step;
+  return odd ? vf_odd(vi_load(pairs)) : vf_even_at(pairs, p % 8 > 0);
 }
 // Elements between pairs of k in a packed tile, and between the tile columns of V.
 VEC int64_t packed_step(rm_dtype dtype) { return dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE; }
@@ -75,8 +73,8 @@ VEC fetch fetch_share(fetch f, int64_t r, int64_t n, int64_t rows) {
 VEC void fetch_block(const fetch *f, int64_t b) {
   for (int64_t i = 0; i < f->lines; i++) {
     const char *line = f->from + b * f->block + i * LINE;
-    if (f->near) vec_prefetch(line);
-    else vec_prefetch_l2(line);
+    if (f->near) _mm_prefetch(line, _MM_HINT_T0);
+    else _mm_prefetch(line, _MM_HINT_T1);
   }
 }
 
@@ -94,13 +92,13 @@ VEC void block_tall(rm_dtype dtype, const int R, const float *x, const k_block *
   float even[MOST_ROWS][RM_LANES];
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
-    const vf wv = even_of(dtype, w, p);
+    const vf wv = weights_of(dtype, w, p, 0);
     for (int r = 0; r < R; r++) chain[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p, wv, chain[r]);
   }
   for (int r = 0; r < R; r++) vf_store(even[r], chain[r]);
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
-    const vf wv = odd_of(dtype, w, p);
+    const vf wv = weights_of(dtype, w, p, 1);
     for (int r = 0; r < R; r++) chain[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p + 1, wv, chain[r]);
   }
   for (int r = 0; r < R; r++) add_to(acc + r * RM_LANES, vf_load(even[r]), chain[r]);
@@ -111,9 +109,9 @@ VEC void block_flat(rm_dtype dtype, const int R, const float *x, const k_block *
   vf even[MOST_ROWS], odd[MOST_ROWS];
 #pragma GCC unroll 16
   for (int p = 0; p < 16; p++) {
-    const vf we = even_of(dtype, w, p);
+    const vf we = weights_of(dtype, w, p, 0);
     for (int r = 0; r < R; r++) even[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p, we, even[r]);
-    const vf wo = odd_of(dtype, w, p);
+    const vf wo = weights_of(dtype, w, p, 1);
     for (int r = 0; r < R; r++) odd[r] = step_of(p, x + r * RM_K_BLOCK + 2 * p + 1, wo, odd[r]);
   }
   for (int r = 0; r < R; r++) add_to(acc + r * RM_LANES, even[r], odd[r]);
@@ -132,6 +130,6 @@ VEC void fma_fill(rm_dtype dtype, float *to, const void *x, int64_t n) {
 
 // The probabilities of one query and block, as a row of a panel.
 VEC void fma_probabilities(rm_dtype dtype, float *p, vf p0, vf p1) {
-  vf_store(p, dtype == RM_BF16 ? vf_to_bf16(p0) : p0);
-  vf_store(p + RM_LANES, dtype == RM_BF16 ? vf_to_bf16(p1) : p1);
+  vf_store(p, vt_round(dtype, p0));
+  vf_store(p + RM_LANES, vt_round(dtype, p1));
 }

@@ -81,8 +81,8 @@ typedef struct scratch {
 } scratch;
 
 // Multiplies rows [row0, row1) of x by tile columns [tile0, tile1) of matrix w.
-VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const void *w,
-                int64_t row0, int64_t row1, int64_t tile0, int64_t tile1) {
+VEC void region_as(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const void *w,
+                   int64_t row0, int64_t row1, int64_t tile0, int64_t tile1) {
   const rm_gemm_args *a = job->a;
   const int per = job->swiglu ? 2 : 1; // weight tiles per tile of y
   const int64_t n_blocks = rm_round_up(a->k, RM_K_BLOCK) / RM_K_BLOCK, at_once = PANEL_TILES / per;
@@ -101,22 +101,12 @@ VEC void region(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, const v
   }
 }
 
-#define REGION(name, T, Y) \
-  static __attribute__((noinline)) void name(const gemm_job *job, scratch *s, const void *w, \
-                                             int64_t row0, int64_t row1, int64_t tile0, \
-                                             int64_t tile1) { \
-    region(T, Y, job, s, w, row0, row1, tile0, tile1); \
-  }
-REGION(region_bf16, RM_BF16, RM_BF16)
-REGION(region_bf16_f32, RM_BF16, RM_F32)
-REGION(region_f32, RM_F32, RM_F32)
-
-typedef void (*region_fn)(const gemm_job *, scratch *, const void *, int64_t, int64_t, int64_t,
-                          int64_t);
-
-static region_fn region_for(const rm_gemm_args *a) {
-  if (a->dtype == RM_F32) return region_f32;
-  return a->y_dtype == RM_BF16 ? region_bf16 : region_bf16_f32;
+static void region(const gemm_job *job, scratch *s, const void *w, int64_t row0, int64_t row1,
+                   int64_t tile0, int64_t tile1) {
+  const rm_dtype Y = job->a->y_dtype;
+  if (job->a->dtype == RM_F32) region_as(RM_F32, RM_F32, job, s, w, row0, row1, tile0, tile1);
+  else if (Y == RM_F32) region_as(RM_BF16, RM_F32, job, s, w, row0, row1, tile0, tile1);
+  else region_as(RM_BF16, RM_BF16, job, s, w, row0, row1, tile0, tile1);
 }
 
 static int64_t groups_cost(const rm_gemm_args *a, int64_t tiles) {
@@ -137,7 +127,7 @@ static void grouped(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
     const int64_t tile0 = rm_max64(0, (from - start + cost - 1) / cost),
                   tile1 = rm_min64(job->tiles, (to - start + cost - 1) / cost);
     if (from - start < job->tiles * cost && tile0 < tile1)
-      region_for(a)(job, s, rm_at(a->dtype, a->w, g * a->group_stride), row0, row1, tile0, tile1);
+      region(job, s, rm_at(a->dtype, a->w, g * a->group_stride), row0, row1, tile0, tile1);
     start += job->tiles * cost;
   }
 }
@@ -147,8 +137,8 @@ static void plain(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
     const int64_t panel = from / job->tiles, tile = from % job->tiles,
                   row = panel * job->panel_rows;
     next = rm_min64(to, (panel + 1) * job->tiles);
-    region_for(job->a)(job, s, job->a->w, row, rm_min64(job->a->m, row + job->panel_rows), tile,
-                       tile + next - from);
+    region(job, s, job->a->w, row, rm_min64(job->a->m, row + job->panel_rows), tile,
+           tile + next - from);
   }
 }
 

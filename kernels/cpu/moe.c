@@ -1,7 +1,6 @@
-// moe.c: router and combination of docs/numerics.md §5. The router's
-// logits are a separate gemm; the rest is small and runs row by row. Combination first plans each
-// row: the order of its leaves and sums when the tree is walked from the left. So the loop over
-// columns has no branches.
+// moe.c: router and combination of docs/numerics.md §5. The router's logits are a separate gemm;
+// the rest is small and runs row by row. Combination first plans each row: the order of its leaves
+// and sums when the tree is walked from the left. So the loop over columns has no branches.
 #include "variant.h"
 
 #include "panel.h"
@@ -19,10 +18,6 @@ typedef struct choice {
   uint32_t key;
   int32_t id;
 } choice;
-
-static float key_of(const rm_router_args *a, const float *scores, int64_t e) {
-  return a->bias ? scores[e] + a->bias[e] : scores[e];
-}
 
 // Inserts into best[0 … n), a short list of at most `most`, best first. A later choice with an
 // equal key comes after the earlier one. Returns the new n.
@@ -43,9 +38,9 @@ static void open_groups(const rm_router_args *a, const float *scores, int64_t si
     choice two[2];
     int64_t n_two = 0;
     for (int64_t e = g * size; e < (g + 1) * size; e++)
-      n_two = insert(two, n_two, 2, key_of(a, scores, e), e);
-    n = insert(best, n, a->top_groups, key_of(a, scores, two[0].id) + key_of(a, scores, two[1].id),
-               g);
+      n_two = insert(two, n_two, 2, rm_router_key(a, scores, e), e);
+    n = insert(best, n, a->top_groups,
+               rm_router_key(a, scores, two[0].id) + rm_router_key(a, scores, two[1].id), g);
     open[g] = 0;
   }
   for (int64_t i = 0; i < n; i++) open[best[i].id] = 1;
@@ -59,7 +54,7 @@ static void choose(const rm_router_args *a, const float *scores, int32_t *ids) {
   if (n_groups > 1) open_groups(a, scores, size, open);
   for (int64_t g = 0; g < n_groups; g++)
     for (int64_t e = g * size; open[g] && e < (g + 1) * size; e++)
-      n = insert(best, n, a->top_k, key_of(a, scores, e), e);
+      n = insert(best, n, a->top_k, rm_router_key(a, scores, e), e);
   for (int64_t k = 0; k < a->top_k; k++) ids[k] = best[k].id;
 }
 

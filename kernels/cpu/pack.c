@@ -16,6 +16,7 @@
 
 #include "pack_bits.h"
 #include "tables.h"
+#include "threads.h"
 
 enum {
   SQUARE = 16, // rows, and words, of a square
@@ -23,7 +24,6 @@ enum {
   LINE = SQUARE * 4, // bytes of a row of a square: one cache line
   CROWD = 4096, // rows a multiple of this apart are in the same set of the L1 cache
   RUN = 512, // bytes of each stored row that are processed at a time
-  SERIAL_ELEMENTS = 1 << 16, // below this, waking threads costs more than it saves
   MAX_PARTS = 256,
 };
 
@@ -46,24 +46,26 @@ INLINE void convert_as(rm_dtype stored, rm_src_dtype from, void *to, const char 
   }
 }
 
+// gcc vectorizes the loops of a constant step.
+#define CONVERT_FROM(from) \
+  case from: \
+    if (step == src_bytes(from)) convert_as(stored, from, to, src, src_bytes(from), n); \
+    else convert_as(stored, from, to, src, step, n); \
+    break;
+
 INLINE void convert_to(rm_dtype stored, void *to, const char *src, int64_t step, int64_t n,
                        rm_src_dtype from) {
   switch (from) {
-    case RM_SRC_BF16: convert_as(stored, RM_SRC_BF16, to, src, step, n); break;
-    case RM_SRC_F32: convert_as(stored, RM_SRC_F32, to, src, step, n); break;
-    case RM_SRC_F16: convert_as(stored, RM_SRC_F16, to, src, step, n); break;
+    CONVERT_FROM(RM_SRC_BF16)
+    CONVERT_FROM(RM_SRC_F32)
+    CONVERT_FROM(RM_SRC_F16)
     case RM_SRC_F64: convert_as(stored, RM_SRC_F64, to, src, step, n); break;
   }
 }
 
 static void convert(rm_dtype stored, void *to, const char *src, int64_t step, int64_t n,
                     rm_src_dtype from) {
-  // gcc vectorizes the loops of a constant step.
-  if (stored == RM_BF16 && from == RM_SRC_F32 && step == 4)
-    convert_as(RM_BF16, RM_SRC_F32, to, src, 4, n);
-  else if (stored == RM_F32 && from == RM_SRC_BF16 && step == 2)
-    convert_as(RM_F32, RM_SRC_BF16, to, src, 2, n);
-  else if (stored == RM_BF16) convert_to(RM_BF16, to, src, step, n, from);
+  if (stored == RM_BF16) convert_to(RM_BF16, to, src, step, n, from);
   else convert_to(RM_F32, to, src, step, n, from);
 }
 
@@ -155,17 +157,16 @@ static uint64_t digest_elements(const char *x, int64_t first, int64_t n) {
   return sum;
 }
 
+// The lower of two indices; −1: none.
+static int64_t lowest(int64_t a, int64_t b) { return a < 0 ? b : b < 0 ? a : rm_min64(a, b); }
+
 static void find_nonfinite(part *found, rm_dtype dtype, const char *x, int64_t first, int64_t n) {
   if (found->nonfinite >= 0 && found->nonfinite <= first) return;
   for (int64_t i = 0; i < n; i++) {
     if (!is_nonfinite(dtype == RM_BF16 ? load16(x + 2 * i) : load32(x + 4 * i), dtype)) continue;
-    if (found->nonfinite < 0 || first + i < found->nonfinite) found->nonfinite = first + i;
+    found->nonfinite = first + i;
     return;
   }
-}
-
-static void note_diff(part *found, int64_t index) {
-  if (found->diff < 0 || index < found->diff) found->diff = index;
 }
 
 // ------------------------------------------------------------------------------------- plain rows
@@ -210,7 +211,7 @@ static void plain_run(const rm_pack_args *args, part *found, int64_t row, int64_
   } else if (memcmp(dst, x, (size_t)bytes) != 0) {
     int64_t i = 0;
     while (memcmp(dst + i * stored, x + i * stored, (size_t)stored) == 0) i++;
-    note_diff(found, first + i);
+    found->diff = lowest(found->diff, first + i);
   }
 }
 
@@ -250,8 +251,6 @@ static rows16 rows_begin(const char *at, const char *ahead, int64_t pitch, int64
   };
 }
 
-typedef enum emit { STREAM, KEEP, COMPARE } emit;
-
 // Reads each cache line once and whole: rows CROWD apart are all in one set of the L1 cache, which
 // holds only half of them.
 INLINE void copy_lines(char *lines, const rows16 *rows) {
@@ -264,11 +263,11 @@ INLINE void copy_lines(char *lines, const rows16 *rows) {
 }
 
 // Transposes the next 16 words, out[word][row] ← row[word], and adds to their sums. out is aligned
-// to 32. With COMPARE returns nonzero if out differs.
-INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
+// to 32; `stream` is a constant.
+INLINE void transpose_tile(const int stream, char *out, rows16 *rows, sums *total) {
   _Alignas(64) char lines[SQUARE_BYTES];
   sums s = *total;
-  __m256i seeds = rows->seeds, differ = _mm256_setzero_si256();
+  __m256i seeds = rows->seeds;
   const int crowded = rows->pitch % CROWD == 0;
   const char *at = crowded ? lines : rows->at;
   const int64_t pitch = crowded ? LINE : rows->pitch;
@@ -301,16 +300,14 @@ INLINE int transpose_tile(emit how, char *out, rows16 *rows, sums *total) {
       __m256i *to = (__m256i *)(out + word * LINE + i * 32);
       // Bypasses the cache: the weights are not read before the swap, and a streaming store does
       // not fetch the line first.
-      if (how == STREAM) _mm256_stream_si256(to, y[i]);
-      else if (how == KEEP) _mm256_store_si256(to, y[i]);
-      else differ = _mm256_or_si256(differ, _mm256_xor_si256(y[i], _mm256_load_si256(to)));
+      if (stream) _mm256_stream_si256(to, y[i]);
+      else _mm256_store_si256(to, y[i]);
     }
   }
   *total = s;
   rows->seeds = seeds;
   rows->at += LINE;
   rows->ahead += LINE;
-  return how == COMPARE && !_mm256_testz_si256(differ, differ);
 }
 
 // Writes some lanes of a square that is shared with another parameter or not aligned.
@@ -354,37 +351,28 @@ static char *packed_dst(const rm_pack_args *args, const packed_run *run) {
          tile * RM_N_TILE * RM_K_BLOCK * (int64_t)rm_dtype_bytes(args->dst_dtype);
 }
 
-static void compare_run(const rm_pack_args *args, part *found, const packed_run *run, rows16 *rows,
-                        int64_t squares, sums *total) {
+// Transposes the run's squares to their places, or compares them.
+static void pack_squares(const rm_pack_args *args, part *found, const packed_run *run, rows16 *rows,
+                         int64_t squares, sums *total) {
   _Alignas(64) uint32_t square[SQUARE * SQUARE];
-  const char *dst = packed_dst(args, run);
+  char *dst = packed_dst(args, run);
   const int64_t first = run->row * args->cols + run->col,
                 words = 4 / (int64_t)rm_dtype_bytes(args->dst_dtype);
   const int whole = run->lanes == SQUARE && (uintptr_t)dst % 32 == 0;
   for (int64_t i = 0; i < squares; i++, dst += SQUARE_BYTES) {
-    rows16 again = *rows;
-    sums ignored = *total;
-    if (whole && !transpose_tile(COMPARE, (char *)dst, rows, total)) continue;
-    transpose_tile(KEEP, (char *)square, &again, whole ? &ignored : total);
-    *rows = again;
-    const int64_t at = compare_lanes(dst, square, run->lane0, run->lanes, args->dst_dtype);
-    if (at >= 0)
-      note_diff(found, first + at / RM_K_BLOCK * args->cols + i * SQUARE * words + at % RM_K_BLOCK);
-  }
-}
-
-static void write_run(const rm_pack_args *args, const packed_run *run, rows16 *rows,
-                      int64_t squares, sums *total) {
-  _Alignas(64) uint32_t square[SQUARE * SQUARE];
-  char *dst = packed_dst(args, run);
-  if (run->lanes == SQUARE && (uintptr_t)dst % 32 == 0) {
-    for (int64_t i = 0; i < squares; i++)
-      transpose_tile(STREAM, dst + i * SQUARE_BYTES, rows, total);
-    return;
-  }
-  for (int64_t i = 0; i < squares; i++) {
-    transpose_tile(KEEP, (char *)square, rows, total);
-    emit_lanes(dst + i * SQUARE_BYTES, square, run->lane0, run->lanes);
+    if (whole && !args->compare) {
+      transpose_tile(1, dst, rows, total);
+      continue;
+    }
+    transpose_tile(0, (char *)square, rows, total);
+    if (!args->compare) {
+      emit_lanes(dst, square, run->lane0, run->lanes);
+    } else if (!whole || memcmp(dst, square, SQUARE_BYTES) != 0) {
+      const int64_t at = compare_lanes(dst, square, run->lane0, run->lanes, args->dst_dtype);
+      if (at >= 0)
+        found->diff = lowest(found->diff, first + at / RM_K_BLOCK * args->cols +
+                                              i * SQUARE * words + at % RM_K_BLOCK);
+    }
   }
 }
 
@@ -426,8 +414,7 @@ static void pack_run(const rm_pack_args *args, part *found, const packed_run *ru
   rows16 rows = rows_begin(at, direct ? run->ahead : at, pitch,
                            (args->index0 + first) / per_word - run->lane0 * row_words, row_words);
   sums s = sums_begin(args->dst_dtype);
-  if (args->compare) compare_run(args, found, run, &rows, bytes / LINE, &s);
-  else write_run(args, run, &rows, bytes / LINE, &s);
+  pack_squares(args, found, run, &rows, bytes / LINE, &s);
 
   const int bad = sums_bad(&s), split = splits_words(args);
   if (!split) found->digest += sums_digest(&s);
@@ -488,20 +475,15 @@ static void pack_task(void *arg, int thread, int n_threads) {
   _mm_sfence(); // orders streamed stores before the signal that the thread is done
 }
 
-static int64_t lowest(int64_t a, int64_t b) { return a < 0 ? b : b < 0 ? a : rm_min64(a, b); }
-
 void rm_cpu_pack(const rm_ctx *ctx, rm_pack_args *args) {
   job work;
   work.args = args;
   args->digest = 0;
   args->nonfinite_index = args->diff_index = -1;
   if (args->rows <= 0 || args->cols <= 0) return;
-  const int parallel = ctx->run && ctx->n_threads > 1 && ctx->n_threads <= MAX_PARTS &&
-                       args->rows * args->cols >= SERIAL_ELEMENTS;
-  const int n = parallel ? ctx->n_threads : 1;
+  const int n = ctx->n_threads <= MAX_PARTS ? ctx->n_threads : 1;
   for (int i = 0; i < n; i++) work.parts[i] = (part){.nonfinite = -1, .diff = -1};
-  if (parallel) ctx->run(ctx->team, pack_task, &work);
-  else pack_task(&work, 0, 1);
+  rm_parallel(ctx, n > 1 ? args->rows * args->cols / 3 : 0, pack_task, &work);
   for (int i = 0; i < n; i++) {
     args->digest += work.parts[i].digest;
     args->nonfinite_index = lowest(args->nonfinite_index, work.parts[i].nonfinite);

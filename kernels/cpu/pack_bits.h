@@ -31,9 +31,7 @@ static inline uint64_t load64(const void *p) {
   return v;
 }
 
-static inline int64_t src_bytes(rm_src_dtype dtype) {
-  return dtype == RM_SRC_F64 ? 8 : dtype == RM_SRC_F32 ? 4 : 2;
-}
+static inline int64_t src_bytes(rm_src_dtype dtype) { return (int64_t)rm_src_bytes(dtype); }
 
 // ------------------------------------------------------------------------------------ conversions
 #ifdef __CUDA_ARCH__

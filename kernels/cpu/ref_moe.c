@@ -4,16 +4,12 @@
 // Whether an expert with key x precedes one with key y and a lower id.
 static int comes_before(float x, float y) { return rm_order_key(x) > rm_order_key(y); }
 
-static float key_of(const float *scores, const rm_router_args *a, int64_t e) {
-  return a->bias ? scores[e] + a->bias[e] : scores[e];
-}
-
 // The sum of a group's two largest keys; NaN if fewer than two keys are numbers.
 static float group_key(const float *scores, const rm_router_args *a, int64_t group) {
   const int64_t size = a->n_experts / a->n_groups;
   float first = NAN, second = NAN;
   for (int64_t e = group * size; e < (group + 1) * size; e++) {
-    const float key = key_of(scores, a, e);
+    const float key = rm_router_key(a, scores, e);
     if (comes_before(key, first)) {
       second = first;
       first = key;
@@ -43,7 +39,7 @@ static void choose(const float *scores, const rm_router_args *a, int32_t *ids) {
     int64_t best = -1;
     float best_key = 0.0f;
     for (int64_t e = 0; e < a->n_experts; e++) {
-      const float key = key_of(scores, a, e);
+      const float key = rm_router_key(a, scores, e);
       int taken = !open[e / size];
       for (int64_t i = 0; i < k; i++) taken |= ids[i] == e;
       if (taken || (best >= 0 && !comes_before(key, best_key))) continue;
@@ -95,25 +91,17 @@ void rm_router_ref(const rm_ctx *ctx, const rm_router_args *a) {
   }
 }
 
-// Goes rank by rank and expert by expert, unlike the fast variant, which goes choice by choice.
 static void static_dispatch_row(const rm_static_dispatch_args *a, int64_t home, int64_t row) {
   const int64_t each = rm_max_choices(a->top_k, a->experts_each);
   const int32_t *ids = a->ids + home * a->ids_pitch + row * a->top_k;
   int32_t *place = a->place + (home * a->home_rows + row) * a->top_k,
           *own = a->own + (home * a->pitch + row) * each;
-  int32_t most = -1;
   for (int64_t k = 0; k < a->top_k; k++) {
-    place[k] = -1;
-    most = ids[k] > most ? ids[k] : most;
-  }
-  for (int64_t rank = 0; rank * a->experts_each <= most; rank++) {
-    int64_t n = 0;
-    for (int64_t k = 0; k < a->top_k; k++) {
-      const int64_t expert = ids[k] - rank * a->experts_each;
-      if (ids[k] < 0 || expert < 0 || expert >= a->experts_each) continue;
-      if (rank == a->rank) own[n] = (int32_t)expert;
-      place[k] = (int32_t)(rank * a->home_rows * each + row * each + n++);
-    }
+    const int64_t rank = ids[k] / a->experts_each, first = rank * a->experts_each;
+    int64_t n = 0; // earlier choices among the rank's experts
+    for (int64_t i = 0; i < k; i++) n += ids[i] >= first && ids[i] < first + a->experts_each;
+    place[k] = ids[k] < 0 ? -1 : (int32_t)((rank * a->home_rows + row) * each + n);
+    if (ids[k] >= 0 && rank == a->rank) own[n] = (int32_t)(ids[k] - first);
   }
 }
 

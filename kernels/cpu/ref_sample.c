@@ -44,21 +44,30 @@ static int is_left(const filter *f, int64_t v, int64_t *ties_seen, uint64_t *wei
   return key > f->key || (*ties_seen)++ < f->ties;
 }
 
-static uint64_t measure(const filter *f, int by_weight) {
-  uint64_t sum = 0, weight;
-  int64_t ties_seen = 0;
-  for (int64_t v = 0; v < f->vocab; v++)
-    if (is_left(f, v, &ties_seen, &weight)) sum += by_weight ? weight : 1;
-  return sum;
-}
+// The tokens that are left: their number, the number of those with a weight, the sum of weights,
+// and the first token at which the sum exceeds `target`.
+typedef struct rest {
+  uint64_t n, weight;
+  int32_t kept, drawn;
+} rest;
 
-// The number of tokens that can be drawn.
-static int32_t count_kept(const filter *f) {
-  int32_t n = 0;
+static rest rest_of(const filter *f, uint64_t target) {
+  rest all = {.drawn = -1};
   uint64_t weight;
   int64_t ties_seen = 0;
-  for (int64_t v = 0; v < f->vocab; v++) n += is_left(f, v, &ties_seen, &weight) && weight;
-  return n;
+  for (int64_t v = 0; v < f->vocab; v++) {
+    if (!is_left(f, v, &ties_seen, &weight)) continue;
+    all.n++;
+    all.kept += weight != 0;
+    all.weight += weight;
+    if (all.drawn < 0 && all.weight > target) all.drawn = (int32_t)v;
+  }
+  return all;
+}
+
+static uint64_t measure(const filter *f, int by_weight) {
+  const rest all = rest_of(f, 0);
+  return by_weight ? all.weight : all.n;
 }
 
 // Narrows the filter to the shortest prefix, in descending logit and ascending id, whose measure
@@ -94,14 +103,6 @@ static int32_t greedy(const float *logits, int64_t vocab, const rm_sample_params
   return best;
 }
 
-static int32_t draw(const filter *f, uint64_t target) {
-  uint64_t sum = 0, weight;
-  int64_t ties_seen = 0;
-  for (int64_t v = 0; v < f->vocab; v++)
-    if (is_left(f, v, &ties_seen, &weight) && (sum += weight) > target) return (int32_t)v;
-  return -1;
-}
-
 static float logprob_under(const filter *f, int32_t token, uint64_t total) {
   uint64_t weight = 0;
   int64_t ties_seen = 0;
@@ -132,10 +133,10 @@ static void sample_row(const rm_sample_args *a, int64_t r) {
     if (params->top_p < 1.0f) keep_prefix(&f, rm_top_p_need(params->top_p, measure(&f, 1)), 1);
     const uint64_t total = measure(&f, 1);
     if (total == 0) return;
-    if (params->forced < 0)
-      token = draw(&f, rm_mul_high(total, rm_philox_u64(params->seed, params->counter)));
+    const rest left = rest_of(&f, rm_mul_high(total, rm_philox_u64(params->seed, params->counter)));
+    if (params->forced < 0) token = left.drawn;
     under = logprob_under(&f, token, total);
-    if (a->kept) kept = count_kept(&f);
+    kept = left.kept;
   }
   a->tokens[r] = token;
   a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * from);

@@ -91,25 +91,16 @@ VEC int all_finite(rm_dtype T, const void *x, int64_t n) {
 
 // In both layouts the tiles of 16 positions are adjacent, so that consecutive words of one position
 // are 16 words apart.
-VEC void store_k(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *k, int finite) {
-  uint32_t *words =
-      (uint32_t *)page + rm_packed_index(T, head_dim, pos, 0) / (T == RM_BF16 ? 2 : 1);
+VEC void store_k(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *k) {
+  uint32_t *words = rm_at_mut(T, page, rm_packed_index(T, head_dim, pos, 0));
   const int64_t n_words = T == RM_BF16 ? head_dim / 2 : head_dim;
-  for (int64_t i = 0; i < n_words; i++) {
-    uint32_t word = 0;
-    if (finite) memcpy(&word, (const char *)k + i * 4, sizeof word);
-    words[i * RM_N_TILE] = word;
-  }
+  for (int64_t i = 0; i < n_words; i++)
+    memcpy(words + i * RM_N_TILE, (const char *)k + i * 4, sizeof *words);
 }
 
-VEC void store_v(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *v, int finite) {
-  if (T == RM_F32) {
-    uint32_t *to = (uint32_t *)page + rm_v_index(T, head_dim, pos, 0);
-    for (int64_t d = 0; d < head_dim; d++) to[d] = finite ? ((const uint32_t *)v)[d] : 0;
-    return;
-  }
-  uint16_t *to = (uint16_t *)page + rm_v_index(T, head_dim, pos, 0);
-  for (int64_t d = 0; d < head_dim; d++) to[2 * d] = finite ? ((const uint16_t *)v)[d] : 0;
+VEC void store_v(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const void *v) {
+  const int64_t first = rm_v_index(T, head_dim, pos, 0), step = T == RM_BF16 ? 2 : 1;
+  for (int64_t d = 0; d < head_dim; d++) rm_copy_elem(T, page, first + d * step, v, d);
 }
 
 VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, void *rotated) {
@@ -130,12 +121,14 @@ VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, v
     norm_head(T, a, rm_at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h, normed);
     rotate_head(T, a, row, normed, rotated);
     const int k_ok = all_finite(T, rotated, head_dim), v_ok = all_finite(T, v, head_dim);
+    if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
+    if (!k_ok) memset(rotated, 0, (size_t)head_dim * sizeof *normed);
+    if (!v_ok) v = memset(normed, 0, (size_t)head_dim * sizeof *normed);
     const int64_t place = page * a->n_kv_heads + h;
     store_k(T, rm_at_mut(T, a->k_cache, place * rm_k_page_elems(a->page_size, head_dim)), head_dim,
-            pos, rotated, k_ok);
+            pos, rotated);
     store_v(T, rm_at_mut(T, a->v_cache, place * rm_v_page_elems(a->page_size, head_dim)), head_dim,
-            pos, v, v_ok);
-    if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
+            pos, v);
   }
 }
 

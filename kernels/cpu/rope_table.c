@@ -8,27 +8,21 @@ static const double TWO_OVER_PI = 0x1.45f306dc9c883p-1, PIO2_HI = 0x1.921fb54442
                     PIO2_LO = 0x1.1a62633145c07p-54;
 static const double ROUND_MAGIC = 6755399441055744.0; // 1.5·2^52
 
-static double taylor_sin(double r) {
-  const double z = r * r;
-  double sum = 0.0;
-  for (int n = 17; n >= 3; n -= 2) sum = fma(sum, -z / (double)((n + 2) * (n + 1)), 1.0);
-  return fma(sum * (-z / 6.0), r, r);
-}
-
-static double taylor_cos(double r) {
-  const double z = r * r;
+// 1 − z/(n·(n−1)) + …, a Taylor series by Horner's rule from the term of n to that of `last`.
+static double taylor(double z, int n, int last) {
   double sum = 1.0;
-  for (int n = 16; n >= 2; n -= 2) sum = fma(sum, -z / (double)(n * (n - 1)), 1.0);
+  for (; n >= last; n -= 2) sum = fma(sum, -z / (double)(n * (n - 1)), 1.0);
   return sum;
 }
 
 static void sin_cos(float angle, double *sin, double *cos) {
   const double t = fma((double)angle, TWO_OVER_PI, ROUND_MAGIC), k = t - ROUND_MAGIC;
   const double r = fma(-k, PIO2_LO, fma(-k, PIO2_HI, (double)angle));
-  const double s = taylor_sin(r), c = taylor_cos(r);
+  const double z = r * r, c = taylor(z, 16, 2), s = fma(taylor(z, 19, 5) * (-z / 6.0), r, r);
   const int64_t quadrant = (int64_t)k & 3;
-  *sin = quadrant == 0 ? s : quadrant == 1 ? c : quadrant == 2 ? -s : -c;
-  *cos = quadrant == 0 ? c : quadrant == 1 ? -s : quadrant == 2 ? -c : s;
+  const double along = quadrant & 1 ? c : s, across = quadrant & 1 ? s : c;
+  *sin = quadrant & 2 ? -along : along;
+  *cos = (quadrant + 1) & 2 ? -across : across;
 }
 
 void rm_rope_table(float *cos, float *sin, const float *inv_freq, int64_t n_positions,

@@ -78,10 +78,13 @@ static float largest(const row_view *v) {
   return vf_max16(max) + 0.0f;
 }
 
-// The lowest id whose logit is `value`, −1: none.
-static int32_t first_equal(const float *x, int64_t n, float value) {
-  for (int64_t i = 0; i < n; i++)
-    if (x[i] == value) return (int32_t)i;
+// The lowest id whose logit is `max`, the largest; −1: none.
+static int32_t first_largest(const float *x, int64_t n, float max) {
+  for (int64_t i = 0; i < n; i += RM_LANES) {
+    const int64_t lanes = rm_min64(RM_LANES, n - i);
+    const uint32_t found = vi_lanes(vf_ge(vf_load_n(x + i, lanes), vf_set1(max)));
+    if (found & ((1u << lanes) - 1)) return (int32_t)i + __builtin_ctz(found);
+  }
   return -1;
 }
 
@@ -110,12 +113,6 @@ static uint64_t sum_of(const uint64_t *weights, int64_t n) {
   return sum;
 }
 
-static int32_t count_of(const uint64_t *weights, int64_t n) {
-  int32_t count = 0;
-  for (int64_t i = 0; i < n; i++) count += weights[i] != 0;
-  return count;
-}
-
 // Index of the first of n weights at which the running sum exceeds target; before: the sum of all
 // earlier weights.
 static int64_t exceeding(const uint64_t *weights, int64_t n, uint64_t before, uint64_t target) {
@@ -134,15 +131,23 @@ static float logprob_under(const row_view *v, int32_t token, uint64_t weight, ui
 }
 
 // ------------------------------------------------------------------------ without top_k and top_p
-// Returns the token and its logprob; −1 if all weights are 0. The weights include min_p and bans.
-static int32_t draw_from_all(row_view *v, float *under) {
+// Sets v->sums and counts the tokens that are kept. Returns the total weight, of tokens that are not
+// banned and pass min_p.
+static uint64_t weigh_all(row_view *v) {
   uint64_t piece[PIECE], total = 0;
   for (int64_t from = 0; from < v->vocab; from += PIECE) {
     const int64_t n = rm_min64(PIECE, v->vocab - from);
     piece_weights(v, from, n, piece);
     total += v->sums[from / PIECE] = sum_of(piece, n);
-    if (v->kept) *v->kept += count_of(piece, n);
+    for (int64_t i = 0; v->kept && i < n; i++) *v->kept += piece[i] != 0;
   }
+  return total;
+}
+
+// Returns the token and its logprob; −1 if all weights are 0.
+static int32_t draw_from_all(row_view *v, float *under) {
+  uint64_t piece[PIECE];
+  const uint64_t total = weigh_all(v);
   if (total == 0) return -1;
   int32_t token = v->params->forced;
   if (token < 0) {
@@ -244,16 +249,6 @@ static void collect(row_view *v, float bound) {
   }
 }
 
-static uint64_t total_weight(const row_view *v) {
-  uint64_t piece[PIECE], total = 0;
-  for (int64_t from = 0; from < v->vocab; from += PIECE) {
-    const int64_t n = rm_min64(PIECE, v->vocab - from);
-    piece_weights(v, from, n, piece);
-    total += sum_of(piece, n);
-  }
-  return total;
-}
-
 static int32_t draw_filtered(row_view *v, float *under) {
   const rm_sample_params *p = v->params;
   token_list *list = &v->list;
@@ -264,7 +259,7 @@ static int32_t draw_filtered(row_view *v, float *under) {
     if (p->top_p < 1.0f && left > 0)
       apply(list, select_prefix(list, rm_top_p_need(p->top_p, left), 1));
   } else {
-    const uint64_t need = rm_top_p_need(p->top_p, total_weight(v));
+    const uint64_t need = rm_top_p_need(p->top_p, weigh_all(v));
     collect(v, lower_bound(v, need, 1));
     if (list->n > 0) apply(list, select_prefix(list, need, 1));
   }
@@ -297,7 +292,7 @@ static void edit(row_view *v) {
 }
 
 static int32_t pick_greedy(const row_view *v, float *under) {
-  const int32_t likeliest = first_equal(v->logits, v->vocab, v->max);
+  const int32_t likeliest = first_largest(v->logits, v->vocab, v->max);
   if (v->kept) *v->kept = likeliest >= 0;
   if (likeliest < 0 || v->params->forced < 0) {
     *under = 0.0f;

@@ -178,6 +178,11 @@ RM_INLINE float rm_logprob(float logit, const float *stats) {
   return rm_canon((logit - stats[0]) - rm_log(stats[1]));
 }
 
+// The router chooses the experts with the largest keys.
+RM_INLINE float rm_router_key(const rm_router_args *a, const float *scores, int64_t e) {
+  return a->bias ? scores[e] + a->bias[e] : scores[e];
+}
+
 // The router's gate, from the chosen expert's score and, with renormalize, the sum of all chosen
 // scores.
 RM_INLINE float rm_gate(const rm_router_args *a, float score, float sum) {

@@ -35,7 +35,7 @@ static pthread_once_t decided = PTHREAD_ONCE_INIT;
 static rm_isa_state states[RM_N_ISA];
 static char differs[RM_N_ISA][64]; // the reason, for a variant whose arithmetic is wrong
 
-const char *rm_isa_name(rm_isa isa) { return isa >= 0 && isa < RM_N_ISA ? NAMES[isa] : "unknown"; }
+const char *rm_isa_name(rm_isa isa) { return NAMES[isa]; }
 
 // ------------------------------------------------------------------------- features of the machine
 // Linux grants the 8 KiB of tile registers to a whole process, when the process requests them.
@@ -130,10 +130,15 @@ const rm_kernels *rm_kernels_for(rm_isa isa) {
   return rm_isa_ask(isa).refused ? NULL : TABLES[isa];
 }
 
+// The index of a name; RM_N_ISA: unknown.
+static int isa_named(const char *name) {
+  int isa = 0;
+  while (isa < RM_N_ISA && strcmp(name, NAMES[isa]) != 0) isa++;
+  return isa;
+}
+
 const rm_kernels *rm_kernels_named(const char *isa) {
-  for (int i = 0; i < RM_N_ISA; i++)
-    if (strcmp(isa, NAMES[i]) == 0) return rm_kernels_for((rm_isa)i);
-  return NULL;
+  return rm_kernels_for((rm_isa)isa_named(isa));
 }
 
 // Both rates count: prefill has many rows, a decode step few.
@@ -147,8 +152,7 @@ const rm_kernels *rm_kernels_best(void) {
   const char *word = getenv("RM_ISA");
   int cap = RM_N_ISA - 1, best = -1;
   if (word && *word) {
-    cap = 0;
-    while (cap < RM_N_ISA && strcmp(word, NAMES[cap]) != 0) cap++;
+    cap = isa_named(word);
     if (cap == RM_N_ISA) return NULL;
     // An emulated variant is chosen by name only.
     if (rm_isa_ask((rm_isa)cap).emulated) return rm_kernels_for((rm_isa)cap);

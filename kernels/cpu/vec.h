@@ -28,6 +28,18 @@
     } \
   } while (0)
 
+// Flips the sign bit.
+VEC vf vf_neg(vf x) { return vi_floats(vi_add(vf_bits(x), vi_set1(INT32_MIN))); }
+
+// +0 instead of −0, and every NaN the same NaN.
+VEC vf vf_canon(vf x) { return vf_one_nan(vf_add(x, vf_zero())); }
+
+// The bf16 nearest to each canonical lane, as a float. Its denormals are zeros already.
+VEC vf vf_near_bf16(vf x) {
+  const vi u = vf_bits(x), odd = vi_and(vi_srl(u, 16), vi_set1(1));
+  return vi_floats(vi_and(vi_add(u, vi_add(odd, vi_set1(0x7fff))), vi_set1((int32_t)0xffff0000)));
+}
+
 VEC int vf_any_nonfinite(vf x) {
   const vi exponent = vi_set1(0x7f800000);
   return vi_any(vi_eq(vi_and(vf_bits(x), exponent), exponent));
@@ -48,46 +60,36 @@ VF_FOLD(vf_max16, max)
 // A row of bf16 pairs is 16 words of (k even, k odd). Returns the upper halves as floats;
 // vf_even_at returns the lower ones.
 VEC vf vf_odd(vi pairs) { return vi_floats(vi_and(pairs, vi_set1((int32_t)0xffff0000))); }
-// Loads the first n of 16 lanes, 0 ≤ n ≤ 16; the others are +0. (A masked load of 16-bit lanes
-// would need AVX512BW.)
-VEC vf vf_load_bf16_n(const uint16_t *p, int64_t n) {
-  uint16_t lanes[RM_LANES] = {0}, *to = lanes;
-  if (n & 16) return vf_load_bf16(p);
-  for (int size = 8; size > 0; size /= 2)
-    if (n & size) {
-      memcpy(to, p, (size_t)size * sizeof *p);
-      to += size;
-      p += size;
-    }
-  return vf_load_bf16(lanes);
-}
 VEC vf vt_load(rm_dtype dtype, const void *p, int64_t i) {
   return dtype == RM_BF16 ? vf_load_bf16((const uint16_t *)p + i) : vf_load((const float *)p + i);
 }
-// Loads the first n lanes, all of them if n ≥ 16.
+// Loads the first n lanes, all of them if n ≥ 16; the others are +0. (A masked load of 16-bit lanes
+// would need AVX512BW.)
 VEC vf vt_load_n(rm_dtype dtype, const void *p, int64_t i, int64_t n) {
+  uint16_t lanes[RM_LANES] = {0};
   if (n >= RM_LANES) return vt_load(dtype, p, i);
-  return dtype == RM_BF16 ? vf_load_bf16_n((const uint16_t *)p + i, n)
-                          : vf_load_n((const float *)p + i, n);
+  if (dtype == RM_F32) return vf_load_n((const float *)p + i, n);
+  for (int64_t j = 0; j < n; j++) lanes[j] = ((const uint16_t *)p)[i + j];
+  return vf_load_bf16(lanes);
 }
 VEC vf vt_round(rm_dtype dtype, vf x) {
-  return dtype == RM_BF16 ? vf_to_bf16(vf_add(x, vf_zero())) : vf_canon(x);
+  const vf y = vf_canon(x);
+  return dtype == RM_BF16 ? vf_near_bf16(y) : y;
 }
 // Stores lanes that are rounded to T already.
 VEC void vt_store(rm_dtype dtype, void *p, int64_t i, vf x) {
   if (dtype == RM_BF16) vf_store_bf16((uint16_t *)p + i, x);
   else vf_store((float *)p + i, x);
 }
+// Stores the first n lanes, all of them if n ≥ 16. (A masked store is slow on common processors.)
 VEC void vt_store_n(rm_dtype dtype, void *p, int64_t i, vf x, int64_t n) {
+  float lanes[RM_LANES];
   if (n >= RM_LANES) {
     vt_store(dtype, p, i, x);
-  } else if (dtype == RM_F32) {
-    vf_store_n((float *)p + i, x, n);
-  } else {
-    uint16_t lanes[RM_LANES];
-    vf_store_bf16(lanes, x);
-    for (int64_t j = 0; j < n; j++) ((uint16_t *)p)[i + j] = lanes[j];
+    return;
   }
+  vt_store(dtype, lanes, 0, x);
+  for (int64_t j = 0; j < n; j++) rm_copy_elem(dtype, p, i + j, lanes, j);
 }
 
 VEC vf vf_exp(vf x) {
@@ -105,4 +107,18 @@ VEC vf vf_exp(vf x) {
   q = vf_fma(q, r, vf_set1(RM_EXP_Q0));
   const vf p = vf_add(vf_fma(q, vf_mul(r, r), r), vf_set1(1.0f));
   return vf_scale(p, n, i);
+}
+
+// rm_token_weight of 16 lanes, to p[0 … 16). A shift by more than 63, also as an unsigned number,
+// leaves 0.
+VEC void vec_token_weights(uint64_t *p, vf e) {
+  float mantissas[RM_LANES], shifts[RM_LANES];
+  const vi u = vf_bits(e);
+  vf_store(mantissas, vi_floats(vi_add(vi_and(u, vi_set1(0x7fffff)), vi_set1(0x800000))));
+  vf_store(shifts, vi_floats(vi_sub(vi_set1(127), vi_srl(u, 23))));
+  for (int i = 0; i < RM_LANES; i += 4) {
+    const __m256i m = _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(mantissas + i))),
+                  shift = _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(shifts + i)));
+    _mm256_storeu_si256((__m256i *)(p + i), _mm256_srlv_epi64(_mm256_slli_epi64(m, 17), shift));
+  }
 }

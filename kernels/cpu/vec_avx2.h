@@ -69,10 +69,6 @@ VEC void vf_add_to(float *sum, vf x) {
   __asm__ volatile("" : : : "memory");
 }
 
-VEC vf vf_neg(vf x) {
-  return vf_make(_mm256_xor_ps(x.a, _mm256_set1_ps(-0.0f)),
-                 _mm256_xor_ps(x.b, _mm256_set1_ps(-0.0f)));
-}
 VF_OF_TWO(vf_max, _mm256_max_ps) // x > y ? x : y
 VF_OF_TWO(vf_min, _mm256_min_ps) // x < y ? x : y
 
@@ -83,21 +79,14 @@ VEC vi vi_load(const void *p) {
 VI_OF_TWO(vi_add, _mm256_add_epi32)
 VI_OF_TWO(vi_sub, _mm256_sub_epi32)
 VI_OF_TWO(vi_and, _mm256_and_si256)
-VI_OF_TWO(vi_or, _mm256_or_si256)
 VI_OF_TWO(vi_eq, _mm256_cmpeq_epi32)
-VI_OF_TWO(vi_gt, _mm256_cmpgt_epi32)
-// x & ~y
-VEC vi vi_without(vi x, vi y) {
-  return (vi){_mm256_andnot_si256(y.a, x.a), _mm256_andnot_si256(y.b, x.b)};
-}
 VEC vi vf_bits(vf x) { return (vi){_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 VEC vf vi_floats(vi x) { return vf_make(_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)); }
 #define vi_sll(x, n) ((vi){_mm256_slli_epi32((x).a, n), _mm256_slli_epi32((x).b, n)})
 #define vi_srl(x, n) ((vi){_mm256_srli_epi32((x).a, n), _mm256_srli_epi32((x).b, n)})
 #define vi_sra(x, n) ((vi){_mm256_srai_epi32((x).a, n), _mm256_srai_epi32((x).b, n)})
 
-// Mask of the first n of 16 lanes, 0 ≤ n ≤ 16. The loads and stores of n lanes below read the other
-// lanes as +0 and do not write them.
+// Mask of the first n of 16 lanes, 0 ≤ n ≤ 16. vf_load_n reads the other lanes as +0.
 VEC vi vi_first(int64_t n) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
                 limit = _mm256_set1_epi32((int32_t)n);
@@ -116,32 +105,6 @@ VEC vf vf_load_n(const float *p, int64_t n) {
   const vi mask = vi_first(n);
   return vf_make(_mm256_maskload_ps(p, mask.a), _mm256_maskload_ps(p + 8, mask.b));
 }
-// Stores powers of two, since a masked store is slow (some twenty steps) on common processors.
-VEC void vf_store_n(float *p, vf x, int64_t n) {
-  __m256 rest = x.a;
-  if (n & 16) {
-    vf_store(p, x);
-    return;
-  }
-  if (n & 8) {
-    _mm256_storeu_ps(p, rest);
-    rest = x.b;
-    p += 8;
-  }
-  __m128 four = _mm256_castps256_ps128(rest);
-  if (n & 4) {
-    _mm_storeu_ps(p, four);
-    four = _mm256_extractf128_ps(rest, 1);
-    p += 4;
-  }
-  if (n & 2) {
-    _mm_storel_pi((__m64 *)p, four);
-    four = _mm_movehl_ps(four, four);
-    p += 2;
-  }
-  if (n & 1) _mm_store_ss(p, four);
-}
-
 // (p·2^(i>>1))·2^(i−(i>>1)), the last step of exp; n is i as a float.
 VEC vf vf_scale(vf p, vf n, vi i) {
   (void)n;
@@ -157,7 +120,6 @@ VEC vf vf_scale(vf p, vf n, vi i) {
         _mm256_castps_si256(_mm256_cmp_ps((x).b, (y).b, how))})
 VEC vi vf_gt(vf x, vf y) { return VF_COMPARED(x, y, _CMP_GT_OQ); }
 VEC vi vf_ge(vf x, vf y) { return VF_COMPARED(x, y, _CMP_GE_OQ); }
-VEC vi vf_is_nan(vf x) { return VF_COMPARED(x, x, _CMP_UNORD_Q); }
 VEC int vi_any(vi mask) { return _mm256_movemask_epi8(_mm256_or_si256(mask.a, mask.b)) != 0; }
 VEC uint32_t vi_lanes(vi mask) {
   return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.a)) |
@@ -173,47 +135,16 @@ VEC vf vf_load_bf16(const uint16_t *p) {
   const __m256i hi = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p + 1));
   return vi_floats(vi_sll(((vi){lo, hi}), 16));
 }
-VEC vf vf_canon(vf x) {
-  const vf y = vf_add(x, vf_zero());
-  return vf_pick(vf_is_nan(y), vi_floats(vi_set1(0x7fc00000)), y);
-}
+// Every NaN becomes the same NaN.
+VEC vf vf_one_nan(vf x) { return vf_pick(VF_COMPARED(x, x, _CMP_UNORD_Q), vf_set1(NAN), x); }
 // The low words of 16 pairs as floats. A shift would compete with FMA for a port; a load one word
 // to the left does not. inside: that word may be read.
 VEC vf vf_even_at(const uint16_t *pairs, int inside) {
   if (!inside) return vi_floats(vi_sll(vi_load(pairs), 16));
   return vi_floats(vi_and(vi_load(pairs - 1), vi_set1((int32_t)0xffff0000)));
 }
-// The bf16 nearest to each lane, as a float.
-VEC vf vf_to_bf16(vf x) {
-  const vi u = vf_bits(x), odd = vi_and(vi_srl(u, 16), vi_set1(1));
-  const vi near = vi_and(vi_add(u, vi_add(odd, vi_set1(0x7fff))), vi_set1((int32_t)0xffff0000));
-  const vi tiny = vi_eq(vi_and(u, vi_set1(0x7f800000)), vi_set1(0));
-  const vf flushed =
-      vf_pick(tiny, vi_floats(vi_and(u, vi_set1((int32_t)0x80000000))), vi_floats(near));
-  return vf_pick(vf_is_nan(x), vi_floats(vi_set1(0x7fc00000)), flushed);
-}
 // Stores lanes that are rounded to bf16 already.
 VEC void vf_store_bf16(uint16_t *p, vf x) {
   const vi u = vi_srl(vf_bits(x), 16);
   _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(u.a, u.b), 0xd8));
-}
-
-VEC void vec_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-VEC void vec_prefetch_l2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
-
-// rm_token_weight of 16 lanes, to p[0 … 16).
-VEC void vec_token_weights(uint64_t *p, vf e) {
-  const vi u = vf_bits(e), exponent = vi_srl(u, 23);
-  const vi usable = vi_and(vi_gt(exponent, vi_set1(0)), vi_gt(vi_set1(128), exponent));
-  const vi mantissa = vi_and(usable, vi_or(vi_and(u, vi_set1(0x7fffff)), vi_set1(0x800000)));
-  const vi shift = vi_sub(vi_set1(127), exponent);
-  const __m128i m[4] = {_mm256_castsi256_si128(mantissa.a), _mm256_extracti128_si256(mantissa.a, 1),
-                        _mm256_castsi256_si128(mantissa.b),
-                        _mm256_extracti128_si256(mantissa.b, 1)};
-  const __m128i s[4] = {_mm256_castsi256_si128(shift.a), _mm256_extracti128_si256(shift.a, 1),
-                        _mm256_castsi256_si128(shift.b), _mm256_extracti128_si256(shift.b, 1)};
-  for (int i = 0; i < 4; i++) {
-    const __m256i wide = _mm256_slli_epi64(_mm256_cvtepu32_epi64(m[i]), 17);
-    _mm256_storeu_si256((__m256i *)p + i, _mm256_srlv_epi64(wide, _mm256_cvtepu32_epi64(s[i])));
-  }
 }

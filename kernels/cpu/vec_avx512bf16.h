@@ -3,7 +3,6 @@
 // denormals for any MXCSR, as the contract does.
 #pragma once
 
-#define RM_VEC_BF16 // vf_to_bf16 by vcvtneps2bf16
 #include "vec_avx512f.h"
 
 VEC void vi_store(void *p, vi x) { _mm512_storeu_si512(p, x); }

@@ -44,29 +44,22 @@ VEC vi vi_load(const void *p) { return _mm512_loadu_si512(p); }
 VI_OF_TWO(vi_add, _mm512_add_epi32)
 VI_OF_TWO(vi_sub, _mm512_sub_epi32)
 VI_OF_TWO(vi_and, _mm512_and_si512)
-VEC vi vi_without(vi x, vi y) { return _mm512_andnot_si512(y, x); } // x & ~y
 VEC vi vf_bits(vf x) { return _mm512_castps_si512(x); }
 VEC vf vi_floats(vi x) { return _mm512_castsi512_ps(x); }
 #define vi_sll(x, n) _mm512_slli_epi32(x, n)
 #define vi_srl(x, n) _mm512_srli_epi32(x, n)
 #define vi_sra(x, n) _mm512_srai_epi32(x, n)
 
-VEC vf vf_neg(vf x) {
-  return vi_floats(_mm512_xor_si512(vf_bits(x), vi_set1((int32_t)0x80000000)));
-}
-
 // Conversion of a mask register to lanes of ones, and back.
 VEC vi vi_of(__mmask16 bits) { return _mm512_maskz_set1_epi32(bits, -1); }
-VEC __mmask16 vi_bits(vi mask) { return _mm512_test_epi32_mask(mask, mask); }
+VEC __mmask16 vi_lanes(vi mask) { return _mm512_test_epi32_mask(mask, mask); }
 VEC __mmask16 first_bits(int64_t n) { return (__mmask16)((1u << n) - 1); } // 0 ≤ n ≤ 16
 
-// Mask of the first n of 16 lanes, 0 ≤ n ≤ 16. The loads and stores of n lanes below read the other
-// lanes as +0 and do not write them.
+// Mask of the first n of 16 lanes, 0 ≤ n ≤ 16. vf_load_n reads the other lanes as +0.
 VEC vi vi_first(int64_t n) { return vi_of(first_bits(n)); }
 VEC vf vf_keep(vf x, vi mask) { return vi_floats(vi_and(vf_bits(x), mask)); }
-VEC vf vf_pick(vi mask, vf yes, vf no) { return _mm512_mask_blend_ps(vi_bits(mask), no, yes); }
+VEC vf vf_pick(vi mask, vf yes, vf no) { return _mm512_mask_blend_ps(vi_lanes(mask), no, yes); }
 VEC vf vf_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first_bits(n), p); }
-VEC void vf_store_n(float *p, vf x, int64_t n) { _mm512_mask_storeu_ps(p, first_bits(n), x); }
 
 // The last step of exp by one instruction. Of the two products in vec_avx2.h the first is exact, so
 // only the second rounds, like this instruction.
@@ -78,10 +71,8 @@ VEC vf vf_scale(vf p, vf n, vi i) {
 // Masks of comparisons, false with a NaN.
 VEC vi vf_gt(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ)); }
 VEC vi vf_ge(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ)); }
-VEC vi vf_is_nan(vf x) { return vi_of(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q)); }
 VEC vi vi_eq(vi x, vi y) { return vi_of(_mm512_cmpeq_epi32_mask(x, y)); }
-VEC int vi_any(vi mask) { return vi_bits(mask) != 0; }
-VEC uint32_t vi_lanes(vi mask) { return vi_bits(mask); }
+VEC int vi_any(vi mask) { return vi_lanes(mask) != 0; }
 
 VEC __m256 vf_lower(vf x) { return _mm512_castps512_ps256(x); }
 VEC __m256 vf_upper(vf x) {
@@ -92,53 +83,16 @@ VEC __m256 vf_upper(vf x) {
 VEC vf vf_load_bf16(const uint16_t *p) {
   return vi_floats(vi_sll(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
-VEC vf vf_canon(vf x) {
-  const vf y = vf_add(x, vf_zero());
-  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q), y,
-                              vi_floats(vi_set1(0x7fc00000)));
+// Every NaN becomes the same NaN.
+VEC vf vf_one_nan(vf x) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, vf_set1(NAN));
 }
 // The low words of 16 pairs as floats. (vec_avx2.h uses `inside`.)
 VEC vf vf_even_at(const uint16_t *pairs, int inside) {
   (void)inside;
   return vi_floats(vi_sll(vi_load(pairs), 16));
 }
-// The bf16 nearest to each lane, as a float.
-#ifdef RM_VEC_BF16
-VEC vf vf_to_bf16(vf x) {
-  const vf y = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x,
-                                    vi_floats(vi_set1(0x7fc00000)));
-  return vi_floats(vi_sll(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y)), 16));
-}
-#else
-VEC vf vf_to_bf16(vf x) {
-  const vi u = vf_bits(x), odd = vi_and(vi_srl(u, 16), vi_set1(1));
-  const vi near = vi_and(vi_add(u, vi_add(odd, vi_set1(0x7fff))), vi_set1((int32_t)0xffff0000));
-  const __mmask16 tiny = _mm512_testn_epi32_mask(u, vi_set1(0x7f800000));
-  const vf flushed = _mm512_mask_blend_ps(tiny, vi_floats(near),
-                                          vi_floats(vi_and(u, vi_set1((int32_t)0x80000000))));
-  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), flushed,
-                              vi_floats(vi_set1(0x7fc00000)));
-}
-#endif
 // Stores lanes that are rounded to bf16 already.
 VEC void vf_store_bf16(uint16_t *p, vf x) {
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(vi_srl(vf_bits(x), 16)));
-}
-
-VEC void vec_prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-VEC void vec_prefetch_l2(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
-
-// rm_token_weight of 16 lanes, to p[0 … 16).
-VEC void vec_token_weights(uint64_t *p, vf e) {
-  const vi u = vf_bits(e), exponent = vi_srl(u, 23);
-  const __mmask16 usable = _mm512_cmpgt_epi32_mask(exponent, vi_set1(0)) &
-                           _mm512_cmpgt_epi32_mask(vi_set1(128), exponent);
-  const vi bits = _mm512_or_si512(vi_and(u, vi_set1(0x7fffff)), vi_set1(0x800000));
-  const vi mantissa = vi_and(bits, vi_of(usable)), shift = vi_sub(vi_set1(127), exponent);
-  const __m256i m[2] = {_mm512_castsi512_si256(mantissa), _mm512_extracti64x4_epi64(mantissa, 1)};
-  const __m256i s[2] = {_mm512_castsi512_si256(shift), _mm512_extracti64x4_epi64(shift, 1)};
-  for (int i = 0; i < 2; i++) {
-    const __m512i wide = _mm512_slli_epi64(_mm512_cvtepu32_epi64(m[i]), 17);
-    _mm512_storeu_si512((__m512i *)p + i, _mm512_srlv_epi64(wide, _mm512_cvtepu32_epi64(s[i])));
-  }
 }

@@ -20,16 +20,14 @@ enum {
   PAGES = 6,
   EXPERTS = 21,
   TOP_K = 5,
-  OUT = 8192
+  OUT = 16384
 };
 
 static struct inputs {
   uint32_t x[64 * 1024], w[64 * 1024]; // words of either dtype
   uint32_t want[OUT], got[OUT];
-  float logits[ROWS * WIDE], stats[2 * ROWS];
 } in;
 static char scratch[4 << 20] __attribute__((aligned(64)));
-static char k_cache[1 << 16], v_cache[1 << 16];
 
 static uint32_t next_random(uint64_t *state) {
   *state = *state * 6364136223846793005u + 1442695040888963407u;
@@ -134,11 +132,10 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out, cons
   (void)p;
   static uint8_t flags[ROWS];
   rm_sample_params params[ROWS];
-  int32_t *kept = (int32_t *)out + 4 * ROWS;
-  float *logprobs = (float *)out + ROWS, *rest = (float *)out + 5 * ROWS;
+  float *logprobs = (float *)out + ROWS, *stats = logprobs + 2 * ROWS, *logits = stats + 2 * ROWS;
   memset(flags, 0, sizeof flags);
-  const rm_lm_head_args head = {.logits = in.logits,
-                                .stats = in.stats,
+  const rm_lm_head_args head = {.logits = logits,
+                                .stats = stats,
                                 .row_flags = flags,
                                 .x = in.x,
                                 .w = in.w,
@@ -160,17 +157,15 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out, cons
   const rm_sample_args sample = {.tokens = out,
                                  .logprobs = logprobs,
                                  .sampling_logprobs = logprobs + ROWS,
-                                 .kept = kept,
-                                 .logits = in.logits,
-                                 .stats = in.stats,
+                                 .kept = (int32_t *)logits + ROWS * WIDE,
+                                 .logits = logits,
+                                 .stats = stats,
                                  .params = params,
                                  .row_flags = flags,
                                  .rows = ROWS,
                                  .vocab = WIDE,
                                  .ld_logits = WIDE};
   k->sample(&CTX, &sample);
-  memcpy(rest, in.stats, sizeof in.stats);
-  memcpy(rest + 2 * ROWS, in.logits, sizeof in.logits);
 }
 
 static void rope(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
@@ -178,9 +173,6 @@ static void rope(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *
   static int32_t positions[ROWS];
   static int64_t slots[ROWS];
   static uint8_t flags[ROWS];
-  const int64_t q_words = ROWS * HEADS * 32 * (int64_t)rm_dtype_bytes(dtype);
-  memset(k_cache, 0, sizeof k_cache);
-  memset(v_cache, 0, sizeof v_cache);
   for (int r = 0; r < ROWS; r++) {
     positions[r] = r;
     slots[r] = 2 * r;
@@ -189,12 +181,12 @@ static void rope(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *
                                 .qkv = in.x,
                                 .q_weight = in.w,
                                 .k_weight = in.w + 128,
-                                .cos = (const float *)in.logits,
-                                .sin = (const float *)in.logits + 640,
+                                .cos = (const float *)in.w + 1000,
+                                .sin = (const float *)in.w + 2000,
                                 .positions = positions,
                                 .slots = slots,
-                                .k_cache = k_cache,
-                                .v_cache = v_cache,
+                                .k_cache = (char *)out + OUT,
+                                .v_cache = (char *)out + 2 * OUT,
                                 .row_flags = flags,
                                 .eps = 1e-6f,
                                 .rows = ROWS,
@@ -205,8 +197,6 @@ static void rope(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *
                                 .rotary_dim = 32,
                                 .dtype = dtype};
   k->qk_rope_kv(&CTX, &a);
-  memcpy((char *)out + q_words, k_cache, 8192);
-  memcpy((char *)out + q_words + 8192, v_cache, 8192);
 }
 static void combine(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
   (void)p;

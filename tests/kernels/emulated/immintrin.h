@@ -25,7 +25,6 @@
 typedef float emu_f __attribute__((vector_size(64)));
 typedef int32_t emu_i __attribute__((vector_size(64)));
 typedef uint32_t emu_u __attribute__((vector_size(64)));
-typedef uint64_t emu_q __attribute__((vector_size(64)));
 typedef uint16_t emu_h __attribute__((vector_size(64)));
 
 EMU __m512 emu_ps_set1(float x) {
@@ -101,19 +100,10 @@ EMU_CALL __m512 emu_scalef(__m512 x, __m512 y) {
 #define _mm512_add_epi32(x, y) ((__m512i)((emu_u)(x) + (emu_u)(y)))
 #define _mm512_sub_epi32(x, y) ((__m512i)((emu_u)(x) - (emu_u)(y)))
 #define _mm512_and_si512(x, y) ((__m512i)((emu_u)(x) & (emu_u)(y)))
-#define _mm512_or_si512(x, y) ((__m512i)((emu_u)(x) | (emu_u)(y)))
-#define _mm512_xor_si512(x, y) ((__m512i)((emu_u)(x) ^ (emu_u)(y)))
 #define _mm512_andnot_si512(x, y) ((__m512i)(~(emu_u)(x) & (emu_u)(y)))
 #define _mm512_slli_epi32(x, n) ((__m512i)((emu_u)(x) << (n)))
 #define _mm512_srli_epi32(x, n) ((__m512i)((emu_u)(x) >> (n)))
 #define _mm512_srai_epi32(x, n) ((__m512i)((emu_i)(x) >> (n)))
-#define _mm512_slli_epi64(x, n) ((__m512i)((emu_q)(x) << (n)))
-EMU __m512i emu_srlv64(__m512i x, __m512i n) { // a count of 64 and more leaves nothing
-  emu_q a = (emu_q)x, b = (emu_q)n;
-  for (int i = 0; i < 8; i++) a[i] = b[i] > 63 ? 0 : a[i] >> b[i];
-  return (__m512i)a;
-}
-#define _mm512_srlv_epi64(x, n) emu_srlv64(x, n)
 
 // ------------------------------------------------------------------------------------------ masks
 EMU_CALL __mmask16 emu_mask(emu_i lanes) {
@@ -122,9 +112,7 @@ EMU_CALL __mmask16 emu_mask(emu_i lanes) {
   return (__mmask16)bits;
 }
 #define _mm512_test_epi32_mask(x, y) emu_mask(((emu_i)(x) & (emu_i)(y)) != 0)
-#define _mm512_testn_epi32_mask(x, y) emu_mask(((emu_i)(x) & (emu_i)(y)) == 0)
 #define _mm512_cmpeq_epi32_mask(x, y) emu_mask((emu_i)(x) == (emu_i)(y))
-#define _mm512_cmpgt_epi32_mask(x, y) emu_mask((emu_i)(x) > (emu_i)(y))
 #undef _mm512_cmp_ps_mask
 #define _mm512_cmp_ps_mask(x, y, op) emu_mask(emu_compare(x, y, op))
 EMU emu_i emu_compare(__m512 x, __m512 y, int op) {
@@ -147,12 +135,7 @@ EMU __m512 emu_ps_load_n(__mmask16 mask, const float *p) {
   EMU_LANES if (mask >> i & 1) x[i] = p[i];
   return (__m512)x;
 }
-EMU void emu_ps_store_n(float *p, __mmask16 mask, __m512 x) {
-  const emu_f y = (emu_f)x;
-  EMU_LANES if (mask >> i & 1) p[i] = y[i];
-}
 #define _mm512_maskz_loadu_ps(mask, p) emu_ps_load_n(mask, p)
-#define _mm512_mask_storeu_ps(p, mask, x) emu_ps_store_n(p, mask, x)
 EMU __m512i emu_mov16(__m512i no, __mmask32 mask, __m512i yes) {
   emu_h a = (emu_h)no, b = (emu_h)yes;
   for (int i = 0; i < 32; i++) a[i] = mask >> i & 1 ? b[i] : a[i];
@@ -174,11 +157,8 @@ EMU __m256i emu_half(__m512i x, int half) {
   return y[half];
 }
 #define _mm512_castps512_ps256(x) ((__m256)emu_half((__m512i)(x), 0))
-#define _mm512_castsi512_si256(x) emu_half(x, 0)
 #undef _mm512_extractf64x4_pd
 #define _mm512_extractf64x4_pd(x, half) ((__m256d)emu_half((__m512i)(x), half))
-#undef _mm512_extracti64x4_epi64
-#define _mm512_extracti64x4_epi64(x, half) emu_half(x, half)
 EMU __m512i emu_widen16(__m256i x) {
   uint16_t h[16];
   emu_u y;
@@ -194,16 +174,8 @@ EMU __m256i emu_narrow32(__m512i x) {
   memcpy(&z, h, sizeof z);
   return z;
 }
-EMU __m512i emu_widen32(__m256i x) {
-  uint32_t w[8];
-  emu_q y;
-  memcpy(w, &x, sizeof w);
-  for (int i = 0; i < 8; i++) y[i] = w[i];
-  return (__m512i)y;
-}
 #define _mm512_cvtepu16_epi32(x) emu_widen16(x)
 #define _mm512_cvtepi32_epi16(x) emu_narrow32(x)
-#define _mm512_cvtepu32_epi64(x) emu_widen32(x)
 
 // ------------------------------------------------------------------------------------------- bf16
 typedef __m512i emu_bh;
@@ -237,7 +209,6 @@ EMU_CALL __m256i emu_to_bf16(__m512 x) {
   memcpy(&y, h, sizeof y);
   return y;
 }
-#define _mm512_cvtneps_pbh(x) emu_to_bf16(x)
 EMU __m512i emu_both_to_bf16(__m512 high, __m512 low) {
   const __m256i halves[2] = {emu_to_bf16(low), emu_to_bf16(high)};
   __m512i y;
