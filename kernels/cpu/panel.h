@@ -65,19 +65,24 @@ VEC int rows_at_once(int64_t left) {
   return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
 }
 
-// n products of rows with a k block of 16 columns, the i-th with x + i·x_step and w + i·w_step, and
-// added to acc + i·acc_step; x and acc advance by words and floats, w by elements.
+// Products of rows with n_columns × n_blocks k blocks of 16 columns, all blocks of a column before
+// the next one; one of the two numbers is 1. x advances by words, w by elements.
 typedef struct products {
-  int64_t n, x_step, w_step, acc_step;
+  int64_t n_columns, n_blocks, x_step, w_step;
 } products;
 
-VEC void rows_products(rm_dtype dtype, const int R, const float *x, k_block w, float *acc,
-                       const products p, const fetch f0, const fetch f1) {
-  for (int64_t i = 0; i < p.n; i++, x += p.x_step, acc += p.acc_step) {
-    fetch_block(&f0, i);
-    fetch_block(&f1, i);
-    block_dots(dtype, R, x, &w, acc);
-    for (int half = 0; half < 2; half++) w.half[half] = rm_at(dtype, w.half[half], p.w_step);
+VEC void rows_products(rm_dtype dtype, const int R, const float *x, int64_t rows, k_block w,
+                       float *acc, const products p, const fetch f0, const fetch f1) {
+  for (int64_t t = 0; t < p.n_columns; t++, acc += rows * RM_LANES) {
+    float kept[MOST_ROWS * RM_LANES], *sums = RM_KEEP_SUMS ? kept : acc;
+    for (int i = 0; i < R * RM_LANES; i += RM_LANES) vf_store(sums + i, vf_load(acc + i));
+    for (int64_t b = 0; b < p.n_blocks; b++, x += p.x_step) {
+      fetch_block(&f0, t + b);
+      fetch_block(&f1, t + b);
+      block_dots(dtype, R, x, &w, sums);
+      for (int half = 0; half < 2; half++) w.half[half] = rm_at(dtype, w.half[half], p.w_step);
+    }
+    for (int i = 0; i < R * RM_LANES; i += RM_LANES) vf_store(acc + i, vf_load(sums + i));
   }
 }
 
@@ -88,7 +93,7 @@ VEC void all_products(rm_dtype dtype, const float *x, int64_t rows, k_block w, f
     const float *xr = x + r * block_words(dtype);
     float *to = acc + r * RM_LANES;
     const fetch s0 = fetch_share(f0, r, n, rows), s1 = fetch_share(f1, r, n, rows);
-    WITH_ROWS(n, rows_products(dtype, R, xr, w, to, p, s0, s1));
+    WITH_ROWS(n, rows_products(dtype, R, xr, rows, w, to, p, s0, s1));
     r += n;
   }
 }
@@ -104,12 +109,12 @@ VEC void all_products(rm_dtype dtype, const float *x, int64_t rows, k_block w, f
 #define DOTS(name, dtype) \
   DOTS_FUNCTION void tile_dots_##name(const float *x, int64_t rows, const void *w, \
                                       int64_t n_blocks, float *acc, const fetch *soon) { \
-    const products p = {n_blocks, rows * block_words(dtype), TILE, 0}; \
+    const products p = {1, n_blocks, rows * block_words(dtype), TILE}; \
     all_products(dtype, x, rows, packed_block(dtype, w), acc, p, *soon, (fetch){0}); \
   } \
   DOTS_FUNCTION void value_dots_##name(const float *x, int64_t rows, const k_block *w, \
                                        int64_t n_tiles, float *acc, const fetch *soon) { \
-    const products p = {n_tiles, 0, packed_step(dtype), rows * RM_LANES}; \
+    const products p = {n_tiles, 1, 0, packed_step(dtype)}; \
     all_products(dtype, x, rows, *w, acc, p, soon[0], soon[1]); \
   }
 DOTS(bf16, RM_BF16)

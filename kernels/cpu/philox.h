@@ -7,10 +7,9 @@
 // trunc(e·2^40) for e in [0, 1]; 0 for any other e, and for denormals.
 RM_INLINE uint64_t rm_token_weight(float e) {
   const uint32_t u = rm_bits(e), exponent = u >> 23;
-  if (exponent == 0 || exponent > 127) return 0;
   const uint64_t mantissa = (u & 0x7fffffu) | 0x800000u;
-  const uint32_t shift = 127 - exponent;
-  return shift < 64 ? mantissa << 17 >> shift : 0;
+  const uint32_t shift = 127 - exponent; // large for any other e
+  return mantissa << 17 >> (shift < 63 ? shift : 63);
 }
 
 // max(1, ⌈top_p·total⌉), exact: top_p is m·2^-s in binary.

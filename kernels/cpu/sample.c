@@ -103,7 +103,10 @@ static void piece_weights(const row_view *v, int64_t from, int64_t n, uint64_t *
     }
     vf e = vf_exp(d);
     if (v->params->min_p > 0.0f) e = vf_keep(e, vf_ge(e, min_p));
-    vec_token_weights(out + i, vf_keep(e, vi_first(lanes)));
+    float weights[RM_LANES];
+    vf_store(weights, vf_keep(e, vi_first(lanes)));
+#pragma GCC unroll 1
+    for (int j = 0; j < RM_LANES; j++) out[i + j] = rm_token_weight(weights[j]);
   }
 }
 

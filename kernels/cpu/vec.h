@@ -34,11 +34,13 @@ VEC vf vf_neg(vf x) { return vi_floats(vi_add(vf_bits(x), vi_set1(INT32_MIN))); 
 // +0 instead of −0, and every NaN the same NaN.
 VEC vf vf_canon(vf x) { return vf_one_nan(vf_add(x, vf_zero())); }
 
+#ifndef RM_NEAR_BF16
 // The bf16 nearest to each canonical lane, as a float. Its denormals are zeros already.
 VEC vf vf_near_bf16(vf x) {
   const vi u = vf_bits(x), odd = vi_and(vi_srl(u, 16), vi_set1(1));
   return vi_floats(vi_and(vi_add(u, vi_add(odd, vi_set1(0x7fff))), vi_set1((int32_t)0xffff0000)));
 }
+#endif
 
 VEC int vf_any_nonfinite(vf x) {
   const vi exponent = vi_set1(0x7f800000);
@@ -107,18 +109,4 @@ VEC vf vf_exp(vf x) {
   q = vf_fma(q, r, vf_set1(RM_EXP_Q0));
   const vf p = vf_add(vf_fma(q, vf_mul(r, r), r), vf_set1(1.0f));
   return vf_scale(p, n, i);
-}
-
-// rm_token_weight of 16 lanes, to p[0 … 16). A shift by more than 63, also as an unsigned number,
-// leaves 0.
-VEC void vec_token_weights(uint64_t *p, vf e) {
-  float mantissas[RM_LANES], shifts[RM_LANES];
-  const vi u = vf_bits(e);
-  vf_store(mantissas, vi_floats(vi_add(vi_and(u, vi_set1(0x7fffff)), vi_set1(0x800000))));
-  vf_store(shifts, vi_floats(vi_sub(vi_set1(127), vi_srl(u, 23))));
-  for (int i = 0; i < RM_LANES; i += 4) {
-    const __m256i m = _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(mantissas + i))),
-                  shift = _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(shifts + i)));
-    _mm256_storeu_si256((__m256i *)(p + i), _mm256_srlv_epi64(_mm256_slli_epi64(m, 17), shift));
-  }
 }

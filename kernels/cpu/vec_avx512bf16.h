@@ -26,5 +26,10 @@ VEC vi vp_permute(vi x) {
                                             15, 13, 19, 17, 23, 21, 27, 25, 31, 29};
   return _mm512_permutexvar_epi16(vi_load(FROM), x);
 }
+// The bf16 nearest to each canonical lane, as a float.
+#define RM_NEAR_BF16
+VEC vf vf_near_bf16(vf x) {
+  return vi_floats(vi_sll(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+}
 // The bf16 nearest to each of 32 lanes, as words. A NaN stays a NaN.
 VEC vi vp_round(vf x0, vf x1) { return (vi)_mm512_cvtne2ps_pbh(x1, x0); }

@@ -12,6 +12,7 @@ enum {
   RM_VEC_ROWS = 8, // rows of a register block: 16 chains, twice as many as two FMA units need
   RM_LAST_ROWS = 8,
   RM_FLAT_ROWS = 8, // the chains take 16 of 32 registers, so both kinds are always in flight
+  RM_KEEP_SUMS = 1, // whether the sums of a register block fit in registers
   RM_PIECE_BLOCKS = 8,
 };
 

@@ -216,6 +216,7 @@ EMU __m512i emu_both_to_bf16(__m512 high, __m512 low) {
   return y;
 }
 #define _mm512_cvtne2ps_pbh(high, low) emu_both_to_bf16(high, low)
+#define _mm512_cvtneps_pbh(x) emu_to_bf16(x)
 
 // ------------------------------------------------------------------------------------------ tiles
 typedef struct emu_tiles {
