@@ -105,7 +105,7 @@ static void piece_weights(const row_view *v, int64_t from, int64_t n, uint64_t *
     if (v->params->min_p > 0.0f) e = vf_keep(e, vf_ge(e, min_p));
     float weights[RM_LANES];
     vf_store(weights, vf_keep(e, vi_first(lanes)));
-#pragma GCC unroll 1
+#pragma GCC unroll 1 // so that the compiler makes vectors of it
     for (int j = 0; j < RM_LANES; j++) out[i + j] = rm_token_weight(weights[j]);
   }
 }
