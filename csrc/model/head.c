@@ -8,8 +8,8 @@ size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]) {
   const size_t blocks =
       (size_t)(rm_round_up(model->spec->vocab_size, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK);
   const rm_field all[RM_HEAD_FIELDS] = {
-      {&model->pairs, blocks, rows * 2 * sizeof(float)},
-      {&model->target_logits, ranks, rows * sizeof(float)},
+      RM_FIELD_ROWS(model->pairs, blocks, rows * 2),
+      RM_FIELD_ROWS(model->target_logits, ranks, rows),
       {&model->own_logits, rows, sizeof(float)},
   };
   memcpy(fields, all, sizeof all);

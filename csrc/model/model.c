@@ -61,11 +61,11 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers || shared_rows ? rows : 0,
        (size_t)rm_max64(spec->intermediate_size, spec->shared_intermediate_size) * elem},
-      {&model->squares, normed_rows,
-       (size_t)(model->params->placement.heads.n + model->params->placement.kv_heads.n) *
-           sizeof(float)},
-      {&model->all_squares, parallel ? normed_rows : 0,
-       (size_t)(spec->n_heads + spec->n_kv_heads) * sizeof(float)},
+      RM_FIELD_ROWS(
+          model->squares, normed_rows,
+          (size_t)(model->params->placement.heads.n + model->params->placement.kv_heads.n)),
+      RM_FIELD_ROWS(model->all_squares, parallel ? normed_rows : 0,
+                    (size_t)(spec->n_heads + spec->n_kv_heads)),
       {&model->shared, shared_rows, row},
       {&model->shared_home, parallel ? shared_rows : 0, row},
       {&model->shared_switch, spec->shared_switch ? shared_rows : 0, elem},

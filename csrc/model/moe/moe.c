@@ -49,11 +49,11 @@ size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
                in_part = ep * (size_t)(moe->max_rows * most.each);
   const size_t arrive = dispatches ? (size_t)moe->dispatch.max_arrive : choices;
   const rm_field list[RM_MOE_FIELDS - RM_STATIC_FIELDS] = {
-      {&moe->ids, choices, sizeof *moe->ids},
-      {&moe->gates, choices, sizeof *moe->gates},
-      {&moe->group_rows, (size_t)spec->n_experts + 1, sizeof *moe->group_rows},
+      RM_FIELD(moe->ids, choices),
+      RM_FIELD(moe->gates, choices),
+      RM_FIELD(moe->group_rows, (size_t)spec->n_experts + 1),
       {&moe->inner, arrive > slots ? arrive : slots, (size_t)spec->moe_intermediate_size * elem},
-      {&moe->place, dispatches ? homes * (size_t)spec->top_k : choices, sizeof *moe->place},
+      RM_FIELD(moe->place, dispatches ? homes * (size_t)spec->top_k : choices),
       {&moe->sorted, dispatches ? slots : choices, (size_t)spec->hidden_size * elem},
       {&moe->part,
        !cut                ? 0
