@@ -309,7 +309,7 @@ static void add_scheduler(const rm_scheduler *scheduler, rm_engine_stats *out) {
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   const rm_worker *first = &engine->workers[0];
   *out = (rm_engine_stats){
-      .version = rm_store_version(first->store),
+      .version = first->store->version,
       .steps = engine->steps,
       .rows = engine->rows,
       .asleep = engine->asleep,

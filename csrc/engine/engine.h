@@ -30,7 +30,7 @@
 #include "base/team.h"
 #include "model/model.h"
 #include "scheduler/external_scheduler.h"
-#include "weights/sync.h"
+#include "weights/store.h"
 
 typedef struct rm_engine rm_engine;
 

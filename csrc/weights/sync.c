@@ -12,7 +12,7 @@
 #include "base/memory.h"
 #include "clock.h"
 #include "weights/check.h"
-#include "weights/store_internal.h"
+#include "weights/store.h"
 
 enum { MAX_ENTRIES = 1000000 };
 // Pushed in full; pushed in full as a tied lm_head; some of its staged values were written.

@@ -21,7 +21,8 @@
 #pragma once
 
 #include "weights/names.h"
-#include "weights/store.h"
+
+typedef struct rm_store rm_store; // store.h
 
 // One tensor of the trainer: a view, valid and unchanged during the push.
 typedef struct rm_tensor {

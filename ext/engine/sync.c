@@ -332,9 +332,9 @@ PyObject *rm_engine_py_sync_abort(rm_engine_object *self) {
 
 PyObject *rm_engine_py_sync_state(rm_engine_object *self) {
   const rm_store *store = rm_engine_store(self->engine);
-  const int64_t version = rm_store_version(store);
+  const int64_t version = store->version;
   const uint64_t digest = rm_store_digest(store);
-  const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);
+  const int open = store->open, complete = open && rm_sync_complete(store);
   return Py_BuildValue("(NKOO)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version),
                        (unsigned long long)digest, open ? Py_True : Py_False,
                        complete ? Py_True : Py_False);

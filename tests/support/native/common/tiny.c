@@ -199,7 +199,7 @@ static rm_code send(rm_engine *engine, int skip_unknown, rm_entry *entry, int pu
   memcpy(text, entry->name, entry->length);
   text[entry->length] = 0;
   entry->name = text;
-  if (rm_store_is_open(rm_engine_store(engine)))
+  if (rm_engine_store(engine)->open)
     code = rm_names_resolve(rm_engine_params(engine), entry->name, entry->length, skip_unknown,
                             &entry->target, err);
   if (!code) code = rm_sync_check(rm_engine_store(engine), entry, &entry->tensor, err);
