@@ -328,5 +328,4 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
 
 rm_mesh rm_engine_mesh(const rm_engine *engine) { return engine->options.mesh; }
 rm_profile *rm_engine_profile(rm_engine *engine) { return engine->workers[0].profile; }
-const rm_params *rm_engine_params(const rm_engine *engine) { return engine->workers[0].params; }
 rm_store *rm_engine_store(const rm_engine *engine) { return engine->workers[0].store; }

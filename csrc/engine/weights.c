@@ -87,8 +87,7 @@ static rm_code copy_worker(rm_worker *worker, void *most) {
 rm_code rm_engine_sync_copy(rm_engine *engine, int64_t most, int *is_done, rm_error *err) {
   const rm_code code = push_on_all(engine, copy_worker, &most, err);
   *is_done = 1;
-  for (int w = 0; w < engine->n_workers; w++)
-    *is_done &= rm_sync_is_copied(engine->workers[w].store);
+  for (int w = 0; w < engine->n_workers; w++) *is_done &= !engine->workers[w].store->tasks.n;
   return code;
 }
 

@@ -77,7 +77,7 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
   made->entry.length = (size_t)length;
-  if (rm_names_resolve(rm_engine_params(self->engine), made->entry.name, made->entry.length,
+  if (rm_names_resolve(rm_engine_store(self->engine)->params, made->entry.name, made->entry.length,
                        skip_unknown, &made->entry.target, &err))
     return rm_raise(module, &err);
   const rm_target *target = &made->entry.target;
@@ -133,7 +133,7 @@ static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
   const int64_t shape[] = {rm_mesh_world(&mesh) * target->n_pieces, 9};
   PyObject *array = rm_array_new(NPY_INT64, 2, shape, NULL);
   if (array)
-    rm_list_wanted(rm_engine_params(engine->engine), target, &mesh,
+    rm_list_wanted(rm_engine_store(engine->engine)->params, target, &mesh,
                    PyArray_DATA((PyArrayObject *)array));
   rm_engine_leave(engine);
   return array;

@@ -166,8 +166,8 @@ def _read(
             read[field] = _read(its, f"{where}.{field}", rule, faults)
         elif rule is READ or isinstance(rule, dict):
             read[field] = its
-        elif its != rule:
-            faults.append(f"{where}.{field}: expected {rule!r}, got {shown(its)}")
+        else:
+            _want(f"{where}.{field}", its, rule, faults)
     for field in sorted(fields.keys() - rules.keys()):
         its, made = getattr(value, field), fields[field].default_factory
         default = fields[field].default if made is dataclasses.MISSING else made()
