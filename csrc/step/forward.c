@@ -166,13 +166,6 @@ static rm_code enqueue(void *self, rm_error *err) {
   return code;
 }
 
-static rm_code run(rm_runner *runner, rm_error *err) {
-  const rm_step_shape *shape = &runner->shape;
-  const rm_graph_step step = {shape->padded, shape->with_token_ranks, runner->store->serving.number,
-                              enqueue, runner};
-  return shape->padded ? rm_graphs_run(runner->graphs, &step, err) : enqueue(runner, err);
-}
-
 rm_code rm_forward(rm_runner *runner, rm_error *err) {
   const rm_plan *plan = runner->plan;
   rm_step_shape *shape = &runner->shape;
@@ -184,7 +177,10 @@ rm_code rm_forward(rm_runner *runner, rm_error *err) {
   put_tables(runner);
   const rm_batch batch = batch_of(runner);
   if (!code) code = rm_model_prepare(runner->model, &batch, err);
-  if (!code) code = run(runner, err);
+  const rm_graph_step step = {shape->padded, shape->with_token_ranks, runner->store->serving.number,
+                              enqueue, runner};
+  if (!code)
+    code = shape->padded ? rm_graphs_run(runner->graphs, &step, err) : enqueue(runner, err);
   if (!code) code = rm_results_copy_out(&runner->results, err);
   if (!code) code = rm_share_draws(runner, err);
   if (code) {

@@ -177,7 +177,8 @@ static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, i
   if (s->form == NOTHING) return RM_OK;
   if (!copies || (s->form == TURNED && params->spec->wq_rows == RM_WQ_NONE))
     return RM_E_UNEXPECTED_KEY;
-  if (!(out->pieces = rm_alloc((size_t)(n * copies), sizeof *out->pieces)))
+  out->pieces = stacked ? rm_alloc((size_t)(n * copies), sizeof *out->pieces) : out->few;
+  if (!out->pieces)
     return rm_no_memory(err, "the pieces of a tensor", 0);
   for (int32_t e = 0; e < copies; e++) {
     rows = 0;
@@ -287,6 +288,6 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
 }
 
 void rm_target_clear(rm_target *target) {
-  rm_free(target->pieces);
+  if (target->pieces != target->few) rm_free(target->pieces);
   *target = (rm_target){0};
 }

@@ -17,11 +17,12 @@ typedef struct rm_param_rows {
   int64_t head_dim, turned;
 } rm_param_rows;
 
-typedef struct rm_target {
-  rm_param_rows *pieces; // owned; rm_target_clear
+typedef struct rm_target { // not to be copied: pieces may point into it
+  rm_param_rows *pieces; // `few`, or owned; rm_target_clear
   int64_t n_pieces;
   int64_t shape[4]; // the shape that the tensor must have
   int n_dims;
+  rm_param_rows few[3]; // q, k and v in one tensor: most names need no memory
 } rm_target;
 
 enum { RM_NAME_MAX = 1024 };

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import rollmesh as rm
 from rollmesh import ops
-from rollmesh.torch import packing, sequences
+from rollmesh.torch import arrays, packing, sequences
 
 IDS = torch.tensor([[5, 9, 2, 7, 1, 3], [4, 4, 8, 6, 0, 0], [0, 3, 1, 2, 9, 9]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
@@ -53,10 +53,11 @@ class Place:
             self.there.append((made, plain))
         return made
 
-    def tensor_of(self, array: Any, dtype: torch.dtype) -> Tensor:
+    def tensor_of(self, array: Any, dtype: torch.dtype | None = None) -> Tensor:
         made = torch.from_numpy(
             np.array(array.numpy() if isinstance(array, ops.DeviceArray) else array)
         )
+        dtype = dtype or (torch.bfloat16 if made.dtype == torch.uint16 else made.dtype)
         return made if made.dtype == dtype else made.view(dtype)
 
     def empty_array(self, shape: tuple[int, ...], like: Tensor) -> Any:
@@ -82,7 +83,7 @@ def place(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place
         importlib.import_module(f"rollmesh.torch.functions.{name}")
         for name in ("attention", "common", "dense", "logits", "moe")
     ]
-    for module in (*functions, packing):
+    for module in (*functions, packing, arrays):
         for name in ("array_of", "tensor_of", "empty_array", "in_turn"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(made, name))

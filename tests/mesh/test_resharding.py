@@ -364,7 +364,7 @@ def fake() -> Any:
         (
             lambda torch: torch.ones(3).to_sparse(),
             rm.UnsupportedTensorError,
-            "layout torch.sparse_coo",
+            "got a sparse tensor",
         ),
         (
             lambda torch: torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged),

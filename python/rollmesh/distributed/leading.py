@@ -94,6 +94,10 @@ def by_every_rank(
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        generator: Any = self
+        if not isinstance(generator._engine, LedEngine):
+            return method(self, *args, **kwargs)
+
         def bound() -> Mapping[str, Any]:
             return signature.bind(self, *args, **kwargs).arguments
 

@@ -112,10 +112,10 @@ def _ordinal(device: Any) -> int:
 def zeros_in(op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any) -> Array:
     """Makes an array of zeros. Raises MemoryError or CapacityError if memory is short, and
     ShapeError for a size that is too large for an array."""
-    try:
-        if op_device is None:
-            return np.zeros(shape, dtype)
+    if op_device is not None:
         return op_device.zeros(shape, dtype_name(dtype))
+    try:
+        return np.zeros(shape, dtype)
     except ValueError as error:
         raise ShapeError(
             f"expected an output that can be addressed, got shape {shown(shape)}"

@@ -49,7 +49,7 @@ def tensor_of(array: Any, dtype: torch.dtype | None = None) -> Tensor:
         from_dlpack(array) if isinstance(array, ops.DeviceArray) else torch.from_numpy(array)
     )
     dtype = dtype or (torch.bfloat16 if made.dtype == torch.uint16 else made.dtype)
-    return made.view(dtype)
+    return made if made.dtype == dtype else made.view(dtype)
 
 
 def host_of(array: Any) -> NDArray[Any]:
