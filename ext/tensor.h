@@ -11,7 +11,7 @@
 
 #include "core.h"
 
-#include "weights/sync.h"
+#include "weights/store.h"
 
 // *owner: new reference that keeps the data alive; rm_tensor_release drops it when the tensor has
 // been read. `name` (str) is for messages.

@@ -309,7 +309,7 @@ static void add_scheduler(const rm_scheduler *scheduler, rm_engine_stats *out) {
 void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
   const rm_worker *first = &engine->workers[0];
   *out = (rm_engine_stats){
-      .version = rm_store_version(first->store),
+      .version = first->store->version,
       .steps = engine->steps,
       .rows = engine->rows,
       .asleep = engine->asleep,
@@ -328,5 +328,4 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out) {
 
 rm_mesh rm_engine_mesh(const rm_engine *engine) { return engine->options.mesh; }
 rm_profile *rm_engine_profile(rm_engine *engine) { return engine->workers[0].profile; }
-const rm_params *rm_engine_params(const rm_engine *engine) { return engine->workers[0].params; }
 rm_store *rm_engine_store(const rm_engine *engine) { return engine->workers[0].store; }

@@ -30,7 +30,7 @@
 #include "base/team.h"
 #include "model/model.h"
 #include "scheduler/external_scheduler.h"
-#include "weights/sync.h"
+#include "weights/store.h"
 
 typedef struct rm_engine rm_engine;
 
@@ -199,5 +199,4 @@ void rm_engine_statistics(const rm_engine *engine, rm_engine_stats *out);
 rm_mesh rm_engine_mesh(const rm_engine *engine); // of all ranks
 // Views of the first rank here.
 rm_profile *rm_engine_profile(rm_engine *engine); // since its reset; NULL without options.profile
-const rm_params *rm_engine_params(const rm_engine *engine);
-rm_store *rm_engine_store(const rm_engine *engine); // for the version and digest; not for syncing
+rm_store *rm_engine_store(const rm_engine *engine); // to read its fields; not for syncing

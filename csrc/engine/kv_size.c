@@ -40,7 +40,7 @@ static claim claim_of(const rm_worker *worker) {
   const size_t available = device->available(device->self);
   claim c = {.memory = worker->memory,
              .available = available == SIZE_MAX ? UINT64_MAX : available,
-             .fixed = 2 * worker->params->bytes + rm_store_staging_bytes(worker->store),
+             .fixed = 2 * worker->params->bytes + rm_staging_bytes(&worker->store->staging),
              .page = rm_model_page_bytes(worker->model),
              .fraction = worker->engine->options.memory_fraction};
   if (device->on_host) c.fixed += rm_runner_workspace(&worker->runner);

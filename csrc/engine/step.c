@@ -16,7 +16,7 @@ rm_code rm_check_awake(const rm_engine *engine, unsigned parts, const char *befo
 rm_code rm_check_serving(const rm_engine *engine, unsigned parts, const char *before,
                          rm_error *err) {
   const rm_code code = rm_check_awake(engine, parts, before, err);
-  if (code || rm_store_weights(engine->workers[0].store)) return code;
+  if (code || engine->workers[0].store->serving.block) return code;
   return rm_fail(err, RM_E_NOT_SYNCED,
                  "weights: expected synced ones, got none; call sync_weights first");
 }
@@ -42,7 +42,7 @@ static void schedule(rm_engine *engine) {
   const double start = rm_now();
   for (int d = 0; d < engine->n_replicas; d++) {
     rm_scheduler *scheduler = &engine->schedulers[d];
-    scheduler->version = rm_store_version(engine->workers[0].store);
+    scheduler->version = engine->workers[0].store->version;
     const rm_progress progress = rm_schedule(scheduler);
     for (int w = 0; w < engine->per_replica; w++) rm_first_worker(engine, d)[w].progress = progress;
   }
@@ -113,7 +113,7 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draw
   for (int64_t i = 0; i < draws->n && !code; i++)
     code = rm_external_drawing(scheduler, draws->ids[i], err);
   if (code) return code;
-  scheduler->version = rm_store_version(worker->store);
+  scheduler->version = worker->store->version;
   const rm_entered saved = rm_enter(worker);
   for (int64_t i = 0; i < draws->n && !code; i++) { // fails only if the device is dead
     rm_sequence *seq = rm_find_sequence_group(scheduler, draws->ids[i], NULL)->sequences;

@@ -28,7 +28,7 @@ rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, 
   if (code) return code;
   code = rm_run_workers(engine, begin_worker, (void *)options, err);
   if (code && engine->n_workers > 1) rm_engine_sync_abort(engine);
-  if (!rm_store_weights(engine->workers[0].store)) // in place: cached KV loses its version
+  if (!engine->workers[0].store->serving.block) // in place: cached KV loses its version
     rm_engine_reset_prefix_cache(engine);
   return code;
 }
@@ -87,8 +87,7 @@ static rm_code copy_worker(rm_worker *worker, void *most) {
 rm_code rm_engine_sync_copy(rm_engine *engine, int64_t most, int *is_done, rm_error *err) {
   const rm_code code = push_on_all(engine, copy_worker, &most, err);
   *is_done = 1;
-  for (int w = 0; w < engine->n_workers; w++)
-    *is_done &= rm_sync_is_copied(engine->workers[w].store);
+  for (int w = 0; w < engine->n_workers; w++) *is_done &= !engine->workers[w].store->tasks.n;
   return code;
 }
 
@@ -96,7 +95,7 @@ static rm_code commit_worker(rm_worker *worker, void *arg) {
   (void)arg;
   const rm_code code =
       rm_sync_commit(worker->store, &worker->runner.rank, &worker->report, &worker->err);
-  if (!code) rm_rank_set_epoch(&worker->runner.rank, rm_store_version(worker->store));
+  if (!code) rm_rank_set_epoch(&worker->runner.rank, worker->store->version);
   return code;
 }
 
@@ -106,7 +105,7 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
   if (inflight < RM_INFLIGHT_REFUSE || inflight > RM_INFLIGHT_KEEP_KV)
     return rm_fail(err, RM_E_CONFIG, "inflight: expected a policy for running requests, got %d",
                    (int)inflight);
-  if (inflight == RM_INFLIGHT_REFUSE && rm_store_is_open(rm_engine_store(engine)))
+  if (inflight == RM_INFLIGHT_REFUSE && rm_engine_store(engine)->open)
     code = refuse_unfinished(engine, "with inflight=refuse",
                              "finish them, or choose restart, abort or keep", err);
   if (code || (code = rm_run_workers(engine, commit_worker, NULL, err))) return code;
@@ -144,7 +143,7 @@ static rm_code check_parts(unsigned parts, rm_error *err) {
 }
 
 static rm_code check_no_sync(const rm_engine *engine, rm_error *err) {
-  if (!rm_store_is_open(engine->workers[0].store)) return RM_OK;
+  if (!engine->workers[0].store->open) return RM_OK;
   return rm_fail(err, RM_E_STATE,
                  "sync: expected none open while the weights go to sleep, got an open one");
 }

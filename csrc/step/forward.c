@@ -158,7 +158,7 @@ static rm_code enqueue(void *self, rm_error *err) {
   const void *hidden;
   rm_mirrored_copy_to_device(&runner->mirrored, b->slots,
                              (size_t)(tokens - (const char *)b->slots));
-  rm_code code = rm_model_forward(runner->model, rm_store_weights(runner->store), runner->kv,
+  rm_code code = rm_model_forward(runner->model, runner->store->serving.block, runner->kv,
                                   runner->n_pages, &batch, &hidden, err);
   if (!code && !runner->shape.padded) code = rm_compare_forward(&runner->rank, err);
   if (!code) code = rm_sample_outs(runner, hidden, err);
@@ -177,7 +177,7 @@ rm_code rm_forward(rm_runner *runner, rm_error *err) {
   put_tables(runner);
   const rm_batch batch = batch_of(runner);
   if (!code) code = rm_model_prepare(runner->model, &batch, err);
-  const rm_graph_step step = {shape->padded, shape->with_token_ranks, rm_store_block(runner->store),
+  const rm_graph_step step = {shape->padded, shape->with_token_ranks, runner->store->serving.number,
                               enqueue, runner};
   if (!code)
     code = shape->padded ? rm_graphs_run(runner->graphs, &step, err) : enqueue(runner, err);

@@ -12,7 +12,7 @@
 #include "model/model.h"
 #include "scheduler/external_scheduler.h"
 #include "step/results.h"
-#include "weights/sync.h"
+#include "weights/store.h"
 
 // The arrays of one step in the mirrored buffer, ordered by use: read by the device, read and
 // written, written. A step then needs only one copy to the device and one back.

@@ -73,7 +73,7 @@ static rm_code run_lm_head(rm_runner *runner, const char *hidden, const rm_logit
       .host_targets = b->targets + first,
       .row_flags = rm_on_device(runner, b->out_flags + first),
   };
-  return rm_model_head(runner->model, rm_store_weights(runner->store), &head, err);
+  return rm_model_head(runner->model, runner->store->serving.block, &head, err);
 }
 
 // ------------------------------------------------------------------------------------ runs of outs

@@ -54,15 +54,7 @@ static rm_code check_shape(const rm_params *params, const rm_target *want, const
                  shape_hint(params, want, tensor));
 }
 
-static const char *src_name(rm_src_dtype dtype) {
-  switch (dtype) {
-    case RM_SRC_BF16: return "bfloat16";
-    case RM_SRC_F32: return "float32";
-    case RM_SRC_F16: return "float16";
-    case RM_SRC_F64: return "float64";
-  }
-  return "unknown";
-}
+static const char *const src_names[] = {"bfloat16", "float32", "float16", "float64"};
 
 const char *rm_dtype_name(rm_dtype dtype) { return dtype == RM_BF16 ? "bfloat16" : "float32"; }
 
@@ -71,7 +63,8 @@ static rm_code check_dtype(rm_dtype want, const rm_tensor *tensor, int cast, con
   const int same = want == RM_BF16 ? tensor->dtype == RM_SRC_BF16 : tensor->dtype == RM_SRC_F32;
   if (same || (cast && (unsigned)tensor->dtype <= RM_SRC_F64)) return RM_OK;
   return rm_fail(err, RM_E_DTYPE, "%s: expected %s, got %s (cast=True converts)", name,
-                 rm_dtype_name(want), src_name(tensor->dtype));
+                 rm_dtype_name(want),
+                 (unsigned)tensor->dtype <= RM_SRC_F64 ? src_names[tensor->dtype] : "unknown");
 }
 
 // Computes how many bytes before and after `data` the strides reach. Returns 0 on overflow.

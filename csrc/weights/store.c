@@ -7,7 +7,6 @@
 #include "base/checked.h"
 #include "base/memory.h"
 #include "gpu/gpu.h"
-#include "weights/store_internal.h"
 
 enum { MIN_HALF_BYTES = 64 << 10, MAX_HALF_BYTES = 32 << 20 }; // of the staging buffer
 
@@ -73,17 +72,9 @@ void rm_store_destroy(rm_store *store) {
   rm_free(store);
 }
 
-int64_t rm_store_version(const rm_store *store) { return store->version; }
-const void *rm_store_weights(const rm_store *store) { return store->serving.block; }
-uint64_t rm_store_block(const rm_store *store) {
-  return store->serving.block ? store->serving.number : 0;
-}
 uint64_t rm_store_digest(const rm_store *store) {
   return store->serving.block ? store->serving.digest : 0;
 }
-int rm_store_is_open(const rm_store *store) { return store->open; }
-size_t rm_store_staging_bytes(const rm_store *store) { return rm_staging_bytes(&store->staging); }
-const rm_params *rm_store_params(const rm_store *store) { return store->params; }
 
 static void drop_offloaded(rm_store *store) {
   rm_unmap(store->offloaded, store->params->bytes);

@@ -12,7 +12,7 @@
 #include "base/memory.h"
 #include "clock.h"
 #include "weights/check.h"
-#include "weights/store_internal.h"
+#include "weights/store.h"
 
 enum { MAX_ENTRIES = 1000000 };
 // Pushed in full; pushed in full as a tied lm_head; some of its staged values were written.
@@ -140,11 +140,15 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   return RM_OK;
 }
 
+static rm_code check_open(const rm_store *store, rm_error *err) {
+  return store->open ? RM_OK : rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
+}
+
 rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err) {
-  if (!store->open) return rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
-  if (!entry->target.n_pieces) return RM_OK;
-  rm_code code = check_new(store, entry, err);
+  rm_code code = check_open(store, err);
+  if (code || !entry->target.n_pieces) return code;
+  code = check_new(store, entry, err);
   if (!code) code = check_place(store, tensor, entry->name, err);
   return code ? code
               : rm_tensor_check(store->params, &entry->target, tensor, store->options.cast,
@@ -359,14 +363,10 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   return code;
 }
 
-static rm_code check_open(const rm_store *store, rm_error *err) {
-  return store->open ? RM_OK : rm_fail(err, RM_E_STATE, "push: expected an open sync, got none");
-}
-
 rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err) {
   rm_code code = check_open(store, err);
   if (code) return code;
-  if (!rm_sync_is_copied(store)) rm_sync_undo(store); // the caller was interrupted
+  if (store->tasks.n) rm_sync_undo(store); // the caller was interrupted
   store->pushed = entries;
   store->n_pushed = 0;
   store->read_before = store->report.bytes;
@@ -381,8 +381,6 @@ rm_code rm_sync_copy(rm_store *store, int64_t most, rm_error *err) {
   if (!code && (code = run_tasks(store, most, err))) rm_sync_undo(store);
   return code;
 }
-
-int rm_sync_is_copied(const rm_store *store) { return store->tasks.n == 0; }
 
 void rm_sync_undo(rm_store *store) {
   for (int64_t e = 0; e < store->n_pushed && store->open; e++)
@@ -466,7 +464,7 @@ static void settle_biases(rm_store *store) {
 }
 
 rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
-  if (!rm_sync_is_copied(store)) rm_sync_undo(store);
+  if (store->tasks.n) rm_sync_undo(store);
   const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
   if (code) rm_sync_abort(store);
   const int64_t n = store->params->n;

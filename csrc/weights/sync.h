@@ -21,7 +21,8 @@
 #pragma once
 
 #include "weights/names.h"
-#include "weights/store.h"
+
+typedef struct rm_store rm_store; // store.h
 
 // One tensor of the trainer: a view, valid and unchanged during the push.
 typedef struct rm_tensor {
@@ -68,7 +69,6 @@ rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_ten
 rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err);
 // Copies the next part of the push, of `most` bytes or a little more.
 rm_code rm_sync_copy(rm_store *store, int64_t most, rm_error *err);
-int rm_sync_is_copied(const rm_store *store); // whether the last push has ended
 // Undoes the last push, which failed here or on another rank.
 void rm_sync_undo(rm_store *store);
 // The two phases of two_phase_commit.h. prepare makes the checks of an open sync; on failure the

@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "base/memory.h"
-#include "weights/store_internal.h"
+#include "weights/store.h"
 
 typedef struct vote {
   int64_t version;

@@ -77,7 +77,7 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
   made->entry.length = (size_t)length;
-  if (rm_names_resolve(rm_engine_params(self->engine), made->entry.name, made->entry.length,
+  if (rm_names_resolve(rm_engine_store(self->engine)->params, made->entry.name, made->entry.length,
                        skip_unknown, &made->entry.target, &err))
     return rm_raise(module, &err);
   const rm_target *target = &made->entry.target;
@@ -133,7 +133,7 @@ static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
   const int64_t shape[] = {rm_mesh_world(&mesh) * target->n_pieces, 9};
   PyObject *array = rm_array_new(NPY_INT64, 2, shape, NULL);
   if (array)
-    rm_list_wanted(rm_engine_params(engine->engine), target, &mesh,
+    rm_list_wanted(rm_engine_store(engine->engine)->params, target, &mesh,
                    PyArray_DATA((PyArrayObject *)array));
   rm_engine_leave(engine);
   return array;
@@ -332,9 +332,9 @@ PyObject *rm_engine_py_sync_abort(rm_engine_object *self) {
 
 PyObject *rm_engine_py_sync_state(rm_engine_object *self) {
   const rm_store *store = rm_engine_store(self->engine);
-  const int64_t version = rm_store_version(store);
+  const int64_t version = store->version;
   const uint64_t digest = rm_store_digest(store);
-  const int open = rm_store_is_open(store), complete = open && rm_sync_complete(store);
+  const int open = store->open, complete = open && rm_sync_complete(store);
   return Py_BuildValue("(NKOO)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version),
                        (unsigned long long)digest, open ? Py_True : Py_False,
                        complete ? Py_True : Py_False);

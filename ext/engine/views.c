@@ -179,7 +179,7 @@ PyObject *rm_engine_py_profile(rm_engine_object *self) {
 }
 
 PyObject *rm_engine_py_manifest(rm_engine_object *self) {
-  const rm_params *params = rm_engine_params(self->engine);
+  const rm_params *params = rm_engine_store(self->engine)->params;
   PyObject *list = PyList_New(0);
   for (const rm_param *p = params->list; list && p < params->list + params->n; p++) {
     const int64_t shape[] = {p->rows, p->cols};

@@ -62,8 +62,8 @@ static PyObject *all_views(const serving *s) {
 PyObject *rm_engine_py_weights(rm_engine_object *self) {
   rm_store *store = rm_engine_store(self->engine);
   const serving s = {.self = self,
-                     .params = rm_store_params(store),
-                     .block = rm_store_weights(store),
-                     .type = rm_store_params(store)->dtype == RM_BF16 ? NPY_UINT16 : NPY_FLOAT32};
+                     .params = store->params,
+                     .block = store->serving.block,
+                     .type = store->params->dtype == RM_BF16 ? NPY_UINT16 : NPY_FLOAT32};
   return s.block ? all_views(&s) : Py_NewRef(Py_None);
 }

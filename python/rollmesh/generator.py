@@ -99,8 +99,11 @@ class Generator(Calls):
         spec, dtype = options.spec, options.dtype
         self.spec, self.dtype, self.tokenizer = spec, dtype, options.tokenizer
         self.mesh = options.mesh or Mesh()
-        # A length of the config, unlike the caller's, has not been checked.
-        length = _default_length(spec) if options.max_model_len is None else options.max_model_len
+        length = options.max_model_len
+        if length is None:
+            # A length of the config, unlike the caller's, has not been checked.
+            has_own = spec.rope_settings.depends_on_length
+            length = min(spec.max_position_embeddings, 2**31 - 1) if has_own else 4096
         self.max_model_len = check_option("max_model_len", length)
         where = device_of(options.device)
         nccl = options.comm if isinstance(options.comm, Nccl) else None
@@ -549,12 +552,6 @@ class Generator(Calls):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _default_length(spec: ModelSpec) -> int:
-    if spec.rope_settings.depends_on_length:
-        return min(spec.max_position_embeddings, 2**31 - 1)
-    return 4096
 
 
 Generator.__doc__ = (Generator.__doc__ or "").replace("    {options}", documentation())

@@ -29,10 +29,10 @@ from rollmesh.errors import ConfigError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.runtime.arguments import (
     MIN_FLOAT64,
-    REAL,
     boolean,
     choice,
     integer,
+    is_real,
     thread_count,
 )
 from rollmesh.runtime.devices import device_name
@@ -83,7 +83,7 @@ def _page_positions(name: str, value: Any) -> int:
 def _gib(name: str, value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, REAL) or not 0.0 < value < MAX_GIB:
+    if not is_real(value) or not 0.0 < value < MAX_GIB:
         raise ConfigError(
             f"{name}: expected a number of GiB above 0 and below {MAX_GIB}, got {shown(value)}"
         )
@@ -91,7 +91,7 @@ def _gib(name: str, value: Any) -> float | None:
 
 
 def _share(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, REAL) or not 0.0 < value <= 1.0:
+    if not is_real(value) or not 0.0 < value <= 1.0:
         raise ConfigError(f"{name}: expected a number above 0 and at most 1, got {shown(value)}")
     if float(value) < MIN_FLOAT64:
         raise ConfigError(

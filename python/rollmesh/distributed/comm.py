@@ -44,13 +44,12 @@ from rollmesh.errors import (
     StateError,
 )
 from rollmesh.runtime import nccl as _nccl
-from rollmesh.runtime.arguments import REAL, integer
+from rollmesh.runtime.arguments import MAX_TIMEOUT_S, integer, timeout_s
 from rollmesh.runtime.devices import Device
 from rollmesh.runtime.messages import shown
 
 # Operations, in the order of csrc/comm/comm.h.
 OPS = ("barrier", "all_gather", "all_to_all", "dispatch", "combine", "step", "vote")
-MAX_TIMEOUT_S = 10**6
 SEEN_ENDING_S = 0.2  # a connection breaks a moment before the pidfd of its process signals
 BOARD_S = 2.0  # timeout of reads and writes of torch's store
 ASK_S = 1.0  # between two reads of the store that look for a rank that has given up
@@ -138,15 +137,7 @@ class Comm:
     def __init__(self, rank: int, world: int, timeout: float):
         self.world = integer("world", world, 1, self.MAX_WORLD)
         self.rank = integer("rank", rank, 0, self.world - 1)
-        if (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, REAL)
-            or not 0 < timeout <= MAX_TIMEOUT_S
-        ):
-            raise ConfigError(
-                f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}"
-            )
-        self.timeout = float(timeout)
+        self.timeout = timeout_s(timeout)
         self._used = self._closed = False
 
     def connect(self, mesh: Mesh) -> Endpoints:

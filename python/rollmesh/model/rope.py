@@ -208,14 +208,10 @@ def _exp_pair(x: Pair) -> F32:
 def _power(base: float, exponents: F32) -> F32:
     """torch's `base ** exponents` for float32 exponents on a CPU with AVX2."""
     whole = len(exponents) // VECTOR * VECTOR
-    out = np.array([_power_scalar(base, float(y)) for y in exponents], np.float32)
+    out = np.array([_powf(base, y) for y in exponents], np.float32)
     y = exponents[:whole]
     out[:whole] = _exp_pair(_times(_log_pair(np.full_like(y, base)), y))
     return out
-
-
-def _power_scalar(base: float, exponent: float) -> np.float32:
-    return np.float32(_powf(base, exponent))
 
 
 # -------------------------------------------------------------------------------------- the types

@@ -37,52 +37,47 @@ _Fields = Mapping[str, Any]
 READ, ANY = _Rule.READ, _Rule.ANY
 
 
-def _fields(names: str, rule: Any = READ) -> dict[str, Any]:
+def _each(names: str, rule: Any = READ) -> dict[Any, Any]:
+    """Returns one rule for several fields, or for several classes."""
     return dict.fromkeys(names.split(), rule)
 
 
-def _classes(names: str, rules: _Fields) -> dict[str | None, _Fields]:
-    return dict.fromkeys(names.split(), rules)
-
-
 _LINEAR_FIELDS = {"bias": False, "in_features": ANY, "out_features": READ}
-_LINEAR = _classes("Linear RowParallelLinear", _LINEAR_FIELDS)
+_LINEAR = _each("Linear RowParallelLinear", _LINEAR_FIELDS)
 # CastLinear is TitanRL's: logits in float32, as the engine's are in every dtype.
 _HEAD = {**_LINEAR, "CastLinear": {**_LINEAR_FIELDS, "compute_dtype": "float32"}}
 _NORM = {"RMSNorm": {"elementwise_affine": True, "normalized_shape": ANY, "eps": READ}}
-_MLP = _classes("FeedForward AllGatherFusedFeedForward", _fields("w1 w3 w2", _LINEAR))
-_HEADS = _fields("head_dim n_heads n_kv_heads", ANY)
-_KERNEL = _fields("block_size kernel_options", ANY)  # of FlexAttention
-_ROPE = _fields(
+_MLP = _each("FeedForward AllGatherFusedFeedForward", _each("w1 w3 w2", _LINEAR))
+_HEADS = _each("head_dim n_heads n_kv_heads", ANY)
+_KERNEL = _each("block_size kernel_options", ANY)  # of FlexAttention
+_ROPE = _each(
     "dim theta max_seq_len scaling rope_factor beta_fast beta_slow original_seq_len truncate "
     "low_freq_factor high_freq_factor original_max_position_embeddings scaling_factor"
 )
 _ATTENTION = {
-    **_fields("n_heads dim n_kv_heads head_dim"),
+    **_each("n_heads dim n_kv_heads head_dim"),
     "qkv_linear": {
-        "QKVLinear": {**_HEADS, **_fields("wq wkv", _LINEAR)},
-        **_classes("FusedQKVLinear AllGatherFusedQKVLinear", {**_HEADS, "wqkv": _LINEAR}),
+        "QKVLinear": {**_HEADS, **_each("wq wkv", _LINEAR)},
+        **_each("FusedQKVLinear AllGatherFusedQKVLinear", {**_HEADS, "wqkv": _LINEAR}),
     },
     "wo": _LINEAR,
     "inner_attention": {
-        **_classes("FlexAttention ScaledDotProductAttention", _KERNEL),
+        **_each("FlexAttention ScaledDotProductAttention", _KERNEL),
         "VarlenAttention": {**_KERNEL, "window_size": (-1, 0)},
     },
 }
 _DISPATCHER = {
     "top_k": READ,
-    **_fields(
+    **_each(
         "num_experts pad_multiple cudagraphable num_max_tokens_per_rank hidden_dim dtype device",
         ANY,
     ),
 }
 _MOE = {
-    **_fields("num_experts load_balance_coeff"),
+    **_each("num_experts load_balance_coeff"),
     "router": {
         "TokenChoiceTopKRouter": {
-            **_fields(
-                "score_func route_scale num_expert_groups num_limited_groups top_k route_norm"
-            ),
+            **_each("score_func route_scale num_expert_groups num_limited_groups top_k route_norm"),
             "num_experts": ANY,
             "_debug_force_load_balance": False,
             "gate": _LINEAR,
@@ -91,10 +86,10 @@ _MOE = {
     "routed_experts": {
         "RoutedExperts": {
             "inner_experts": {
-                "GroupedExperts": {"hidden_dim": READ, **_fields("num_experts dim", ANY)}
+                "GroupedExperts": {"hidden_dim": READ, **_each("num_experts dim", ANY)}
             },
             "token_dispatcher": {
-                **_classes(
+                **_each(
                     "LocalTokenDispatcher AllToAllTokenDispatcher TorchAOTokenDispatcher "
                     "DeepEPTokenDispatcher MinimalAsyncEPTokenDispatcher",
                     _DISPATCHER,
@@ -106,7 +101,7 @@ _MOE = {
     },
     "shared_experts": {None: {}, **_MLP},
 }
-_NORMS = _fields("attention_norm ffn_norm", _NORM)
+_NORMS = _each("attention_norm ffn_norm", _NORM)
 _LLAMA = {
     "attention": {"GQAttention": {**_ATTENTION, "rope": {"ComplexRoPE": _ROPE}, "qk_norm": None}},
     **_NORMS,
@@ -120,10 +115,10 @@ _QWEN = {
 _QWEN_DENSE = {**_QWEN, "moe": {None: {}}, "feed_forward": _MLP}
 _QWEN_MOE = {**_QWEN, "moe": {"MoE": _MOE}, "feed_forward": ANY}  # its feed_forward is not built
 _ROOT = {
-    **_fields("layers vocab_size dim enable_weight_tying"),
+    **_each("layers vocab_size dim enable_weight_tying"),
     "norm": _NORM,
     "lm_head": _HEAD,
-    "tok_embeddings": {"Embedding": _fields("num_embeddings embedding_dim", ANY)},
+    "tok_embeddings": {"Embedding": _each("num_embeddings embedding_dim", ANY)},
 }
 BEYOND_HF = (
     "router_bias",
@@ -166,8 +161,8 @@ def _read(
             read[field] = _read(its, f"{where}.{field}", rule, faults)
         elif rule is READ or isinstance(rule, dict):
             read[field] = its
-        elif its != rule:
-            faults.append(f"{where}.{field}: expected {rule!r}, got {shown(its)}")
+        else:
+            _want(f"{where}.{field}", its, rule, faults)
     for field in sorted(fields.keys() - rules.keys()):
         its, made = getattr(value, field), fields[field].default_factory
         default = fields[field].default if made is dataclasses.MISSING else made()
@@ -186,7 +181,7 @@ def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     if kind.__qualname__ == "ModelSpec" and kind.__module__.split(".")[0] == "torchtitan":
         model = model.model
     faults: list[str] = []
-    root = _read(model, "model", _classes("Qwen3Model Llama3Model", _ROOT), faults)
+    root = _read(model, "model", _each("Qwen3Model Llama3Model", _ROOT), faults)
     is_llama = type(model).__qualname__.startswith("Llama3")
     block = f"{'Llama3' if is_llama else 'Qwen3'}TransformerBlock"
     if not isinstance(root["layers"], (list, tuple)) or not root["layers"]:

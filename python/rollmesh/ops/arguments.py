@@ -12,7 +12,7 @@ import numpy as np
 from rollmesh import _core
 from rollmesh._core import available_isas, best_isa
 from rollmesh.errors import ConfigError, DTypeError, ShapeError, UnsupportedTensorError
-from rollmesh.runtime.arguments import REAL, choice, integer_of, is_masked
+from rollmesh.runtime.arguments import choice, integer_of, is_masked
 from rollmesh.runtime.messages import plain, shown
 
 Array = Any  # a NumPy array, or a _core.DeviceArray if the arguments are on a CUDA device
@@ -35,10 +35,6 @@ def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:
 @lru_cache(maxsize=16)
 def _kernels(isa: str, threads: int, process: int) -> _core.Kernels:
     return _core.Kernels(choice("isa", isa, available_isas()), threads)
-
-
-def is_real(value: Any) -> bool:
-    return isinstance(value, REAL) and not isinstance(value, bool)
 
 
 def size_of(name: str, value: Any) -> int:

@@ -16,6 +16,7 @@ from rollmesh.request.sampling import SamplingParams
 from rollmesh.runtime.arguments import (
     BYTES,
     integer,
+    is_integer,
     items_of,
 )
 from rollmesh.runtime.messages import shown
@@ -88,6 +89,6 @@ def request_ids(ids: Any) -> list[int]:
     """Returns a list of request ids from one id or several."""
     items = items_of(RequestError, "ids", ids) if hasattr(ids, "__iter__") else [ids]
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+        if not is_integer(item):
             raise RequestError(f"request id: expected an integer, got {shown(item)}")
     return [int(item) for item in items]

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollmesh.distributed.wire import sendable
 from rollmesh.errors import RequestError
-from rollmesh.runtime.arguments import MAX_TOKENS, REAL, integer_of, is_unicode, items_of
+from rollmesh.runtime.arguments import MAX_TOKENS, integer_of, is_real, is_unicode, items_of
 from rollmesh.runtime.messages import shown
 
 MAX_SEED = 2**64
@@ -219,7 +219,7 @@ def logit_edit_names(params: SamplingParams) -> list[str]:
 
 
 def _is_within(value: Any, low: float, high: float) -> bool:
-    if isinstance(value, bool) or not isinstance(value, REAL):
+    if not is_real(value):
         return False
     # In a comparison with a float16 the bounds would become float16 too, and infinite.
     if isinstance(value, np.floating):

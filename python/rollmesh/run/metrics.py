@@ -155,11 +155,9 @@ def draw_curves(lines: list[Metrics], path: Path) -> None:
 def plot(lines: list[Metrics]) -> Any:
     """Returns a matplotlib figure with the rewards, the differences between trainer and generator,
     entropy and clipping, and the times."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = [
         ("reward", ("reward_mean", "eval_reward"), "linear"),
         ("trainer against generator", ("logprob_diff_max", "kl_k3"), "log"),

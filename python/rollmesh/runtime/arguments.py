@@ -21,6 +21,7 @@ from rollmesh.runtime.messages import listed, reason, shown
 
 MAX_ITEMS = 2**24  # prompts of a call, tokens of a prompt, request ids
 MAX_TOKENS = 2**20  # different ones: vocabularies are smaller
+MAX_TIMEOUT_S = 10**6  # of one exchange between processes
 MAX_TIMEOUT = 10**9  # 31 years: what every clock and lock can count
 BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no list of ids
 MAX_THREADS = _core.engine_limits()["threads"][1]
@@ -47,6 +48,14 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def is_real(value: Any) -> bool:
+    return isinstance(value, REAL) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def choice(name: str, value: Any, words: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in words:
         raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {shown(value)}")
@@ -58,11 +67,7 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def integer_of(error: type[Error], name: str, value: Any, low: int, high: int) -> int:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, np.integer))
-        or not low <= int(value) <= high
-    ):
+    if not is_integer(value) or not low <= int(value) <= high:
         raise error(f"{name}: expected an integer in [{low}, {high}], got {shown(value)}")
     return int(value)
 
@@ -114,10 +119,19 @@ def exportable(name: Any, tensor: Any) -> Any:
     return tensor.detach() if getattr(tensor, "requires_grad", False) is True else tensor
 
 
+def timeout_s(timeout: Any) -> float:
+    """Checks how long a process waits for another one."""
+    if not is_real(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}"
+        )
+    return float(timeout)
+
+
 def deadline_of(timeout: float | None) -> float | None:
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, REAL) or not timeout >= 0:
+    if not is_real(timeout) or not timeout >= 0:
         raise ConfigError(f"timeout: expected seconds >= 0 or None, got {shown(timeout)}")
     if timeout == math.inf:
         return None

@@ -21,6 +21,7 @@ import json
 import re
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 from typing import Any
 
 from rollmesh import errors
@@ -48,20 +49,12 @@ def client_of(client: Any, timeout: float) -> Any:
             f"without {', '.join(lacking)}"
         )
     if "request" not in inspect.signature(client.init_weight_transfer_engine).parameters:
-        return _Plain(client)
+        return SimpleNamespace(spans=False, **{call: getattr(client, call) for call in CALLS})
     return _Offline(client) if hasattr(client, "llm_engine") else _Awaited(client)
 
 
 def is_awaited(client: Any) -> bool:
     return inspect.iscoroutinefunction(client.start_weight_update)
-
-
-class _Plain:
-    spans = False
-
-    def __init__(self, client: Any):
-        for call in CALLS:
-            setattr(self, call, getattr(client, call))
 
 
 class _Requests:

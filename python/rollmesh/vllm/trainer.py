@@ -36,10 +36,10 @@ from rollmesh.errors import (
     SyncAbortedError,
     UnsupportedTensorError,
 )
-from rollmesh.runtime.arguments import boolean, integer, is_unicode
+from rollmesh.runtime.arguments import boolean, integer, is_unicode, timeout_s
 from rollmesh.runtime.messages import reason, shown
 from rollmesh.vllm.clients import client_of, is_awaited, typed
-from rollmesh.vllm.update_info import InitInfo, UpdateInfo, check_timeout, check_transport
+from rollmesh.vllm.update_info import InitInfo, UpdateInfo, check_transport
 from rollmesh.weights.pieces import is_sharded
 from rollmesh.weights.transport.delta_folder import DeltaWriter
 from rollmesh.weights.transport.loans import Lender, OwnedTensor
@@ -113,7 +113,7 @@ class _Sending:
         self._allow_bias_removal = boolean("allow_bias_removal", allow_bias_removal)
         self._lender = Lender() if boolean("lend", lend) else None
         self._pause = None if pause is None else boolean("pause", pause)
-        self._folder, self._timeout = folder, check_timeout(timeout)
+        self._folder, self._timeout = folder, timeout_s(timeout)
         self._name = secrets.token_hex(16)
         self._shared: Segment | None = None
         self._previous: Segment | None = None

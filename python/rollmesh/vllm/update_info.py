@@ -17,7 +17,6 @@ from rollmesh.runtime.messages import shown
 
 TRANSPORTS = ("shm", "folder")
 MAX_BUCKET = 1 << 40  # bytes
-MAX_TIMEOUT_S = 10**6
 
 T = TypeVar("T")
 
@@ -29,18 +28,6 @@ def check_transport(transport: Any) -> None:
     raise ConfigError(
         f"transport: expected one of {', '.join(TRANSPORTS)}, got {shown(transport)}{hint}"
     )
-
-
-def check_timeout(timeout: Any) -> float:
-    if (
-        isinstance(timeout, bool)
-        or not isinstance(timeout, (int, float))
-        or not 0 < timeout <= MAX_TIMEOUT_S
-    ):
-        raise ConfigError(
-            f"timeout: expected seconds above 0, at most {MAX_TIMEOUT_S}, got {shown(timeout)}"
-        )
-    return timeout
 
 
 @dataclass(frozen=True)

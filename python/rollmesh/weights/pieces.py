@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import (
@@ -27,6 +26,7 @@ from rollmesh.errors import (
     UnexpectedKeyError,
     UnsupportedTensorError,
 )
+from rollmesh.runtime.arguments import is_integer
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.tensors import DTYPES, as_array, dtype_name
 
@@ -36,9 +36,7 @@ MAX_ELEMENTS = 2**60  # NumPy's limit for float64
 
 
 def _dims(name: str, value: Any) -> Dims:
-    if not isinstance(value, (tuple, list)) or not all(
-        isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in value
-    ):
+    if not isinstance(value, (tuple, list)) or not all(map(is_integer, value)):
         raise LayoutError(f"{name} of a piece: expected a tuple of integers, got {shown(value)}")
     return tuple(int(n) for n in value)
 

@@ -16,7 +16,7 @@ from rollmesh.errors import ConfigError, NumericsError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.outputs import RequestOutput, SelfTestReport
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.runtime.arguments import REAL, items_of
+from rollmesh.runtime.arguments import is_real, items_of
 from rollmesh.runtime.messages import shown
 
 Scorer = Callable[[list[NDArray[np.int32]]], Sequence[Any]] | Any
@@ -91,7 +91,7 @@ def run_self_test(
     """See Generator.self_test."""
     if threshold is None:
         threshold = THRESHOLDS[generator.dtype]
-    if isinstance(threshold, bool) or not isinstance(threshold, REAL) or not threshold >= 0.0:
+    if not is_real(threshold) or not threshold >= 0.0:
         raise ConfigError(f"threshold: expected a number >= 0, got {shown(threshold)}")
     outputs = generate_for_test(generator, prompts, max_tokens, seed)
     version = generator.version

@@ -102,7 +102,7 @@ static void probe(life *l, const char *name) {
 }
 
 static int serves(const life *l) {
-  return l->engine && !look(l).stats.asleep && rm_store_weights(rm_engine_store(l->engine));
+  return l->engine && !look(l).stats.asleep && rm_engine_store(l->engine)->serving.block;
 }
 
 static void check_failure(life *l, const char *name, rm_code code, rm_code want, rm_error *err,
@@ -194,7 +194,7 @@ static int is_expert_gate_up(const tiny_tensor *t) {
 
 static void sync_all(life *l, const tiny_weights *weights, int in_place, const tiny_tensor *fused) {
   const rm_sync_options options = {.version = -1, .in_place = in_place}, past = {.version = 0};
-  if (rm_store_version(rm_engine_store(l->engine)) >= 0)
+  if (rm_engine_store(l->engine)->version >= 0)
     make(l, "begin of an old version", begin, &past, RM_E_VERSION);
   make(l, "begin", begin, &options, RM_OK);
   if (fused) make(l, "push of all experts", push, fused, RM_OK);

@@ -132,9 +132,9 @@ static void compare(scene *s, const descriptor *d, const char *what, rm_code got
 
 static void expect_state(scene *s, int64_t version, uint64_t digest) {
   const rm_store *store = rm_engine_store(s->w->engine);
-  if (rm_store_version(store) == version && rm_store_digest(store) == digest) return;
+  if (store->version == version && rm_store_digest(store) == digest) return;
   tiny_die("fuzz_weights %s: version %" PRId64 " digest %" PRIx64 "; wanted %" PRId64 " %" PRIx64,
-           fuzz_where(&s->f), rm_store_version(store), rm_store_digest(store), version, digest);
+           fuzz_where(&s->f), store->version, rm_store_digest(store), version, digest);
 }
 
 // ------------------------------------------------------------------------------------ descriptors
@@ -464,7 +464,7 @@ static void whole_sync(scene *s) {
 static void good_sync(scene *s) {
   world *w = s->w;
   tiny_must(tiny_sync(w->engine, w->good, RM_INFLIGHT_REFUSE, &s->err), &s->err);
-  w->version = rm_store_version(rm_engine_store(w->engine));
+  w->version = rm_engine_store(w->engine)->version;
   w->served = 1;
   w->biases = bias_slots(w->book);
   for (int i = 0; i < w->book->n_slots; i++)

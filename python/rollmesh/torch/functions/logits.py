@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rollmesh import ops
 from rollmesh.errors import RequestError, ShapeError
-from rollmesh.ops.arguments import is_real
 from rollmesh.request.sampling import MAX_FLOAT32, MIN_FLOAT32
+from rollmesh.runtime.arguments import is_real
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import packing
 from rollmesh.torch.arrays import array_of, check_flags, check_tokens, host_of, in_turn, tensor_of

@@ -321,7 +321,7 @@ class Model(torch.nn.Module):
         found = (
             ops.embed(local, self._ends["embed"], packed=packed, **self.how)
             if here
-            else np.zeros((len(ids), hidden), self._words)
+            else np.zeros((len(ids), hidden), np.uint16 if self.dtype == "bfloat16" else np.float32)
         )
         if self.columns.size == 1:
             return found
@@ -330,10 +330,6 @@ class Model(torch.nn.Module):
         return rows.reshape(self.columns.size, len(ids), hidden)[
             np.searchsorted(stops, ids, side="right"), np.arange(len(ids))
         ]
-
-    @property
-    def _words(self) -> type[np.generic]:
-        return np.uint16 if self.dtype == "bfloat16" else np.float32
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns float32 [rows, vocab] on every rank, with the statistics for logprobs

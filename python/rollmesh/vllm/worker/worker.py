@@ -296,25 +296,29 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def updates(self) -> WeightUpdates:
         return self.runner.updates
 
-    init_weight_transfer_engine = _of_updates(WeightUpdates.init_weight_transfer_engine)
-    start_weight_update = _of_updates(WeightUpdates.start_weight_update)
-    start_draft_weight_update = _of_updates(WeightUpdates.start_draft_weight_update)
-    update_weights = _of_updates(WeightUpdates.update_weights)
-    finish_weight_update = _of_updates(WeightUpdates.finish_weight_update)
-    shutdown_weight_transfer_engine = _of_updates(WeightUpdates.shutdown_weight_transfer_engine)
-    weight_version = _of_updates(WeightUpdates.weight_version)
-    compute_weight_checksums = _of_updates(WeightUpdates.compute_weight_checksums)
-    reset_weights = _of_updates(WeightUpdates.reset_weights)
-    sleep = _of_updates(WeightUpdates.sleep)
-    wake_up = _of_updates(WeightUpdates.wake_up)
-    discard = _of_updates(WeightUpdates.discard)
-
     def shutdown(self) -> None:
         """Frees all resources. Idempotent."""
         runner, self.model_runner = self.model_runner, None
         if runner is not None:
             runner.updates.shutdown()
             runner.engine.close()
+
+
+for _name in (
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "shutdown_weight_transfer_engine",
+    "weight_version",
+    "compute_weight_checksums",
+    "reset_weights",
+    "sleep",
+    "wake_up",
+    "discard",
+):
+    setattr(Worker, _name, _of_updates(getattr(WeightUpdates, _name)))
 
 
 def _device() -> Device:

@@ -124,19 +124,17 @@ class LockedFile:
                 os.close(descriptor)
         _open.discard(self)
 
-    def close_in_child(self) -> None:
-        """Closes the descriptor without releasing the parent's locks."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
 
 _open: set[LockedFile] = set()
 
 
 def _close_in_child() -> None:
+    """Closes the descriptors without releasing the parent's locks."""
     while _open:
-        _open.pop().close_in_child()
+        file = _open.pop()
+        descriptor, file.descriptor = file.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -275,14 +273,11 @@ class Segment:
             return True
         os.pwrite(self._file.descriptor, bytes(8), LOAN)
         deadline = time.monotonic() + seconds
-        while self.is_being_read():
+        while is_locked(self._file.descriptor, READERS, MAX_READERS):  # a reader is reading
             if time.monotonic() >= deadline:
                 return False
             time.sleep(POLL_S)
         return True
-
-    def is_being_read(self) -> bool:
-        return is_locked(self._file.descriptor, READERS, MAX_READERS)
 
     def num_read(self) -> int:
         """Returns the number of readers that have finished reading the open loan."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rollmesh import _core
 from rollmesh.errors import ConfigError, DTypeError, LayoutError, LimitError, UnsupportedTensorError
-from rollmesh.runtime.arguments import exportable, is_masked
+from rollmesh.runtime.arguments import exportable, is_integer, is_masked
 from rollmesh.runtime.dtypes import BF16
 from rollmesh.runtime.messages import plain, shown
 
@@ -166,7 +166,7 @@ def grouped(
     entries: Iterable[tuple[str, Any]], bucket_bytes: int
 ) -> Iterator[list[tuple[str, Any]]]:
     """Groups entries as `bucketed` does, without copying them."""
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)):
+    if not is_integer(bucket_bytes):
         raise ConfigError(f"bucket_bytes: expected a number of bytes, got {shown(bucket_bytes)}")
     if bucket_bytes <= 0:
         raise LimitError(f"bucket_bytes: expected a number above 0, got {bucket_bytes}")

@@ -22,6 +22,6 @@ static inline seen seen_of(rm_engine *engine) {
   s.digest = rm_store_digest(rm_engine_store(engine));
   rm_engine_finished(engine, &s.first, 1);
   s.unfinished = rm_engine_unfinished(engine);
-  s.open = rm_store_is_open(rm_engine_store(engine));
+  s.open = rm_engine_store(engine)->open;
   return s;
 }

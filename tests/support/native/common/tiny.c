@@ -199,9 +199,9 @@ static rm_code send(rm_engine *engine, int skip_unknown, rm_entry *entry, int pu
   memcpy(text, entry->name, entry->length);
   text[entry->length] = 0;
   entry->name = text;
-  if (rm_store_is_open(rm_engine_store(engine)))
-    code = rm_names_resolve(rm_engine_params(engine), entry->name, entry->length, skip_unknown,
-                            &entry->target, err);
+  if (rm_engine_store(engine)->open)
+    code = rm_names_resolve(rm_engine_store(engine)->params, entry->name, entry->length,
+                            skip_unknown, &entry->target, err);
   if (!code) code = rm_sync_check(rm_engine_store(engine), entry, &entry->tensor, err);
   int is_done = 0;
   if (!code && pushes) code = rm_engine_sync_push(engine, &(const rm_entry *){entry}, 1, err);
@@ -278,7 +278,7 @@ static uint64_t hash_array(uint64_t hash, const void *data, int64_t n, size_t by
 }
 
 uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
-  const rm_spec *spec = rm_engine_params(engine)->spec;
+  const rm_spec *spec = rm_engine_store(engine)->params->spec;
   const int64_t per_token = spec->n_moe_layers * spec->top_k;
   rm_error err = RM_ERROR_INIT;
   tiny_request_view v;
