@@ -332,7 +332,7 @@ class Generator(Calls):
         source pass through. If ranks are processes and one rank fails, the others raise
         SyncAbortedError with its reason; if they were given different weights, all raise
         MeshMismatchError. RankLostError, CollectiveMismatchError and CollectiveTimeoutError end the
-        mesh.
+        mesh, except a CollectiveMismatchError whose message names two calls.
         """
         options = SyncOptions(
             version, cast, strict, mode, inflight, keep_kv, allow_nonfinite, allow_bias_removal

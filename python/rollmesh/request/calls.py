@@ -153,9 +153,9 @@ class Calls:
         a tokenizer, are in their outputs. If poll raises (asleep, Ctrl-C), the next poll returns
         the requests that had finished.
 
-        If ranks are processes, they synchronize after each step, so that all ranks return the same
-        requests; the first timeout that passes on any rank ends the call on all. Each step takes as
-        long as that of the slowest replica, so generate is faster if all requests must finish."""
+        If ranks are processes, they synchronize after each step, and all ranks return the same
+        requests; the timeout is rank 0's. Each step takes as long as that of the slowest replica,
+        so generate is faster if all requests must finish."""
         min_outputs = integer("min_outputs", min_outputs, 0, 2**63 - 1)
         deadline = deadline_of(timeout)
         poll = _Poll(self, min_outputs, deadline)
