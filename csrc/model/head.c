@@ -10,7 +10,7 @@ size_t rm_head_fields(rm_model *model, rm_field fields[RM_HEAD_FIELDS]) {
   const rm_field all[RM_HEAD_FIELDS] = {
       RM_FIELD_ROWS(model->pairs, blocks, rows * 2),
       RM_FIELD_ROWS(model->target_logits, ranks, rows),
-      {&model->own_logits, rows, sizeof(float)},
+      RM_FIELD(model->own_logits, rows),
   };
   memcpy(fields, all, sizeof all);
   return RM_HEAD_FIELDS;

@@ -117,13 +117,13 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
 static rm_code create_indices(rm_model *model, rm_error *err) {
   const size_t rows = (size_t)model->options.max_rows, outs = (size_t)model->options.max_out_rows;
   const rm_field fields[] = {
-      {&model->embed_ids, rows, sizeof(int32_t)},
-      {&model->embed_rows, rows, sizeof(int32_t)},
-      {&model->own_out_rows, rows, sizeof(int32_t)},
-      {&model->local_targets, outs, sizeof(int32_t)},
-      {&model->from_targets, outs, sizeof(int32_t)},
-      {&model->embed_counts, (size_t)model->shard.size, sizeof(int64_t)},
-      {&model->out_counts, (size_t)model->shard.size, sizeof(int64_t)},
+      RM_FIELD(model->embed_ids, rows),
+      RM_FIELD(model->embed_rows, rows),
+      RM_FIELD(model->own_out_rows, rows),
+      RM_FIELD(model->local_targets, outs),
+      RM_FIELD(model->from_targets, outs),
+      RM_FIELD(model->embed_counts, (size_t)model->shard.size),
+      RM_FIELD(model->out_counts, (size_t)model->shard.size),
   };
   const size_t n = sizeof fields / sizeof *fields;
   if (!model->shard.comm) return RM_OK;
