@@ -178,8 +178,7 @@ static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, i
   if (!copies || (s->form == TURNED && params->spec->wq_rows == RM_WQ_NONE))
     return RM_E_UNEXPECTED_KEY;
   out->pieces = stacked ? rm_alloc((size_t)(n * copies), sizeof *out->pieces) : out->few;
-  if (!out->pieces)
-    return rm_no_memory(err, "the pieces of a tensor", 0);
+  if (!out->pieces) return rm_no_memory(err, "the pieces of a tensor", 0);
   for (int32_t e = 0; e < copies; e++) {
     rows = 0;
     for (int i = 0; i < n; i++) {
