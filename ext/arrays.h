@@ -44,8 +44,8 @@ int rm_array_check_shape(PyObject *module, rm_array_want *want, int n_dims, cons
 // misaligned, read-only), UnsupportedTensorError (not an array, or a masked one).
 int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void **data);
 
-// The same for the n arrays of a tuple of arguments. The size RM_ARRAY_AS_FIRST is that of the first
-// array's first dim. TypeError for a tuple of another length.
+// The same for the n arrays of a tuple of arguments. The size RM_ARRAY_AS_FIRST is that of the
+// first array's first dim. TypeError for a tuple of another length.
 enum { RM_ARRAY_AS_FIRST = -2 };
 int rm_arrays_data(PyObject *module, PyObject *arguments, rm_array_want wants[], int n,
                    void *data[]);

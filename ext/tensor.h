@@ -5,8 +5,9 @@
 // Checks dims, sizes, overflow, device and element type. If the buffer behind the tensor is known
 // (a NumPy base, a torch storage), span_lo and span_hi get its ends, and the engine checks the
 // strides against them. Python has refused tensors without dense memory, and detached the others
-// from autograd (rollmesh.runtime.arguments.exportable). The producer's exceptions pass through, except BufferError, which a DLPack
-// producer raises if it cannot export a tensor. Called with the GIL.
+// from autograd (rollmesh.runtime.arguments.exportable). The producer's exceptions pass through,
+// except BufferError, which a DLPack producer raises if it cannot export a tensor. Called with the
+// GIL.
 #pragma once
 
 #include "core.h"

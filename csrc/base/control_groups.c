@@ -1,7 +1,7 @@
 // control_groups.c: see control_groups.h, and the memory pools of memory.h. Rejected: paths below
-// /sys/fs/cgroup without mountinfo, because version 1 has a mount for each controller, mixed systems
-// have both versions, and a container that sees its own group as the root has no path to it below
-// the mount.
+// /sys/fs/cgroup without mountinfo, because version 1 has a mount for each controller, mixed
+// systems have both versions, and a container that sees its own group as the root has no path to it
+// below the mount.
 #define _GNU_SOURCE
 #include "base/control_groups.h"
 

@@ -1,5 +1,5 @@
-// status.c: error values. The message is on the heap, so that an error can list a thousand names. It
-// comes from the C library, so that the tests' failure hook (memory.h) does not fail it.
+// status.c: error values. The message is on the heap, so that an error can list a thousand names.
+// It comes from the C library, so that the tests' failure hook (memory.h) does not fail it.
 #define _GNU_SOURCE
 #include "base/status.h"
 

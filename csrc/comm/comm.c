@@ -1,9 +1,9 @@
-// comm.c: see comm.h. The part that all transports share: numbers and counts calls, copies the block
-// that a rank sends to itself, and keeps the first error, which every later call on a dead group
-// returns.
+// comm.c: see comm.h. The part that all transports share: numbers and counts calls, copies the
+// block that a rank sends to itself, and keeps the first error, which every later call on a dead
+// group returns.
 //
-// For transports without headers it keeps a digest of all calls for each rank and direction, so that
-// a comparison can name the ranks that differ.
+// For transports without headers it keeps a digest of all calls for each rank and direction, so
+// that a comparison can name the ranks that differ.
 //
 // A wrong argument on one rank ends the group too, since the other ranks wait in a call that this
 // rank will not join.

@@ -143,8 +143,8 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draw
 // finished (RM_E_STATE), and steps are not possible until its commit.
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err);
 // Begins a push; sync_copy copies the next `most` bytes of each rank's shard, or a little more.
-// *is_done: all ranks have copied all of it; the entries and their list are views until then. If one
-// rank fails, the push is undone on all ranks. Steps may run between two copies.
+// *is_done: all ranks have copied all of it; the entries and their list are views until then. If
+// one rank fails, the push is undone on all ranks. Steps may run between two copies.
 rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
                             rm_error *err);
 rm_code rm_engine_sync_copy(rm_engine *engine, int64_t most, int *is_done, rm_error *err);

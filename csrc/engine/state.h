@@ -86,7 +86,8 @@ static inline void rm_leave(const rm_worker *worker, rm_entered entered) {
 }
 
 // Runs `call` on all workers in parallel, each on its thread and (once created) entered, and
-// returns one worker's error. A call stores its error in worker->err; the workers' codes stay until the next job.
+// returns one worker's error. A call stores its error in worker->err; the workers' codes stay until
+// the next job.
 typedef rm_code (*rm_worker_call)(rm_worker *worker, void *arg);
 rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err);
 

@@ -65,12 +65,12 @@ rm_code rm_ready_streams_wait(rm_ready_streams *streams, int ordinal, rm_error *
 // staged through the host group (staged.h), or over NCCL (nccl/nccl.h). Batches, draws, flags and
 // votes use the host groups, whose headers detect ranks that differ; NCCL's calls are sent without
 // headers and are compared once per step.
-// Loads NCCL, which stays loaded. *version: 23203 is 2.32.3. RM_E_CONFIG: no such file, not NCCL, or
-// too old.
+// Loads NCCL, which stays loaded. *version: 23203 is 2.32.3. RM_E_CONFIG: no such file, not NCCL,
+// or too old.
 rm_code rm_nccl_version(const char *path, int *version, rm_error *err);
-// Creates rank->device_tp and rank->device_ep; called by all ranks. No effect on the CPU. nccl: path
-// of libnccl.so.2, a view during the call; NULL: staged. The caller has checked that all ranks have
-// the same version, and that NCCL allows ranks that share a GPU.
+// Creates rank->device_tp and rank->device_ep; called by all ranks. No effect on the CPU. nccl:
+// path of libnccl.so.2, a view during the call; NULL: staged. The caller has checked that all ranks
+// have the same version, and that NCCL allows ranks that share a GPU.
 rm_code rm_device_comms_create(rm_rank *rank, const rm_device *device, const rm_spec *spec,
                                const rm_model_options *options, const char *nccl, rm_error *err);
 void rm_device_comms_destroy(rm_rank *rank);
@@ -128,9 +128,9 @@ int64_t rm_graphs_replays(const rm_graphs *graphs); // since creation
 void rm_graphs_add_traffic(const rm_graphs *graphs, rm_traffic *traffic);
 
 // ---------------------------------------------------------------------------------------- staging
-// staging.c: the copies of a push by the device's pack op. Host tensors go through a double-buffered
-// staging buffer: while the device reads one half, the host fills the other. The device copies
-// tensors of another GPU into the same halves.
+// staging.c: the copies of a push by the device's pack op. Host tensors go through a
+// double-buffered staging buffer: while the device reads one half, the host fills the other. The
+// device copies tensors of another GPU into the same halves.
 typedef struct rm_staging { // unused on the CPU
   const rm_device *device; // view
   size_t half_bytes; // max bytes of one copy's source

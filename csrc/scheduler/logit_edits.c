@@ -38,10 +38,6 @@ static int repeats(const rm_request *request) {
   return request->repetition_penalty != 0 && request->repetition_penalty != 1;
 }
 
-static int penalizes(const rm_request *request) {
-  return repeats(request) || request->frequency_penalty != 0 || request->presence_penalty != 0;
-}
-
 rm_code rm_logit_edits_check(const rm_request *request, const rm_request_limits *limits,
                              rm_error *err) {
   const int64_t vocab = limits->vocab;
@@ -49,7 +45,8 @@ rm_code rm_logit_edits_check(const rm_request *request, const rm_request_limits 
   if (!code) code = rm_check_token_ids("banned", request->banned, request->n_banned, vocab, err);
   if (!code) code = check_bad_words(request, vocab, err);
   if (code) return code;
-  const int by_tokens = penalizes(request) || request->n_bad_words,
+  const int by_tokens = repeats(request) || request->frequency_penalty != 0 ||
+                        request->presence_penalty != 0 || request->n_bad_words,
             any = by_tokens || request->n_biases || request->n_banned;
   REFUSE_UNLESS(!by_tokens || request->kind == RM_GENERATE,
                 "penalties and bad_words: expected none in a score, got some");

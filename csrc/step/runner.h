@@ -1,7 +1,7 @@
 // runner.h: one rank computes the plan of its replica (vLLM's model runner). rm_forward (forward.c)
 // copies the plan's inputs to the device, enqueues the model, lm_head, draws and logprobs of
-// prompts (sampler.c) or replays a captured graph of them (gpu/graphs.c), exchanges with other ranks,
-// and waits for the results.
+// prompts (sampler.c) or replays a captured graph of them (gpu/graphs.c), exchanges with other
+// ranks, and waits for the results.
 //
 // Ranks of one process share a plan and its requests, which do not change during a forward. Only
 // the rank with keeps_records writes to the requests' records. All memory is allocated at creation.

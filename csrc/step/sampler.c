@@ -299,10 +299,6 @@ rm_code rm_share_draws(rm_runner *runner, rm_error *err) {
 }
 
 // --------------------------------------------------------------------- rows of logits for callers
-static int is_handed_out(const rm_out_row *out) {
-  return out->seq->group->logits_out != NULL || (out->draws && !out->samples);
-}
-
 static void get(rm_runner *runner, float *to, const float *from, int64_t n) {
   runner->device->copy_to_host(runner->device->self, to, from, (size_t)n * sizeof *to);
 }
@@ -318,7 +314,7 @@ static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error 
   for (int64_t i = 0; i < pass->n && !code; i++) {
     const rm_out_row *out = out_row(runner, pass, i);
     const int64_t row = out->seq->external_row;
-    if (!is_handed_out(out)) continue;
+    if (!out->seq->group->logits_out && (!out->draws || out->samples)) continue;
     if (waits) code = rm_rank_wait(&runner->rank, runner->device, RM_WAIT_QUEUE, err);
     waits = 0;
     float *to = out->draws ? plan->external_logits + row * vocab

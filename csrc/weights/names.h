@@ -27,9 +27,9 @@ typedef struct rm_target { // not to be copied: pieces may point into it
 
 enum { RM_NAME_MAX = 1024 };
 
-// Finds the parameters of a name: UTF-8, [length] and a NUL. RM_E_UNEXPECTED_KEY: not a parameter of
-// this model; with skip_unknown `out` stays empty instead. RM_E_LIMIT: a name over RM_NAME_MAX bytes
-// or with NUL bytes. `out` must be empty.
+// Finds the parameters of a name: UTF-8, [length] and a NUL. RM_E_UNEXPECTED_KEY: not a parameter
+// of this model; with skip_unknown `out` stays empty instead. RM_E_LIMIT: a name over RM_NAME_MAX
+// bytes or with NUL bytes. `out` must be empty.
 rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, int skip_unknown,
                          rm_target *out, rm_error *err);
 void rm_target_clear(rm_target *target);

@@ -18,8 +18,8 @@ enum { MAX_ENTRIES = 1000000 };
 // Pushed in full; pushed in full as a tied lm_head; some of its staged values were written.
 enum { SEEN = 1, SEEN_AS_HEAD = 2, DIRTY = 4 };
 
-// Where a parameter's flags, digests and count are. A tied lm_head and the embedding are one matrix,
-// so the lm_head uses those of the embedding; its own stay 0.
+// Where a parameter's flags, digests and count are. A tied lm_head and the embedding are one
+// matrix, so the lm_head uses those of the embedding; its own stay 0.
 static int64_t matrix_of(const rm_store *store, int64_t index) {
   return index == store->tied_head ? store->tied_embed : index;
 }
@@ -184,10 +184,6 @@ static int64_t even_rows(const rm_param_rows *piece, int64_t row, int64_t n) {
   return half ? rm_min64(n, at < 2 * half ? half - at % half : piece->head_dim - at) : n;
 }
 
-static int is_turned(const rm_param_rows *piece, int64_t row) {
-  return piece->turned && row % piece->head_dim < piece->turned;
-}
-
 // Arguments that copy a run of a parameter's rows (of a vector's elements) which are evenly spaced
 // in the tensor.
 static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
@@ -196,7 +192,8 @@ static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
   const int n = tensor->n_dims;
   const int64_t row_stride = n == 1 ? 0 : tensor->strides[n - 2],
                 col_stride = tensor->strides[n - 1];
-  const int64_t row = source_row(piece, run.first), step = is_turned(piece, run.first) ? 2 : 1;
+  const int64_t row = source_row(piece, run.first),
+                step = piece->turned && run.first % piece->head_dim < piece->turned ? 2 : 1;
   const int64_t start = n == 1
                             ? row * col_stride
                             : row * row_stride + (n == 3 ? piece->outer * tensor->strides[0] : 0);

@@ -64,8 +64,8 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
 // Compares a tensor with the target of an entry; reads and writes no values.
 rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err);
-// Begins a push of entries whose tensors were checked. They stay valid until rm_sync_copy has copied
-// all of them; a push ends with all of them or, after an error, with none.
+// Begins a push of entries whose tensors were checked. They stay valid until rm_sync_copy has
+// copied all of them; a push ends with all of them or, after an error, with none.
 rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err);
 // Copies the next part of the push, of `most` bytes or a little more.
 rm_code rm_sync_copy(rm_store *store, int64_t most, rm_error *err);

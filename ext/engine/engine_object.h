@@ -3,8 +3,8 @@
 // the steps of an external scheduler, sync.c and weights.c the weights.
 //
 // One thread at a time: between rm_engine_enter and rm_engine_leave the object refuses another
-// thread; entering also refuses a closed engine and an engine of the parent process. Each error is a
-// StateError. One thread of the generator makes all calls (request/loop.py); this flag turns a
+// thread; entering also refuses a closed engine and an engine of the parent process. Each error is
+// a StateError. One thread of the generator makes all calls (request/loop.py); this flag turns a
 // mistake there into an exception.
 #pragma once
 

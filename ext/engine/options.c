@@ -1,5 +1,5 @@
-// options.c: reads an engine's options from the attributes of a rollmesh.options.EngineOptions: those
-// of rm_engine_option_table, and the names of the dtype, the kernels and the mesh.
+// options.c: reads an engine's options from the attributes of a rollmesh.options.EngineOptions:
+// those of rm_engine_option_table, and the names of the dtype, the kernels and the mesh.
 #include "engine_object.h"
 
 #include <string.h>

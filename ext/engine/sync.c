@@ -289,18 +289,6 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   return failed ? NULL : Py_NewRef(Py_None);
 }
 
-static int choose_inflight(PyObject *module, PyObject *word, rm_inflight *out) {
-  static const char *const words[] = {"refuse", "restart", "abort", "keep", "keep_kv"};
-  _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4,
-                 "words are in the order of rm_inflight");
-  for (int i = 0; i < 5; i++) {
-    *out = (rm_inflight)i;
-    if (PyUnicode_Check(word) && PyUnicode_CompareWithASCIIString(word, words[i]) == 0) return 0;
-  }
-  return rm_refuse(module, RM_E_CONFIG,
-                   "expected inflight to be refuse, restart, abort, keep or keep_kv, got %R", word);
-}
-
 #define REPORT(type, member) RM_ATTRIBUTE(rm_sync_report, type, member)
 #define REPORT_AS(type, name, member) RM_ATTRIBUTE_AS(rm_sync_report, type, name, member)
 static const rm_attribute report_fields[] = {
@@ -316,11 +304,13 @@ static const rm_attribute report_fields[] = {
 
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   PyObject *module = rm_engine_module(self);
-  rm_inflight inflight;
-  if (choose_inflight(module, word, &inflight)) return NULL;
+  _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4, "the order of the words");
+  RM_OWNED *words = Py_BuildValue("sssss", "refuse", "restart", "abort", "keep", "keep_kv");
+  const Py_ssize_t inflight = words ? PySequence_Index(words, word) : -1;
+  if (inflight < 0) return NULL;
   rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
-  if (RM_UNLOCKED(rm_engine_sync_commit(self->engine, inflight, &report, &err)))
+  if (RM_UNLOCKED(rm_engine_sync_commit(self->engine, (rm_inflight)inflight, &report, &err)))
     return rm_raise(module, &err);
   return rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }

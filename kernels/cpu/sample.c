@@ -134,8 +134,8 @@ static float logprob_under(const row_view *v, int32_t token, uint64_t weight, ui
 }
 
 // ------------------------------------------------------------------------ without top_k and top_p
-// Sets v->sums and counts the tokens that are kept. Returns the total weight, of tokens that are not
-// banned and pass min_p.
+// Sets v->sums and counts the tokens that are kept. Returns the total weight, of tokens that are
+// not banned and pass min_p.
 static uint64_t weigh_all(row_view *v) {
   uint64_t piece[PIECE], total = 0;
   for (int64_t from = 0; from < v->vocab; from += PIECE) {

@@ -1,8 +1,8 @@
 // verify.c: checks that a variant is bit-identical to ref on this processor or virtual machine. It
 // runs the ops that multiply, reduce or choose on small fixed inputs, in both dtypes, with tails,
 // cancellation, denormals and wide scales, and compares all output bits. Each instruction of a
-// variant is in one of these ops; checkops compares every op. Memory is static, since kernels do not
-// allocate and this runs once.
+// variant is in one of these ops; checkops compares every op. Memory is static, since kernels do
+// not allocate and this runs once.
 #include <string.h>
 
 #include "clock.h"

@@ -61,13 +61,13 @@ RM_INLINE rm_tile_number rm_tile_of_block(unsigned block, unsigned down, unsigne
 }
 
 // x in shared memory is rows of 64 bytes, four vectors of 8 k each. Their order changes with each
-// pair of rows, so that the same vector of 8 rows is in different banks. Returns the index of vector
-// `vector` of row `row`, in vectors.
+// pair of rows, so that the same vector of 8 rows is in different banks. Returns the index of
+// vector `vector` of row `row`, in vectors.
 RM_INLINE int rm_tile_vector(int row, int vector) {
   return row * (RM_TILE_K / 8) + (vector ^ (row / 2 & 3));
 }
-// The vector that a lane passes to rm_load_matrices for B of 16 tokens from `token` on and a step of
-// 16 k: words 0 and 1 of the first 8 tokens, then of the others.
+// The vector that a lane passes to rm_load_matrices for B of 16 tokens from `token` on and a step
+// of 16 k: words 0 and 1 of the first 8 tokens, then of the others.
 RM_INLINE int rm_tile_lane_vector(int token, int step, int lane) {
   return rm_tile_vector(token + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2);
 }

@@ -1,7 +1,7 @@
-// process.c: whether the process of a rank runs. Each process holds a lock on one byte of the region's
-// file, the byte with its rank's number, which the system releases when the process ends in any way.
-// Pids would be reused. A process must open the file once only: closing any of its files of that
-// name releases the lock. A child that it forks does not inherit the lock.
+// process.c: whether the process of a rank runs. Each process holds a lock on one byte of the
+// region's file, the byte with its rank's number, which the system releases when the process ends
+// in any way. Pids would be reused. If a process closes the file for one of its ranks, the system
+// releases the locks of all its ranks. A child that it forks does not inherit the lock.
 #include <fcntl.h>
 #include <unistd.h>
 

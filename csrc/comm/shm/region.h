@@ -41,8 +41,8 @@ rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,
 void rm_region_release(rm_region *region); // drops a reference; each comm holds one
 
 // Creates this rank's endpoint of a group, once for each rank and index. `members`: the group's
-// ranks of the world, distinct, in the group's order, with `rank` among them. All ranks of a group use the
-// same index; groups that share a rank use different ones. When a group fails and its rank aborts
-// its other groups, they report the first failure too.
+// ranks of the world, distinct, in the group's order, with `rank` among them. All ranks of a group
+// use the same index; groups that share a rank use different ones. When a group fails and its rank
+// aborts its other groups, they report the first failure too.
 rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int n_members,
                        int rank, rm_comm **out, rm_error *err);

@@ -76,7 +76,8 @@ static absent look(const rm_region_endpoint *end) {
   return found;
 }
 
-// Returns the cause of an error if a member has left the group, or if its process has ended; else 0.
+// Returns the cause of an error if a member has left the group, or if its process has ended; else
+// 0.
 static uint32_t find_lost(rm_region_endpoint *end, uint64_t left, const char *when) {
   const uint64_t lost = left ? left : rm_process_dead_ranks(end->region, end->member_set);
   char who[4 * RM_REGION_RANKS + 8];

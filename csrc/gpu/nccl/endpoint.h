@@ -16,8 +16,8 @@ typedef struct rm_nccl_endpoint { // the transport's self
   size_t capacity;
   double timeout; // seconds, for leaving the group
   char *out, *in; // owned: [capacity] of device memory each, for strided blocks
-  // Owned: [3 · size] words of the first test. They are freed only with the endpoint: cudaFree waits
-  // for the device, whose queue may hold a kernel of another group that waits for this rank.
+  // Owned: [3 · size] words of the first test. They are freed only with the endpoint: cudaFree
+  // waits for the device, whose queue may hold a kernel of another group that waits for this rank.
   rm_mirrored_buffer words;
   char **from, **to; // [size] each, carved: addresses of a call's bytes for each rank
   // Held for microseconds only, since the communicator is non-blocking, also when another thread

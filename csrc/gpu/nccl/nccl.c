@@ -1,8 +1,8 @@
-// nccl.c: creation of an NCCL group. First each rank loads the library and allocates memory, and the
-// ranks share the results over the host group, so that all ranks report the problem of one rank
-// before NCCL is called. Then NCCL
-// creates the communicator, under a deadline. Then an all-to-all and an all_gather of one word test
-// it and establish its connections, which a capture does not allow.
+// nccl.c: creation of an NCCL group. First each rank loads the library and allocates memory, and
+// the ranks share the results over the host group, so that all ranks report the problem of one rank
+// before NCCL is called. Then NCCL creates the communicator, under a deadline. Then an all-to-all
+// and an all_gather of one word test it and establish its connections, which a capture does not
+// allow.
 #include "gpu/nccl/nccl.h"
 
 #include <stdio.h>
@@ -44,8 +44,8 @@ static rm_code judge_hellos(const hello *all, int size, rm_error *err) {
   return RM_OK;
 }
 
-// Shares the results of all ranks and sets *id to the group's unique id. `code` and err: the result of this
-// rank's own preparation.
+// Shares the results of all ranks and sets *id to the group's unique id. `code` and err: the result
+// of this rank's own preparation.
 static rm_code meet(rm_nccl_endpoint *end, rm_code code, hello *mine, rm_nccl_id *id,
                     rm_error *err) {
   const size_t size = (size_t)end->size;

@@ -60,11 +60,7 @@ def _loaded(file: str) -> Iterator[str]:
     except OSError:
         return
     paths = (line.split(maxsplit=5)[5] for line in lines if f"/{file}" in line)
-    yield from (
-        path
-        for path in dict.fromkeys(paths)
-        if os.path.basename(path).startswith(file) and os.path.exists(path)
-    )
+    yield from filter(os.path.isfile, dict.fromkeys(paths))
 
 
 def _of_wheel(package: str, file: str) -> Iterator[str]:

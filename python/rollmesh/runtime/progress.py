@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ def progress(total: int, show: bool) -> Iterator[Callable[[int], object] | None]
     if not show or importlib.util.find_spec("tqdm") is None:
         yield None
         return
-    tqdm = importlib.import_module("tqdm").tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
     with tqdm(total=total, desc="requests", unit="req", dynamic_ncols=True) as bar:
         yield bar.update
