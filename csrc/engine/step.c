@@ -65,46 +65,36 @@ static rm_progress commit(rm_engine *engine, int64_t *n_work) {
   return progress;
 }
 
-// An external step with more rows than a batch has takes several rounds. After a failed forward the
-// state of the exchanges is undefined, so the engine is unusable.
-static rm_code run(rm_engine *engine, int64_t *n_work, rm_error *err) {
-  for (rm_progress progress = RM_MORE_BATCHES; progress == RM_MORE_BATCHES;) {
-    schedule(engine);
-    if (rm_run_workers(engine, compute, NULL, &engine->lost)) return check_not_lost(engine, err);
-    progress = commit(engine, n_work);
-    engine->had_work = progress != RM_NO_WORK;
-  }
-  engine->rows += *n_work;
-  return RM_OK;
-}
-
-rm_code rm_engine_step(rm_engine *engine, int64_t *n_work, rm_error *err) {
+// After a failed forward the state of the exchanges is undefined, so the engine is unusable.
+rm_code rm_engine_step(rm_engine *engine, const rm_external_step *external, int64_t *n_work,
+                       rm_error *err) {
+  rm_scheduler *first = &engine->schedulers[0];
   *n_work = 0;
   engine->had_work = 0;
-  if (engine->options.external_pages > 0)
-    return rm_fail(err, RM_E_STATE,
-                   "this engine has an external scheduler: expected external_step, got step");
-  const rm_code code = check_ready(engine, err);
-  return code ? code : run(engine, n_work, err);
+  if (!external != !engine->options.external_pages)
+    return rm_fail(err, RM_E_STATE, "%s",
+                   external ? "this engine schedules its own requests: expected step, got "
+                              "external_step"
+                            : "this engine has an external scheduler: expected external_step, got "
+                              "step");
+  rm_code code = check_ready(engine, err);
+  if (!code && external) code = rm_external_begin(first, external, err);
+  if (code) return code;
+  // An external step with more rows than a batch has takes several rounds.
+  for (rm_progress progress = RM_MORE_BATCHES; progress == RM_MORE_BATCHES && !code;) {
+    schedule(engine);
+    code = rm_run_workers(engine, compute, NULL, &engine->lost);
+    if (!code) progress = commit(engine, n_work);
+    engine->had_work = !code && progress != RM_NO_WORK;
+  }
+  engine->rows += *n_work;
+  if (external) rm_external_end(first, code);
+  return code ? check_not_lost(engine, err) : RM_OK;
 }
 
 int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
 
 // ------------------------------------------------------------------------ with external scheduler
-rm_code rm_engine_external_step(rm_engine *engine, const rm_external_step *step, int64_t *n_work,
-                                rm_error *err) {
-  rm_scheduler *scheduler = &engine->schedulers[0];
-  *n_work = 0;
-  if (!engine->options.external_pages)
-    return rm_fail(err, RM_E_STATE,
-                   "this engine schedules its own requests: expected step, got external_step");
-  rm_code code = check_ready(engine, err);
-  if (code || (code = rm_external_begin(scheduler, step, err))) return code;
-  code = run(engine, n_work, err);
-  rm_external_end(scheduler, code);
-  return code;
-}
-
 rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draws, rm_error *err) {
   rm_worker *worker = &engine->workers[0];
   rm_scheduler *scheduler = worker->scheduler;

@@ -237,7 +237,7 @@ PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
 PyObject *rm_engine_py_step(rm_engine_object *self) {
   rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
-  if (RM_UNLOCKED(rm_engine_step(self->engine, &n_work, &err)))
+  if (RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err)))
     return rm_raise(rm_engine_module(self), &err);
   return Py_BuildValue("(LO)", (long long)n_work,
                        rm_engine_had_work(self->engine) ? Py_True : Py_False);

@@ -65,7 +65,7 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
   };
   if (check_pages(module, &step, wants[5].shape[0])) return NULL;
   if ((results = results_new(step.n, &step.results)) &&
-      RM_UNLOCKED(rm_engine_external_step(self->engine, &step, &n_work, &err))) {
+      RM_UNLOCKED(rm_engine_step(self->engine, &step, &n_work, &err))) {
     Py_CLEAR(results);
     rm_raise(module, &err);
   }

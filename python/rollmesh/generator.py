@@ -27,6 +27,7 @@ from rollmesh.distributed.comm import Nccl
 from rollmesh.distributed.leading import LedEngine, Operations, by_every_rank, make_call
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.peers import FOLLOW, join
+from rollmesh.distributed.rank_engine import use_ranks
 from rollmesh.errors import ConfigError, StateError, UnexpectedKeyError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.options import EngineOptions, GeneratorOptions, check_option, documentation, takes
@@ -132,6 +133,8 @@ class Generator(Calls):
             blas is None,
         )
         self._weights = Weights(engine, requests)
+        if engine.has_peers:
+            use_ranks(engine, requests, self._weights, self)
         try:
             super().__init__(engine, requests, codec)
         except BaseException:
@@ -341,11 +344,9 @@ class Generator(Calls):
         if source is not None or not self._engine.has_peers:
             check_source(source)
         deadline = deadline_of(timeout)
-        loan = self._loop.loan(
-            lambda: self._weights.sync(
-                options, source=source, deadline=deadline, let_step=loan.let_step
-            ),
-            deadline,
+        loan = self._loop.loan(deadline)
+        loan.function = partial(
+            self._weights.sync, options, source=source, deadline=deadline, let_step=loan.let_step
         )
         try:
             report: SyncReport = self._loop.run(loan)

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from rollmesh import _core
 from rollmesh.distributed.comm import Comm
@@ -49,9 +49,8 @@ from rollmesh.errors import (
     StateError,
 )
 
-P = ParamSpec("P")
-S = TypeVar("S")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 Operations = Callable[[str], Callable[..., Any]]
 Run = Callable[[Callable[[], Any]], Any]
 CLOSE = "close"  # in place of the end of a call
@@ -86,24 +85,19 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def by_every_rank(
-    method: Callable[Concatenate[S, P], T],
-) -> Callable[Concatenate[S, P], T]:
-    """Marks a method of Generator that every rank may call, see make_call."""
+def by_every_rank(method: F) -> F:
+    """Marks a method of Generator that every rank may call, see make_call and use_ranks."""
     signature = inspect.signature(method)
 
     @wraps(method)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        generator: Any = self
-        if not isinstance(generator._engine, LedEngine):
-            return method(self, *args, **kwargs)
-
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         def bound() -> Mapping[str, Any]:
             return signature.bind(self, *args, **kwargs).arguments
 
         return make_call(self, method.__name__, bound, lambda: method(self, *args, **kwargs))
 
-    return call
+    method.__dict__["of_ranks"] = call
+    return method
 
 
 def make_call(

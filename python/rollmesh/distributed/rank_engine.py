@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from rollmesh import _core
 from rollmesh.errors import (
@@ -45,14 +45,24 @@ def led(kind: Lead) -> Callable[[F], F]:
     def mark(method: F) -> F:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            engine = self.engine
-            if not engine.has_peers:
-                return method(self, *args, **kwargs)
-            return engine.lead(kind, method.__name__, args, lambda: method(self, *args, **kwargs))
+            return self.engine.lead(
+                kind, method.__name__, args, lambda: method(self, *args, **kwargs)
+            )
 
-        return cast(F, call)
+        method.__dict__["of_ranks"] = call
+        return method
 
     return mark
+
+
+def use_ranks(*parts: Any) -> None:
+    """Replaces the marked methods of these objects by those that all ranks make together. Called
+    once if ranks are processes, so that in one process nothing stands in front of a method."""
+    for part in parts:
+        cls = type(part)
+        methods = {name: getattr(getattr(cls, name), "of_ranks", None) for name in dir(cls)}
+        marked = {name: method for name, method in methods.items() if method is not None}
+        part.__class__ = type(cls.__name__, (cls,), marked)
 
 
 class RankEngine:

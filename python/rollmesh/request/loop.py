@@ -45,7 +45,7 @@ class Call:
     waits = False  # whether it waits while a part is asleep, instead of failing
 
     def __init__(self, function: Callable[[], Any]):
-        self._function = function
+        self.function = function
         self.news: SimpleQueue[Any] = SimpleQueue()  # wakes the caller
         self.result: Any = None
         self.error: BaseException | None = None
@@ -54,7 +54,7 @@ class Call:
 
     def begin(self) -> bool:
         """Runs the first part, in the engine's thread. Returns whether the call is done."""
-        function, self._function = self._function, _nothing  # drops the caller's objects
+        function, self.function = self.function, _nothing  # drops the caller's objects
         self.result = function()
         return True
 
@@ -88,10 +88,10 @@ class Loan(Call):
     engine's thread run steps of the active calls; other calls begin after its end."""
 
     def __init__(
-        self, function: Callable[[], Any], step_for: Callable[[float], None], requests: Requests
+        self, step_for: Callable[[float], None], requests: Requests, deadline: float | None
     ):
-        super().__init__(function)
-        self._step_for, self._requests = step_for, requests
+        super().__init__(_nothing)
+        self._step_for, self._requests, self.deadline = step_for, requests, deadline
         # From the caller's thread: seconds for steps, or None at the end. From the engine's: None
         # after these steps.
         self.returned: SimpleQueue[float | None] = SimpleQueue()
@@ -111,7 +111,7 @@ class Loan(Call):
 
     def use(self) -> None:
         """Runs the function, in the caller's thread."""
-        function, self._function = self._function, _nothing
+        function, self.function = self.function, _nothing
         self.result = function()
         if self._requests.engine.unfinished():
             self.note_pause()
@@ -196,12 +196,13 @@ class EngineLoop:
 
     def lend(self, function: Callable[[], Any], deadline: float | None = None) -> Any:
         """Runs a function in this thread, with exclusive use of the engine."""
-        return self.run(self.loan(function, deadline))
+        loan = self.loan(deadline)
+        loan.function = function
+        return self.run(loan)
 
-    def loan(self, function: Callable[[], Any], deadline: float | None = None) -> Loan:
-        loan = Loan(function, self._step_for, self._requests)
-        loan.deadline = deadline
-        return loan
+    def loan(self, deadline: float | None) -> Loan:
+        """Returns a loan whose function the caller sets."""
+        return Loan(self._step_for, self._requests, deadline)
 
     def post(self, call: Call) -> None:
         """Adds a call to the inbox."""

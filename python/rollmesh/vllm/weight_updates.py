@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rollmesh.distributed.rank_engine import RankEngine
+from rollmesh.distributed.rank_engine import RankEngine, use_ranks
 from rollmesh.errors import (
     AuthError,
     ConfigError,
@@ -110,6 +110,8 @@ class WeightUpdates:
         self.number = parallel.data_parallel_index * parallel.world_size + rank
         self.answers = answers(parallel, rank)
         self.weights = Weights(engine, _Hosted())  # type: ignore[arg-type]
+        if engine.has_peers:
+            use_ranks(engine, self.weights)
         self.on_all_ranks = self.weights.on_all_ranks
         self.model = ServedModel(self)
         self._set: Sync | None = None  # sync of the open update, from its first bucket on

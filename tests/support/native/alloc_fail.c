@@ -242,13 +242,13 @@ static uint64_t live(life *l) {
   make(l, "view", view_none, NULL, RM_E_REQUEST);
   work(l, 0, l->many);
   add_some(l, FEW);
-  for (int i = 0; i < 3; i++) tiny_must(rm_engine_step(l->engine, &rows, &err), &err);
+  for (int i = 0; i < 3; i++) tiny_must(rm_engine_step(l->engine, NULL, &rows, &err), &err);
   sync_all(l, l->new, 0, l->fused); // while these run
   if (rm_engine_unfinished(l->engine)) make(l, "commit that must wait", commit, NULL, RM_E_STATE);
   work(l, 0, FEW);
   make(l, "commit", commit, NULL, RM_OK);
   add_some(l, LAST);
-  tiny_must(rm_engine_step(l->engine, &rows, &err), &err);
+  tiny_must(rm_engine_step(l->engine, NULL, &rows, &err), &err);
   make(l, "sleep", sleep_parts, &kv, RM_OK);
   make(l, "wake", wake_parts, &kv, RM_OK);
   make(l, "sleep of no part", sleep_parts, &none, RM_E_CONFIG);

@@ -116,7 +116,7 @@ static void do_step(life *l) {
   const codes want = predict_step(&l->p);
   int64_t rows = -1;
   rm_error err = RM_ERROR_INIT;
-  if (!judge(l, STEP, rm_engine_step(l->engine, &rows, &err), want, &err, &before)) return;
+  if (!judge(l, STEP, rm_engine_step(l->engine, NULL, &rows, &err), want, &err, &before)) return;
   if (rows > l->options.max_num_batched_tokens || (rows > 0) != predict_works(&l->p))
     wrong(l, "a step of another number of rows");
   l->steps += rows > 0;

@@ -96,7 +96,7 @@ static void *step(void *arg) {
   rm_error err = RM_ERROR_INIT;
   int64_t rows;
   while (atomic_load(&s->collectors)) {
-    tiny_must(rm_engine_step(turn_enter(&s->turn), &rows, &err), &err);
+    tiny_must(rm_engine_step(turn_enter(&s->turn), NULL, &rows, &err), &err);
     turn_leave(&s->turn);
     if (rows) atomic_fetch_add(&s->steps, 1);
     else sched_yield();

@@ -140,7 +140,7 @@ static void *step(void *arg) {
   while (!atomic_load(&s->closed)) {
     int64_t rows;
     rm_engine *engine = turn_enter(&s->turn);
-    const rm_code code = engine ? rm_engine_step(engine, &rows, &err) : RM_OK;
+    const rm_code code = engine ? rm_engine_step(engine, NULL, &rows, &err) : RM_OK;
     turn_leave(&s->turn);
     if (code && code != RM_E_NOT_SYNCED) tiny_must(code, &err);
     rm_engine_stats stats;

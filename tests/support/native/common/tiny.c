@@ -309,7 +309,7 @@ uint64_t tiny_hash(const rm_engine *engine, uint64_t id) {
 rm_code tiny_drain(rm_engine *engine, rm_error *err) {
   while (rm_engine_unfinished(engine)) {
     int64_t rows;
-    const rm_code code = rm_engine_step(engine, &rows, err);
+    const rm_code code = rm_engine_step(engine, NULL, &rows, err);
     if (code) return code;
     if (!rows)
       return rm_fail(err, RM_E_STATE, "a step without work while %lld requests are unfinished",
