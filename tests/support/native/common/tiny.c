@@ -204,7 +204,8 @@ static rm_code send(rm_engine *engine, int skip_unknown, rm_entry *entry, int pu
                             skip_unknown, &entry->target, err);
   if (!code) code = rm_sync_check(rm_engine_store(engine), entry, &entry->tensor, err);
   int is_done = 0;
-  if (!code && pushes) code = rm_engine_sync_push(engine, &(const rm_entry *){entry}, 1, err);
+  const rm_entry *one = entry; // read by the copy too
+  if (!code && pushes) code = rm_engine_sync_push(engine, &one, 1, err);
   if (!code && pushes) code = rm_engine_sync_copy(engine, INT64_MAX, &is_done, err);
   rm_target_clear(&entry->target);
   free(text);
