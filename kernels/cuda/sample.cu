@@ -271,7 +271,8 @@ __device__ int32_t likeliest(const row_view &v, scratch &s) {
   return best ? rm_ranked_id(best) : -1;
 }
 
-__global__ void __launch_bounds__(THREADS)
+// Two blocks on a multiprocessor: for three, some compilers spill registers.
+__global__ void __launch_bounds__(THREADS, 2)
     sample_kernel(rm_sample_args a, uint32_t *marks, int64_t row0) {
   RM_SHARED(shared);
   scratch &s = *reinterpret_cast<scratch *>(shared);

@@ -176,7 +176,7 @@ INDICES: dict[str, tuple[type[errors.Error], str, Callable[[Callable[[Any], Any]
                                      targets=i([16]))),
     "ranks": (errors.RequestError, "tokens: expected "
                                    ".*got -2", lambda i: ops.ranks(f32(1, 8), i([-2]))),
-    "positions": (errors.RequestError, "a position: expected "
+    "positions": (errors.RequestError, "positions: expected "
                                        ".*got 16", lambda i: attend(i([16]), i([0]), i([[0]]))),
     "seq_of_row": (errors.RequestError, "seq_of_row: expected "
                                         ".*got 1", lambda i: attend(i([0]), i([1]), i([[0]]))),

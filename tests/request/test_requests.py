@@ -137,6 +137,7 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"min_p": math.nan},
     {"n": 0},
     {"n": 2**40},
+    {"n": 16385},
     {"n": True},
     {"max_tokens": 0},
     {"max_tokens": -3},

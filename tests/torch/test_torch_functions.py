@@ -580,6 +580,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         rm.ShapeError,
         r"targets: .*\(2,\), got .* \(1,\)",
     ),
+    "negative targets": (
+        lambda: functions.token_logprobs(f32(2, 8), f32(4, 8), torch.tensor([-100, 1])),
+        rm.RequestError,
+        r"targets: expected tokens in \[0, 4\), got -100 to 1",
+    ),
     "complex targets": (
         lambda: functions.token_logprobs(f32(1, 8), f32(4, 8), torch.tensor([1 + 0j])),
         rm.ShapeError,

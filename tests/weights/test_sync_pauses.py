@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -170,3 +171,25 @@ def test_a_pause_is_of_running_requests(
         lambda: reports.append(generator.sync_weights(OLD, version=3, inflight=inflight)),
     )
     assert (reports[0].pause_s >= 0.5) == is_paused
+
+
+class Interrupted(SimpleQueue[None]):
+    """Raises a KeyboardInterrupt once, after an item was taken."""
+
+    done = False
+
+    def get(self, block: bool = True, timeout: float | None = None) -> None:
+        super().get(block, timeout)
+        if not self.done:
+            self.done = True
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_that_takes_the_answer_of_the_steps(generator: rm.Generator) -> None:
+    """The caller must not wait for a second answer."""
+    loan = generator._loop.loan(None)
+    loan._lent = Interrupted()
+    loan.function = lambda: loan.let_step(0.0)
+    with pytest.raises(KeyboardInterrupt):
+        generator._loop.run(loan)
+    assert len(generator.generate([1, 2], use_tqdm=False)) == 1

@@ -86,6 +86,7 @@ static rm_code fill_file(attaching *a, rm_error *err) {
                    ? errno
                    : 0;
   if (!failed) failed = rm_region_claim(region->file, 0, region->buffers_at);
+  if (!failed && (region->lock = rm_process_lock(region->file, 0)) < 0) failed = errno;
   if (failed)
     return rm_fail(err, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER,
                    strerror(failed));
@@ -97,17 +98,9 @@ static rm_code fill_file(attaching *a, rm_error *err) {
                                        .n_groups = (uint64_t)o->n_groups,
                                        .buffer_bytes = o->buffer_bytes};
   memcpy(region->map->head.magic, MAGIC, sizeof MAGIC);
-  rm_process_lock(region->file, 0);
   atomic_store(&region->map->ranks[0].pid, getpid());
   atomic_store(&region->map->n_attached, 1);
   return RM_OK;
-}
-
-// Whether the process that made a file has ended. A process does not see its own locks: it made the
-// file if a rank in another of its threads has the same nonce.
-static int has_ended(const attaching *a, int file, const rm_region_head *head) {
-  const int own = head->maker == (uint64_t)getpid() && head->nonce == a->nonce;
-  return !own && rm_process_ended(file, 0);
 }
 
 // A file of that name exists: removes the name if its creator has ended.
@@ -116,7 +109,7 @@ static rm_code remove_stale(const attaching *a, rm_error *err) {
   int file;
   const rm_code code = open_name(a, &head, &file, err);
   if (code || file < 0) return code;
-  const int stale = has_ended(a, file, &head);
+  const int stale = rm_process_ended(file, 0);
   if (stale) remove_name(a, file);
   close(file);
   return stale ? RM_OK
@@ -147,7 +140,7 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
   rm_code code;
   for (;;) {
     if ((code = open_name(a, head, &file, err))) return code;
-    const int alive = file >= 0 && !has_ended(a, file, head);
+    const int alive = file >= 0 && !rm_process_ended(file, 0);
     if (alive && head->nonce == a->nonce) break;
     const int late = rm_now() >= a->deadline;
     if (late && file >= 0 && !alive) remove_name(a, file);
@@ -191,7 +184,7 @@ static void end_gathering(attaching *a, uint32_t cause) {
 static rm_code register_rank(attaching *a, rm_error *err) {
   rm_region_map *map = a->region->map;
   int32_t twin = 0;
-  if (!rm_process_lock(a->region->file, a->rank) ||
+  if ((a->region->lock = rm_process_lock(a->region->file, a->rank)) < 0 ||
       !atomic_compare_exchange_strong(&map->ranks[a->rank].pid, &twin, getpid()))
     return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d of \"%s\" attached twice: processes %d and %d",
                    a->rank, a->name, (int)atomic_load(&map->ranks[a->rank].pid), (int)getpid());

@@ -86,6 +86,7 @@ struct rm_region {
   // shm: the file, to allocate memory for a rank's buffers, and for the locks of process.c; −1:
   // threads
   int file;
+  int lock; // shm: of rm_process_lock, or −1
   int most_spins; // the most polls of the barrier before a rank sleeps
   rm_region_options options;
 };
@@ -158,8 +159,9 @@ rm_code rm_region_rank_error(rm_region *region, uint32_t cause, rm_error *err);
 const char *rm_region_names(uint64_t ranks, char *text, size_t room);
 
 // process.c: whether a rank's process runs.
-// Takes rank's lock on the region's file. Returns 0 if the process of another rank has it.
+// Takes rank's lock on the region's file and returns its descriptor; −1 if it is taken.
 int rm_process_lock(int file, int rank);
+void rm_process_unlock(int lock);
 // Whether the process that took the lock has ended: the lock is free.
 int rm_process_ended(int file, int rank);
 // The ranks in `ranks`, a set, that have attached and whose processes have ended.

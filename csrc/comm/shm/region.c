@@ -33,7 +33,7 @@ rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_erro
   if (!region) return rm_no_memory(err, "a region", 0);
   region->options = *options;
   plan(region);
-  region->file = -1;
+  region->file = region->lock = -1;
   region->most_spins = options->world <= rm_usable_cores("") ? SPIN_PAUSES : 0;
   atomic_store(&region->references, 1);
   *out = region;
@@ -57,6 +57,7 @@ rm_code rm_region_create(const rm_region_options *options, rm_region **out, rm_e
 void rm_region_release(rm_region *region) {
   if (!region || atomic_fetch_sub(&region->references, 1) > 1) return;
   if (region->file >= 0) close(region->file);
+  if (region->lock >= 0) rm_process_unlock(region->lock);
   rm_unmap(region->map, region->map_bytes);
   rm_free(region);
 }

@@ -319,7 +319,8 @@ class _Steps(_Adding):
         timeout: float | None,
     ):
         super().__init__(calls, add, items)
-        self._take, self._timeout, self.deadline = take, timeout, deadline_of(timeout)
+        self._take, self.deadline = take, deadline_of(timeout)
+        self._timeout = None if timeout is None else float(timeout)  # sent to other ranks
         self.reports = False  # whether to report the number of finished requests to the caller
         self._open: set[int] = set()
 
@@ -466,15 +467,15 @@ async def _stream(
     loop.post(this)
     before = None
     try:
-        while not this.is_done or this.output is not before:
+        while this.error is None and (not this.is_done or this.output is not before):
             await this.ready.wait()
             this.ready.clear()
-            if this.error is not None:
-                raise this.error
             output = this.output
-            if output is not None and output is not before:
+            if this.error is None and output is not None and output is not before:
                 before = output
                 yield output
+        if this.error is not None:  # it may have failed before the first wait
+            raise this.error
     finally:
         if not this.is_done and not loop.is_gone():
             loop.abandon(this, StateError("nobody reads the request"))

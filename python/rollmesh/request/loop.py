@@ -96,6 +96,7 @@ class Loan(Call):
         # after these steps.
         self.returned: SimpleQueue[float | None] = SimpleQueue()
         self._lent: SimpleQueue[None] = SimpleQueue()
+        self._is_stepping = False
         self._since = 0.0  # the end of the last step, or the beginning
         self.pause_s = 0.0  # the longest time without a step for unfinished requests
 
@@ -104,8 +105,11 @@ class Loan(Call):
         self._requests.loan = self
         self.news.put(self)
         while (seconds := self.returned.get()) is not None:
-            self._step_for(seconds)
-            self._lent.put(None)
+            try:
+                self._step_for(seconds)
+            finally:
+                self._is_stepping = False
+                self._lent.put(None)
         self._requests.loan = None
         return True
 
@@ -120,12 +124,12 @@ class Loan(Call):
 
     def let_step(self, seconds: float) -> None:
         """Lets the engine's thread run steps for this time, if calls are active."""
+        self._is_stepping = True
         self.returned.put(seconds)
         interrupt: BaseException | None = None
-        while True:
+        while self._is_stepping:  # an interrupted get() may have taken the item
             try:
                 self._lent.get()
-                break
             except BaseException as error:  # noqa: BLE001 (raised once the steps have ended)
                 interrupt = error
         if interrupt is not None:

@@ -67,7 +67,10 @@ def check_flags(what: str, flags: Any) -> None:
 
 def check_tokens(name: str, ids: Tensor, low: int, vocab: int, also: str = "") -> None:
     """Raises RequestError if a token is below `low`, or not in the vocabulary."""
-    if ids.numel() and not low <= (least := int(ids.min())) <= (most := int(ids.max())) < vocab:
+    if not ids.numel():
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < low or most >= vocab:
         raise RequestError(f"{name}: expected tokens in [0, {vocab}){also}, got {least} to {most}")
 
 
