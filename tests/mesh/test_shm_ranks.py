@@ -43,7 +43,7 @@ def name() -> str:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_refused_twin_does_not_disturb_the_ranks_of_its_process(name: str, rank: int) -> None:
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(attach, name, rank)
+        first = pool.submit(attach, name, rank, 3.0 if rank else 20.0)
         path = f"/dev/shm/rollmesh.{name}"
         while rank == 0 and not os.path.exists(path):
             time.sleep(0.01)
