@@ -10,6 +10,7 @@
 
 #include "attention_mma.cuh"
 #include "gemm_mma.cuh"
+#include "mma_places.h"
 #include "mma_rows.cuh"
 
 namespace {

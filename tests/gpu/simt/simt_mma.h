@@ -3,7 +3,7 @@
 // so that a missing wait is visible, and so is a missing barrier after it.
 #pragma once
 
-#include "packing.cuh"
+#include "mma_places.h"
 #include "simt.h"
 
 struct alignas(8) uint2 {
@@ -12,12 +12,6 @@ struct alignas(8) uint2 {
 struct alignas(8) int2 {
   int x, y;
 };
-
-// The places of the other operands, as rm_mma_a_place: B, and the float32 sums (half is 0).
-inline rm_mma_place rm_mma_b_place(int k, int col) { return {col * 4 + k % 8 / 2, k / 8, k % 2}; }
-inline rm_mma_place rm_mma_c_place(int row, int col) {
-  return {row % 8 * 4 + col / 2, row / 8 * 2 + col % 2, 0};
-}
 
 void simt_mma16(float *c, uint4 a, uint2 b);
 uint4 simt_load_matrices(const void *shared_row);
