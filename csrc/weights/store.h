@@ -45,7 +45,7 @@ struct rm_store {
   int64_t version_before; // in place: an abort before the first write restores it
   int has_base; // the sync is partial, and staging began as a copy of the serving version
   uint8_t *flags; // [n]
-  rm_copy_tasks tasks; // of the last push; none once all are copied
+  rm_copy_tasks tasks; // of the last push; empty once all are copied
   const rm_entry *const *pushed; // [n_pushed] the entries of the last push that were taken; a view
   int64_t n_pushed;
   uint64_t read_before; // report.bytes before the last push

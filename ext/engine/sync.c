@@ -306,8 +306,10 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   PyObject *module = rm_engine_module(self);
   _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4, "the order of the words");
   RM_OWNED *words = Py_BuildValue("sssss", "refuse", "restart", "abort", "keep", "keep_kv");
-  const Py_ssize_t inflight = words ? PySequence_Index(words, word) : -1;
-  if (inflight < 0) return NULL;
+  if (!words) return NULL;
+  const Py_ssize_t inflight = PySequence_Index(words, word);
+  if (inflight < 0)
+    return rm_raise_code(module, RM_E_CONFIG, "inflight: expected one of %R, got %R", words, word);
   rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
   if (RM_UNLOCKED(rm_engine_sync_commit(self->engine, (rm_inflight)inflight, &report, &err)))

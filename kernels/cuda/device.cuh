@@ -31,7 +31,7 @@ struct rm_listed_kernel {
 };
 template <auto *KERNEL>
 inline const rm_listed_kernel rm_list_entry{reinterpret_cast<const void *>(KERNEL)};
-// Enqueues a kernel. An empty grid is no work; CUDA would return an error.
+// Enqueues a kernel; does nothing if the grid is empty, for which CUDA would return an error.
 #define RM_LAUNCH(kernel, grid, threads, ...) \
   do { \
     const dim3 rm_blocks_of = rm_grid(grid); \

@@ -120,12 +120,13 @@ class MeshMismatchError(Error, ValueError):
 
 
 class CollectiveMismatchError(Error):
-    """Ranks disagree on a collective's operation, size or weight epoch. The group is dead."""
+    """Ranks disagree on a collective's operation, size or weight epoch. Later calls of
+    the group raise the error again."""
 
 
 class CollectiveTimeoutError(Error, TimeoutError):
-    """Ranks did not arrive at a collective within its deadline; the message names them. The group
-    is dead."""
+    """Ranks did not arrive at a collective within its deadline; the message names them. Later
+    calls of the group raise the error again."""
 
 
 class RankLostError(Error):

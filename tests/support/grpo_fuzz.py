@@ -13,8 +13,7 @@ partial file is left.
 
 A case depends only on the seed, its number and its kind. --plant injects a fault. 1: every reward
 is 0.5; 2: an error is not an error of rollmesh; 3: a checkpoint of any run is resumed; 4: a run
-hangs; 5: a column is dropped. With --planted the driver first checks that it
-detects each of them.
+hangs; 5: a column is dropped. --planted: first check that the driver detects each of them.
 """
 
 from __future__ import annotations

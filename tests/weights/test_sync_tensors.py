@@ -183,15 +183,15 @@ def test_cast_is_torchs(source: str, to: str) -> None:
         assert generator.sync_weights({**want, Q: flipped}, **options).digest != digest
 
 
+def router_bias() -> State:
+    values = np.linspace(-1, 1, 8, dtype=np.float32)
+    return {f"model.layers.{i}.mlp.gate.e_score_correction_bias": values for i in range(2)}
+
+
 def test_a_router_bias_that_the_spec_requires() -> None:
     """ModelSpec.from_torchtitan sets this; allow_bias_removal is not an exception."""
     config = tiny_config(True)
-    bias = {
-        f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(
-            -1, 1, 8, dtype=np.float32
-        )
-        for i in range(2)
-    }
+    bias = router_bias()
     state = numpy_state_dict(config, dtype="bfloat16")
     spec = replace(rm.ModelSpec.from_hf(config), router_bias=True)
     with rm.Generator(
@@ -214,12 +214,7 @@ def test_a_router_bias_that_the_spec_requires() -> None:
 
 def test_router_bias_is_float32_in_any_model() -> None:
     config = tiny_config(True)
-    bias = {
-        f"model.layers.{i}.mlp.gate.e_score_correction_bias": np.linspace(
-            -1, 1, 8, dtype=np.float32
-        )
-        for i in range(2)
-    }
+    bias = router_bias()
     state = numpy_state_dict(config, dtype="bfloat16")
     with make(config, dtype="bfloat16") as generator:
         plain = generator.sync_weights(state)

@@ -30,7 +30,8 @@ def every(c: Reader, layers: int) -> tuple[int, ...]:
 
 
 def _window(c: Reader, default: int | None) -> int:
-    """sliding_window, or its default where the key is missing; None is full attention."""
+    """Returns sliding_window, or `default` if the key is missing; 0 (full attention) if it is
+    None."""
     if c.values.get("sliding_window", default) is None:
         return 0
     return c.integer("sliding_window", default=default)

@@ -144,7 +144,7 @@ def _read(
             f"{where}: expected torchtitan's {wanted or None}, got "
             f"{kind.__module__}.{kind.__qualname__}"
         )
-    # Of every module: its first values and its layout.
+    # Every module has these two fields: how its values are drawn, and how it is sharded.
     rules = {"param_init": ANY, "sharding_config": ANY, **classes[name]}
     fields = {field.name: field for field in dataclasses.fields(value)}
     read: dict[str, Any] = {}

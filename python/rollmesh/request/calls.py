@@ -474,7 +474,7 @@ async def _stream(
             if this.error is None and output is not None and output is not before:
                 before = output
                 yield output
-        if this.error is not None:  # it may have failed before the first wait
+        if this.error is not None:  # the request may have failed before the first wait
             raise this.error
     finally:
         if not this.is_done and not loop.is_gone():

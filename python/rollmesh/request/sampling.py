@@ -23,7 +23,7 @@ MAX_FLOAT32 = 3.4028234663852886e38
 MIN_FLOAT32 = 1.1754943508222875e-38
 SHARE, POSITIVE = "a number in (0, 1]", "a finite float32 > 0"
 _INTEGERS = {  # field → least and largest value
-    "n": (1, 16384),
+    "n": (1, 16384),  # as rm_request.n
     "top_k": (-1, MAX_INT32),
     "max_tokens": (1, 2**62),
     "min_tokens": (0, 2**62),
