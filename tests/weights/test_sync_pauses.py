@@ -32,6 +32,7 @@ LONG = rm.SamplingParams(max_tokens=1500, seed=3, ignore_eos=True)
 @pytest.fixture
 def generator(monkeypatch: pytest.MonkeyPatch) -> Iterator[rm.Generator]:
     monkeypatch.setattr(plan, "PART_BYTES", 1)
+    monkeypatch.setattr(plan, "STEP_AFTER_S", 0.0)
     with rm.Generator(
         rm.ModelSpec.from_hf(CONFIG),
         dtype="float32",
@@ -77,10 +78,23 @@ def test_a_request_takes_steps_during_a_push(generator: rm.Generator, inflight: 
     sample = while_running(generator, push)
     [report] = reports
     assert report.digest == digest
-    assert steps[1] - steps[0] > len(NEW) // 2  # a step at least after each tensor but the last
+    # At least a step before each check and after each copy, but at the beginning and the end.
+    assert steps[1] - steps[0] > 3 * len(NEW) // 2
     assert 0 < report.pause_s <= report.seconds
     versions = set(sample.versions.tolist())
     assert versions == {"keep": {3, 4}, "wait": {3}, "restart": {4}}[inflight]
+
+
+def test_a_request_takes_steps_during_a_push_of_an_iterator(generator: rm.Generator) -> None:
+    steps: list[int] = []
+
+    def push() -> None:
+        steps.append(generator.metrics()["steps"])
+        generator.sync_weights(iter(NEW.items()), version=4, inflight="keep")
+        steps.append(generator.metrics()["steps"])
+
+    while_running(generator, push)
+    assert steps[1] - steps[0] > len(NEW) // 2
 
 
 def test_an_error_in_the_last_part_undoes_the_push(generator: rm.Generator) -> None:
@@ -106,7 +120,7 @@ def test_an_interrupt_between_two_parts(
 
     def interrupted(loan: Loan, seconds: float) -> None:
         kept(loan, seconds)
-        if next(calls) == 7:
+        if next(calls) == len(NEW) + 7:  # the first are during the check
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Loan, "let_step", interrupted)

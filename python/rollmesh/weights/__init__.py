@@ -38,11 +38,11 @@ MissingKeyError, LimitError. A tensor: ShapeError, DTypeError, LayoutError,
 UnsupportedTensorError, NonFiniteError, TiedWeightError. The set: IncompleteSyncError,
 VersionError, CapacityError, DeadlineError, StateError. Exceptions of the source pass through.
 
-Who may call. Any thread of the process that made the generator. `Weights` trusts its caller to
-hold the engine; `Sync`, the handle that begin_sync returns, takes the engine for each call. A
-sync has the engine to itself. Steps may run between the pushes of begin_sync and, in one process,
-between the parts of a copy into the staged copy (Plan._between, Loan.let_step). They use the
-old version.
+Who may call. Any thread of the process that made the generator. `Weights` trusts its caller to hold
+the engine; `Sync`, the handle that begin_sync returns, takes the engine for each call. A sync has
+the engine to itself. Steps may run between the pushes of begin_sync and, in one process, between
+the checks and copies into the staged copy (Plan._maybe_step, Loan.let_step). They use the old
+version.
 
     updates               Weights: begin, push, commit, abort, sleep and wake; Sync
     plan                  Plan: entries of names, and their check and copy

@@ -38,7 +38,10 @@ BATCH_BYTES = 2 << 30
 # Bytes of gathered tensors in one call, and of all tensors if there is a deadline, which is checked
 # between two calls.
 GATHERED_BYTES = 256 << 20
-PART_BYTES = 16 << 20  # copied between two steps, which takes milliseconds
+# Requests take a step once checks and copies have taken this time. Their pause is this time and
+# that of one part.
+STEP_AFTER_S = 0.004
+PART_BYTES = 8 << 20
 Faults = dict[type[Error], list[str]]
 # Lets requests take steps for some seconds; None: they wait.
 LetStep = Callable[[float], None] | None
@@ -49,7 +52,7 @@ class Plan:
 
     def __init__(self, engine: RankEngine, options: SyncOptions, let_step: LetStep = None):
         self._engine, self._strict = engine, options.strict
-        self._let_step, self._since = let_step, 0.0
+        self._let_step, self._since = let_step, time.monotonic()
         self.entries: dict[str, _core.SyncEntry] = {}
 
     def entry(self, name: Any) -> _core.SyncEntry:
@@ -82,17 +85,19 @@ class Plan:
             raise
 
     def _copy(self, entries: list[_core.SyncEntry]) -> None:
-        self._since = time.monotonic()
         if self._let_step is None:
             self._engine.sync_push(entries)
         else:
-            self._engine.sync_push(entries, PART_BYTES, self._between)
+            self._maybe_step()
+            self._engine.sync_push(entries, PART_BYTES, self._maybe_step)
 
-    def _between(self) -> None:
-        """Gives requests as much time as the copies since the last steps have taken."""
-        assert self._let_step is not None
-        self._let_step(time.monotonic() - self._since)
-        self._since = time.monotonic()
+    def _maybe_step(self) -> None:
+        """Gives requests as much time as checks and copies have taken since the last steps, if that
+        is STEP_AFTER_S or more."""
+        seconds = time.monotonic() - self._since
+        if self._let_step is not None and seconds >= STEP_AFTER_S:
+            self._let_step(seconds)
+            self._since = time.monotonic()
 
     def check(self, source: Mapping[str, Any]) -> None:
         """Checks all entries of a mapping before a byte is copied. A tensor that has to be gathered
@@ -107,6 +112,7 @@ class Plan:
         faults: Faults = {}
         spelled: dict[int, str] = {}  # index of a parameter → its name in the source
         for name, tensor in entries_of(source):
+            self._maybe_step()
             try:
                 for index in self.entry(name).params:
                     if index in spelled:
