@@ -2,7 +2,7 @@
 are tests/support/native/fuzz_*.c and tests/support/config_fuzz.py; the head of each one states its
 mutations and its oracle. Each driver must first detect its injected faults.
 
-The config fuzzer runs for RM_FUZZ_SECONDS seconds (.ci/run: 60; else 2), each other one for half as
+The config fuzzer runs for RM_FUZZ_SECONDS seconds (.ci/run: 30; else 2), each other one for half as
 long, divided between the plain and the sanitized build. The seed is fixed by the test's id, because
 acceptance of a change must not depend on chance. RM_TEST_SEED=n replaces the seed, and `python -m
 benchmarks.fuzz --seed n` runs the drivers by count."""

@@ -1,7 +1,7 @@
 """The fuzzer of the inputs of `rollmesh grpo`. The driver is tests/support/grpo_fuzz.py; its head
 states the mutations and the oracle.
 
-The fuzzer runs for RM_FUZZ_SECONDS seconds (.ci/run: 60; else 2), from a seed fixed by the test's
+The fuzzer runs for RM_FUZZ_SECONDS seconds (.ci/run: 30; else 2), from a seed fixed by the test's
 id, which RM_TEST_SEED=n replaces. It must first detect the injected faults. An hour:
 RM_FUZZ_SECONDS=3600 pytest -m full tests/run/test_grpo_fuzz.py"""
 
