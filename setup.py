@@ -328,7 +328,7 @@ def build_cuda(target: Path, temp: Path) -> None:
         nvcc,
         "-shared",
         "-cudart=static",
-        "-Xlinker=--as-needed,--exclude-libs=ALL,-z,noexecstack",
+        "-Xlinker=--as-needed,--exclude-libs=ALL,-z,noexecstack,-z,defs",
         *objects,
         "-o",
         str(target),

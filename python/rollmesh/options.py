@@ -5,9 +5,9 @@ GeneratorOptions   the arguments of rollmesh.Generator: those rows, and rows tha
 EngineOptions      what the engine reads: those rows, and results of the conversion
 
 A row's type and its `check` decide which values are valid. The bounds of integers are the engine's
-own (RM_ENGINE_OPTIONS in csrc/engine/engine.h). Generator's arguments and their documentation, the
-command line (cli/options.py), the [generator] table of a run (run/config.py) and the integrations
-with vLLM and torchtitan use these rows.
+own (RM_ENGINE_OPTIONS in csrc/engine/engine.h). Generator's arguments and their documentation and
+the command line (cli/options.py) follow from these rows. The [generator] table of a run
+(run/config.py) and the integrations with vLLM and torchtitan name the rows that they have.
 """
 
 from __future__ import annotations

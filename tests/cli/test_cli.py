@@ -304,10 +304,12 @@ def a_run(folder: Path, generator: str) -> Path:
 def test_plan_and_bench_take_the_runs_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """dtype and KV cache come from the TOML's [generator], unless an option overrides them."""
+    """dtype, KV cache and isa come from the TOML's [generator], unless an option overrides them."""
     from rollmesh.cli import main
 
-    run = a_run(tmp_path, 'dtype = "float32"\nkv_cache_gib = 0.015625\n[sync]\ncast = true')
+    run = a_run(
+        tmp_path, 'dtype = "float32"\nisa = "ref"\nkv_cache_gib = 0.015625\n[sync]\ncast = true'
+    )
     assert main(["plan", str(run)]) == 0
     text = capsys.readouterr().out
     assert "rank(s), float32 (" in text
@@ -317,7 +319,7 @@ def test_plan_and_bench_take_the_runs_settings(
     assert "rank(s), bfloat16 (" in text
     assert "   2 GiB hold " in text
     assert main(["bench", str(run), "--batch", "1", "--prefill", "8", "--threads", "1"]) == 0
-    assert ", float32, " in capsys.readouterr().out
+    assert ", float32, ref, " in capsys.readouterr().out
 
 
 def test_commands_take_the_runs_device(

@@ -69,6 +69,10 @@ needs_vllm = pytest.mark.skipif(not WORKS, reason="needs vllm and rollmesh's ext
             r'\[generator\] engine: expected one of "rollmesh", "vllm", got "sglang"',
         ),
         (
+            ["generator.engine=vllm", "generator.comm_timeout=5"],
+            r"\[generator\] comm_timeout: expected 1800.0, the default, where .*, got 5",
+        ),
+        (
             ["generator.engine=vllm", "generator.comm=shm"],
             r'\[generator\] comm: expected "auto" or "threads" where engine is "vllm", got "shm"',
         ),

@@ -114,8 +114,8 @@ def take_run_settings(args: argparse.Namespace) -> None:
         config = _run_config(args.model)
         table = config.generator
         args.ignore = args.ignore or list(config.model.ignore)
-        for name in (*PLACE, "dtype", "kv_cache_gib"):
-            if getattr(args, name) is None:
+        for name in {*PLACE, *ENGINE} - {"threads", "max_model_len"}:
+            if getattr(args, name, None) is None:
                 setattr(args, name, getattr(table, name))
         if (args.tp, args.dp, args.ep) == (None, None, None):
             args.tp, args.dp, args.ep = table.tp, table.dp, table.ep

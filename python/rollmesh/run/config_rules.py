@@ -236,6 +236,11 @@ def _check_vllm(g: GeneratorTable) -> None:
         f'[generator] comm: expected "auto" or "threads" where engine is "vllm", got "{g.comm}"',
     )
     _require(
+        g.comm_timeout == type(g).comm_timeout,
+        f"[generator] comm_timeout: expected {type(g).comm_timeout}, the default, where engine is "
+        f'"vllm", got {g.comm_timeout}',
+    )
+    _require(
         g.ep in (1, g.dp * g.tp),
         f'[generator] ep: expected 1 or dp*tp={g.dp * g.tp} where engine is "vllm", got {g.ep}',
     )

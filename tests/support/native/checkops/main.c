@@ -33,6 +33,8 @@ static const op_test *const OPS[] = {
     &op_permute,  &op_static_dispatch, &op_combine,    &op_lm_head,   &op_merge_pairs,
     &op_sample,   &op_top_logprobs,    &op_ranks,      &op_pack};
 enum { N_OPS = sizeof OPS / sizeof OPS[0], MXCSR_CONTROL = 0xffc0, DEFAULT_TRIALS = 300 };
+#define COUNT(name, args) +1
+_Static_assert(N_OPS == 1 + RM_OPS(COUNT), "every op of the table has an op_test, and so has pack");
 
 typedef struct options {
   int bench, list, small, heap, plant, touch;
