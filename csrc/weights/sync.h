@@ -77,4 +77,3 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err);
 void rm_sync_swap(rm_store *store, const uint64_t *sums,
                   rm_sync_report *report); // after prepare; sums: added over the mesh
 void rm_sync_abort(rm_store *store);
-int rm_sync_complete(const rm_store *store); // every required parameter was pushed

@@ -59,7 +59,8 @@ static PyObject *all_views(const serving *s) {
   return dict;
 }
 
-PyObject *rm_engine_py_weights(rm_engine_object *self) {
+PyObject *rm_engine_py_weights(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   rm_store *store = rm_engine_store(self->engine);
   const serving s = {.self = self,
                      .params = store->params,

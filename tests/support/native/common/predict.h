@@ -36,7 +36,6 @@ typedef struct predict {
   int had_bias; // the last committed version had one
   unsigned asleep;
   int64_t kept; // the version that serves again when the weights wake, −1: none
-  int paused;
   int64_t live; // unfinished requests
   // the open sync
   int open;
@@ -73,7 +72,7 @@ static inline codes predict_step(const predict *p) {
 }
 
 // Whether a step that returns RM_OK computes anything.
-static inline int predict_works(const predict *p) { return !p->paused && p->live > 0; }
+static inline int predict_works(const predict *p) { return p->live > 0; }
 
 // ------------------------------------------------------------------------------------------- sync
 // In place with nothing written the old version serves again; otherwise a version that was taken
