@@ -33,7 +33,6 @@ typedef struct rm_worker { // one rank of this process
   rm_code code;
   rm_error err;
   rm_progress progress;
-  rm_sync_report report;
 } rm_worker;
 
 typedef struct rm_prefix {

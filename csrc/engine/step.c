@@ -21,11 +21,6 @@ rm_code rm_check_serving(const rm_engine *engine, unsigned parts, const char *be
                  "weights: expected synced ones, got none; call sync_weights first");
 }
 
-static rm_code check_ready(const rm_engine *engine, rm_error *err) {
-  const rm_code code = rm_check_serving(engine, RM_PART_WEIGHTS | RM_PART_KV, "a step", err);
-  return code ? code : check_not_lost(engine, err);
-}
-
 // Computes the plan of the worker's replica.
 static rm_code compute(rm_worker *worker, void *arg) {
   rm_runner *runner = &worker->runner;
@@ -90,7 +85,8 @@ rm_code rm_engine_step(rm_engine *engine, const rm_external_step *external, int6
                               "external_step"
                             : "this engine has an external scheduler: expected external_step, got "
                               "step");
-  rm_code code = check_ready(engine, err);
+  rm_code code = rm_check_serving(engine, RM_PART_WEIGHTS | RM_PART_KV, "a step", err);
+  if (!code) code = check_not_lost(engine, err);
   if (!code && external) code = rm_external_begin(first, external, err);
   if (code) return code;
   // An external step with more rows than a batch has takes several rounds.

@@ -459,7 +459,6 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (store->tasks.n) rm_sync_undo(store);
   rm_code code = check_complete(store, err);
   if (!code) code = check_biases(store, err);
-  if (code) rm_sync_abort(store);
   const int64_t n = store->params->n;
   for (int64_t i = 0; i < n && !code; i++) // clear the sums of an earlier sync
     if (!was_pushed(store, i) && !keeps_value(store, i))
@@ -467,7 +466,7 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   return code;
 }
 
-void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report) {
+void rm_sync_swap(rm_store *store, const uint64_t *sums) {
   settle_biases(store);
   store->staged.digest = 0;
   for (int64_t i = 0; i < store->params->n; i++)
@@ -478,7 +477,6 @@ void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report)
   store->open = 0;
   store->report.digest = store->serving.digest;
   store->report.seconds = rm_now() - store->began;
-  if (report) *report = store->report;
 }
 
 static int anything_written(const rm_store *store) {

@@ -328,7 +328,7 @@ static void do_commit(life *l) {
   for (int i = 0; i < SLOTS; i++)
     if (l->slots[i].state == LIVE) hashes[i] = tokens_hash(l, &l->slots[i], &had[i]);
   const int64_t policy = l->serves ? RM_INFLIGHT_KEEP + fuzz_below(l->f, 2) : fuzz_below(l->f, 5);
-  const rm_inflight inflight = (rm_inflight)(fuzz_one_in(l->f, 20) ? fuzz_integer(l->f) : policy);
+  const rm_inflight inflight = (rm_inflight)policy;
   const int was_open = l->p.open;
   const seen before = look(l);
   const int64_t n = l->p.n_pushed, skipped = l->p.n_skipped;
@@ -355,9 +355,7 @@ static void do_sync_abort(life *l) {
   judge(l, SYNC_ABORT, RM_OK, code_set(RM_OK), NULL, NULL);
 }
 
-static unsigned pick_parts(fuzz *f) {
-  return fuzz_one_in(f, 10) ? (unsigned)fuzz_integer(f) : 1 + (unsigned)fuzz_below(f, 3);
-}
+static unsigned pick_parts(fuzz *f) { return 1 + (unsigned)fuzz_below(f, 3); }
 
 static void do_sleep(life *l) {
   const unsigned parts = pick_parts(l->f) | (fuzz_one_in(l->f, 2) ? RM_SLEEP_OFFLOAD : 0);
