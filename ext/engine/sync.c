@@ -276,7 +276,8 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   int failed = 1;
   if (!list) return NULL;
   const Py_ssize_t n = PyTuple_Size(list);
-  const rm_entry **entries = rm_alloc((size_t)n, sizeof *entries);
+  // A sync in place that has begun to write allocates nothing for the next tensor.
+  const rm_entry *one, **entries = n == 1 ? &one : rm_alloc((size_t)n, sizeof *entries);
   if (!entries) rm_raise_code(module, RM_E_MEMORY, "no memory for a push of %zd tensors", n);
   if (entries && !rm_engine_enter(self)) {
     failed = entries_of(self, list, n, entries) || push(self, entries, n, most, between);
@@ -284,7 +285,7 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   }
   for (Py_ssize_t i = 0; !failed && i < n; i++)
     drop_tensor((entry_object *)PyTuple_GetItem(list, i));
-  rm_free(entries);
+  if (n != 1) rm_free(entries);
   return failed ? NULL : Py_NewRef(Py_None);
 }
 
