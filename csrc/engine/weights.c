@@ -210,12 +210,7 @@ static rm_code wake_worker(rm_worker *worker, void *arg) {
   if (parts & RM_PART_KV && !code)
     code = rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &worker->runner.kv,
                            &worker->err);
-  if (parts & RM_PART_WEIGHTS && code) rm_store_release_blocks(worker->store);
   return code;
-}
-
-static rm_code sleep_again(rm_worker *worker, void *parts) {
-  return worker->code ? RM_OK : sleep_worker(worker, parts);
 }
 
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err) {
@@ -223,6 +218,6 @@ rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err) {
   const rm_code code = rm_run_workers(engine, wake_worker, &parts, err);
   if (!code) engine->asleep &= ~parts;
   parts |= RM_SLEEP_OFFLOAD;
-  if (code) rm_run_workers(engine, sleep_again, &parts, NULL);
+  if (code) rm_run_workers(engine, sleep_worker, &parts, NULL); // also what was not awake yet
   return code;
 }

@@ -78,7 +78,7 @@ class Weights:
         except BaseException as error:  # includes errors of closing the loan
             self._abort()
             fault = None
-            plan.forget()
+            plan.entries.clear()  # drops the tensors, since the error may be kept for long
             _clear_own_frames(error)
             raise
 
