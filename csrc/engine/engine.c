@@ -47,7 +47,7 @@ rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_err
   const rm_worker *worst = NULL;
   if (engine->team) {
     rm_team_run(engine->team, run_worker, &it);
-  } else { // one worker, or none was created
+  } else { // at most one worker exists
     const rm_entered saved = rm_enter(first);
     first->code = call(first, arg);
     rm_leave(saved);
