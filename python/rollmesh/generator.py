@@ -374,8 +374,8 @@ class Generator(Calls):
         push. Raises StateError while other ranks are in follow()."""
 
         given = {"version": version, **options}
-        chosen = make_call(self, "begin_sync", lambda: given, lambda: SyncOptions(**given))
-        sync = Sync(self._weights, self._loop.lend, chosen)
+        make_call(self, "begin_sync", lambda: given, lambda: SyncOptions(**given))
+        sync = Sync(self._weights, self._loop.lend, SyncOptions(**given))
         try:
             self._loop.lend(lambda: self._weights.begin(sync))
             return sync
