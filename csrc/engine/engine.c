@@ -14,18 +14,14 @@ typedef struct job {
   void *arg;
 } job;
 
-static void run_job(void *arg, int thread, int n_threads) {
+// The team has a thread for each worker.
+static void run_worker(void *arg, int thread, int n_threads) {
   const job *it = arg;
-  for (int w = thread; w < it->engine->n_workers; w += n_threads) {
-    rm_worker *worker = &it->engine->workers[w];
-    if (!worker->device) { // not created yet
-      worker->code = it->call(worker, it->arg);
-      continue;
-    }
-    const rm_entered saved = rm_enter(worker);
-    worker->code = it->call(worker, it->arg);
-    rm_leave(worker, saved);
-  }
+  rm_worker *worker = &it->engine->workers[thread];
+  (void)n_threads;
+  const rm_entered saved = rm_enter(worker);
+  worker->code = it->call(worker, it->arg);
+  rm_leave(saved);
 }
 
 static int is_consequence(rm_code code) { // of another rank's error
@@ -47,9 +43,15 @@ static void report(const rm_engine *engine, const rm_worker *worst, rm_error *er
 
 rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err) {
   job it = {engine, call, arg};
+  rm_worker *first = engine->workers;
   const rm_worker *worst = NULL;
-  if (engine->team) rm_team_run(engine->team, run_job, &it);
-  else run_job(&it, 0, 1);
+  if (engine->team) {
+    rm_team_run(engine->team, run_worker, &it);
+  } else { // at most one worker exists
+    const rm_entered saved = rm_enter(first);
+    first->code = call(first, arg);
+    rm_leave(saved);
+  }
   for (int w = 0; w < engine->n_workers; w++) {
     const rm_worker *worker = &engine->workers[w];
     if (worker->code && (!worst || (is_consequence(worst->code) && !is_consequence(worker->code))))

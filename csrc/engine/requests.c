@@ -73,10 +73,6 @@ int64_t rm_engine_finished(const rm_engine *engine, uint64_t *ids, int64_t capac
   return n;
 }
 
-void rm_engine_pause(rm_engine *engine, int paused) {
-  for (int d = 0; d < engine->n_replicas; d++) engine->schedulers[d].paused = paused != 0;
-}
-
 void rm_engine_reset_prefix_cache(rm_engine *engine) {
   for (int d = 0; d < engine->n_replicas; d++) rm_kv_reset(engine->schedulers[d].cache);
 }

@@ -33,7 +33,6 @@ typedef struct rm_worker { // one rank of this process
   rm_code code;
   rm_error err;
   rm_progress progress;
-  rm_sync_report report;
 } rm_worker;
 
 typedef struct rm_prefix {
@@ -59,7 +58,6 @@ struct rm_engine {
   rm_prefix *prefixes; // [PREFIX_SLOTS]
   uint64_t next_id;
   // state
-  int had_work; // whether the last step had work
   unsigned asleep; // parts that are asleep
   rm_error lost; // RM_OK, or why this engine can no longer step
   // counts since creation
@@ -75,19 +73,20 @@ static inline rm_worker *rm_first_worker(const rm_engine *engine, int replica) {
 // environment and the current device.
 typedef struct rm_entered {
   uint32_t fp;
-  int device;
+  const rm_device *device; // NULL: the worker had none yet
+  int before; // the argument of device->leave
 } rm_entered;
 static inline rm_entered rm_enter(const rm_worker *worker) {
-  return (rm_entered){rm_fp_enter(), worker->device->enter(worker->device->self)};
+  const rm_device *device = worker->device;
+  return (rm_entered){rm_fp_enter(), device, device ? device->enter(device->self) : 0};
 }
-static inline void rm_leave(const rm_worker *worker, rm_entered entered) {
-  worker->device->leave(worker->device->self, entered.device);
+static inline void rm_leave(rm_entered entered) {
+  if (entered.device) entered.device->leave(entered.device->self, entered.before);
   rm_fp_leave(entered.fp);
 }
 
-// Runs `call` on all workers in parallel, each on its thread and (once created) entered, and
-// returns one worker's error. A call stores its error in worker->err; the workers' codes stay until
-// the next job.
+// Runs `call` on all workers in parallel, each entered on its own thread, and returns one worker's
+// error. A call stores its error in worker->err; the workers' codes stay until the next job.
 typedef rm_code (*rm_worker_call)(rm_worker *worker, void *arg);
 rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err);
 

@@ -21,20 +21,29 @@ rm_code rm_check_serving(const rm_engine *engine, unsigned parts, const char *be
                  "weights: expected synced ones, got none; call sync_weights first");
 }
 
-static rm_code check_ready(const rm_engine *engine, rm_error *err) {
-  const rm_code code = rm_check_serving(engine, RM_PART_WEIGHTS | RM_PART_KV, "a step", err);
-  return code ? code : check_not_lost(engine, err);
-}
-
+// Computes the plan of the worker's replica.
 static rm_code compute(rm_worker *worker, void *arg) {
+  rm_runner *runner = &worker->runner;
+  rm_error *err = &worker->err;
   (void)arg;
-  rm_code code = rm_lockstep_agree(&worker->runner, &worker->progress, &worker->err);
+  rm_code code = rm_lockstep_agree(runner, &worker->progress, err);
   if (!code && worker->progress != RM_NO_WORK) {
     const double start = rm_now();
-    code = rm_forward(&worker->runner, &worker->err);
+    const rm_step_shape *shape = &runner->shape;
+    const rm_graph_step graph = {shape->padded, shape->with_token_ranks,
+                                 runner->store->serving.number, rm_step_enqueue, runner};
+    code = rm_step_prepare(runner, err);
+    if (!code)
+      code =
+          shape->padded ? rm_graphs_run(runner->graphs, &graph, err) : rm_step_enqueue(runner, err);
+    if (!code) code = rm_step_finish(runner, err);
     worker->forward_seconds += rm_now() - start;
   }
-  if (code) rm_rank_abort(&worker->runner.rank, code); // other ranks may wait for this one
+  if (code) {
+    rm_rank_abort(&runner->rank, code); // other ranks may wait for this one
+    // Enqueued work may write to records, which may be freed next.
+    rm_device_settle(&runner->rank, runner->device);
+  }
   return code;
 }
 
@@ -70,14 +79,14 @@ rm_code rm_engine_step(rm_engine *engine, const rm_external_step *external, int6
                        rm_error *err) {
   rm_scheduler *first = &engine->schedulers[0];
   *n_work = 0;
-  engine->had_work = 0;
   if (!external != !engine->options.external_pages)
     return rm_fail(err, RM_E_STATE, "%s",
                    external ? "this engine schedules its own requests: expected step, got "
                               "external_step"
                             : "this engine has an external scheduler: expected external_step, got "
                               "step");
-  rm_code code = check_ready(engine, err);
+  rm_code code = rm_check_serving(engine, RM_PART_WEIGHTS | RM_PART_KV, "a step", err);
+  if (!code) code = check_not_lost(engine, err);
   if (!code && external) code = rm_external_begin(first, external, err);
   if (code) return code;
   // An external step with more rows than a batch has takes several rounds.
@@ -85,14 +94,11 @@ rm_code rm_engine_step(rm_engine *engine, const rm_external_step *external, int6
     schedule(engine);
     code = rm_run_workers(engine, compute, NULL, &engine->lost);
     if (!code) progress = commit(engine, n_work);
-    engine->had_work = !code && progress != RM_NO_WORK;
   }
   engine->rows += *n_work;
   if (external) rm_external_end(first, code);
   return code ? check_not_lost(engine, err) : RM_OK;
 }
-
-int rm_engine_had_work(const rm_engine *engine) { return engine->had_work; }
 
 // ------------------------------------------------------------------------ with external scheduler
 rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draws, rm_error *err) {
@@ -112,6 +118,6 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draw
                           draws->edited + i * vocab, &drawn, err);
     if (!code) rm_external_drawn(scheduler, seq, &drawn, &draws->results, i);
   }
-  rm_leave(worker, saved);
+  rm_leave(saved);
   return code;
 }

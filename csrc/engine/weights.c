@@ -1,6 +1,8 @@
 // weights.c: sync, sleep and wake, on all ranks here or on none. A worker's store does the work
 // (weights/store.h); this file decides when a sync is allowed and what happens to running requests
 // and the KV cache.
+#include <assert.h>
+
 #include "engine/state.h"
 #include "weights/two_phase_commit.h"
 
@@ -93,8 +95,7 @@ rm_code rm_engine_sync_copy(rm_engine *engine, int64_t most, int *is_done, rm_er
 
 static rm_code commit_worker(rm_worker *worker, void *arg) {
   (void)arg;
-  const rm_code code =
-      rm_sync_commit(worker->store, &worker->runner.rank, &worker->report, &worker->err);
+  const rm_code code = rm_sync_commit(worker->store, &worker->runner.rank, &worker->err);
   if (!code) rm_rank_set_epoch(&worker->runner.rank, worker->store->version);
   return code;
 }
@@ -102,9 +103,6 @@ static rm_code commit_worker(rm_worker *worker, void *arg) {
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report,
                               rm_error *err) {
   rm_code code = RM_OK;
-  if (inflight < RM_INFLIGHT_REFUSE || inflight > RM_INFLIGHT_KEEP_KV)
-    return rm_fail(err, RM_E_CONFIG, "inflight: expected a policy for running requests, got %d",
-                   (int)inflight);
   if (inflight == RM_INFLIGHT_REFUSE && rm_engine_store(engine)->open)
     code = refuse_unfinished(engine, "with inflight=refuse",
                              "finish them, or choose restart, abort or keep", err);
@@ -115,9 +113,9 @@ rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_r
     rm_kv_reset(scheduler->cache);
   }
   if (!report) return RM_OK;
-  *report = engine->workers[0].report;
+  *report = engine->workers[0].store->report;
   for (int w = 1; w < engine->n_workers; w++) {
-    const rm_sync_report *its = &engine->workers[w].report;
+    const rm_sync_report *its = &engine->workers[w].store->report;
     report->bytes += its->bytes;
     if (its->seconds > report->seconds) report->seconds = its->seconds;
     if (its->copy_seconds > report->copy_seconds) report->copy_seconds = its->copy_seconds;
@@ -135,13 +133,6 @@ rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **
 }
 
 // ------------------------------------------------------------------------------------------ sleep
-static rm_code check_parts(unsigned parts, rm_error *err) {
-  if (parts && !(parts & ~(unsigned)(RM_PART_WEIGHTS | RM_PART_KV))) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG,
-                 "parts: expected %d (weights), %d (KV cache) or %d (both), got %u",
-                 RM_PART_WEIGHTS, RM_PART_KV, RM_PART_WEIGHTS | RM_PART_KV, parts);
-}
-
 static rm_code check_no_sync(const rm_engine *engine, rm_error *err) {
   if (!engine->workers[0].store->open) return RM_OK;
   return rm_fail(err, RM_E_STATE,
@@ -195,8 +186,8 @@ static rm_code sleep_worker(rm_worker *worker, void *arg) {
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   const unsigned offload = parts & RM_SLEEP_OFFLOAD, asked = parts & ~(unsigned)RM_SLEEP_OFFLOAD;
   unsigned job = (asked & ~engine->asleep) | offload;
-  rm_code code = check_parts(asked, err);
-  if (code) return code;
+  rm_code code = RM_OK;
+  assert(!(asked & ~(unsigned)(RM_PART_WEIGHTS | RM_PART_KV)));
   if (job & RM_PART_WEIGHTS)
     code = offload ? rm_engine_offload_weights(engine, err) : check_no_sync(engine, err);
   if (code) return code;
@@ -219,21 +210,14 @@ static rm_code wake_worker(rm_worker *worker, void *arg) {
   if (parts & RM_PART_KV && !code)
     code = rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &worker->runner.kv,
                            &worker->err);
-  if (parts & RM_PART_WEIGHTS && code) rm_store_release_blocks(worker->store);
   return code;
 }
 
-static rm_code sleep_again(rm_worker *worker, void *parts) {
-  return worker->code ? RM_OK : sleep_worker(worker, parts);
-}
-
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err) {
-  rm_code code = check_parts(parts, err);
-  if (code) return code;
   parts &= engine->asleep;
-  code = rm_run_workers(engine, wake_worker, &parts, err);
+  const rm_code code = rm_run_workers(engine, wake_worker, &parts, err);
   if (!code) engine->asleep &= ~parts;
   parts |= RM_SLEEP_OFFLOAD;
-  if (code) rm_run_workers(engine, sleep_again, &parts, NULL);
+  if (code) rm_run_workers(engine, sleep_worker, &parts, NULL); // also what was not awake yet
   return code;
 }

@@ -108,7 +108,7 @@ rm_code rm_worker_create(rm_worker *worker, void *unused) {
     const rm_entered saved = rm_enter(worker);
     init_runner(worker);
     code = create_parts(worker);
-    rm_leave(worker, saved);
+    rm_leave(saved);
   }
   if (code) rm_rank_abort(&worker->runner.rank, code); // other ranks may wait for this one
   return code;

@@ -343,7 +343,7 @@ static void admit(rm_scheduler *scheduler) {
 
 static rm_progress schedule(rm_scheduler *scheduler) {
   const int64_t preemptions = scheduler->preemptions;
-  if (scheduler->paused || !scheduler->n_live) return RM_NO_WORK;
+  if (!scheduler->n_live) return RM_NO_WORK;
   for (rm_link *at = scheduler->active.next; at != &scheduler->active && rows_left(scheduler);) {
     rm_sequence *seq = (rm_sequence *)at;
     const int64_t n_rows = rm_min64(rm_sequence_length(seq) - seq->next, rows_left(scheduler));

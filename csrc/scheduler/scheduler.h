@@ -35,7 +35,6 @@ struct rm_scheduler {
   rm_scheduler_options options;
   int64_t max_pages; // largest number of pages of one sequence
   int64_t version; // version of the serving weights; the engine sets it before calls that read it
-  int paused; // whether schedule plans no rows
   rm_plan plan;
   rm_kv_cache *cache; // owned
   void *memory; // owned: the arrays below and the plan's

@@ -1,6 +1,5 @@
-// forward.c: one rank's part of a step. One function enqueues all work, captured or not: copying
-// inputs to the device, the model, sampler.c on the out rows, and copying results to the host. Then
-// the step waits for the device, only once unless a caller gets rows of logits.
+// forward.c: one rank's part of a step, in three calls (runner.h). The step waits for the device
+// only once, unless a caller gets rows of logits.
 #include "base/fields.h"
 #include "base/hash.h"
 #include "step/runner.h"
@@ -150,7 +149,20 @@ static rm_batch batch_of(const rm_runner *runner) {
   };
 }
 
-static rm_code enqueue(void *self, rm_error *err) {
+rm_code rm_step_prepare(rm_runner *runner, rm_error *err) {
+  rm_step_shape *shape = &runner->shape;
+  const rm_code code = compare_batches(runner, err);
+  if (code) return code;
+  shape->n_rows = runner->plan->n_rows, shape->n_out = runner->plan->n_out;
+  if (shape->padded) shape->n_rows = shape->n_out = shape->most_rows = shape->padded;
+  write_pages(runner);
+  fill(runner);
+  put_tables(runner);
+  const rm_batch batch = batch_of(runner);
+  return rm_model_prepare(runner->model, &batch, err);
+}
+
+rm_code rm_step_enqueue(void *self, rm_error *err) {
   rm_runner *runner = self;
   const rm_batch batch = batch_of(runner);
   const rm_step_buffer *b = &runner->step;
@@ -166,30 +178,11 @@ static rm_code enqueue(void *self, rm_error *err) {
   return code;
 }
 
-rm_code rm_forward(rm_runner *runner, rm_error *err) {
+rm_code rm_step_finish(rm_runner *runner, rm_error *err) {
   const rm_plan *plan = runner->plan;
-  rm_step_shape *shape = &runner->shape;
-  rm_code code = compare_batches(runner, err);
-  shape->n_rows = plan->n_rows, shape->n_out = plan->n_out;
-  if (shape->padded) shape->n_rows = shape->n_out = shape->most_rows = shape->padded;
-  write_pages(runner);
-  fill(runner);
-  put_tables(runner);
-  const rm_batch batch = batch_of(runner);
-  if (!code) code = rm_model_prepare(runner->model, &batch, err);
-  const rm_graph_step step = {shape->padded, shape->with_token_ranks, runner->store->serving.number,
-                              enqueue, runner};
-  if (!code)
-    code = shape->padded ? rm_graphs_run(runner->graphs, &step, err) : enqueue(runner, err);
-  if (!code) code = rm_results_copy_out(&runner->results, err);
+  rm_code code = rm_results_copy_out(&runner->results, err);
   if (!code) code = rm_share_draws(runner, err);
-  if (code) {
-    rm_rank_abort(&runner->rank, code);
-    rm_device_settle(&runner->rank,
-                     runner->device); // enqueued work may write to records, which may be freed next
-    rm_results_drop(&runner->results);
-    return code;
-  }
+  if (code) return code;
   for (int64_t i = 0; i < plan->n_out; i++)
     runner->step.output.row_flags[plan->out_rows[i]] |= runner->step.out_flags[i];
   return share_flags(runner, err);

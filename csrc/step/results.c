@@ -57,11 +57,6 @@ const void *rm_results_input(rm_results *results, const void *from, size_t bytes
   return rm_mirrored_on_device(&results->mirrored, here);
 }
 
-void rm_results_drop(rm_results *results) {
-  results->n = 0;
-  results->used = 0;
-}
-
 rm_code rm_results_copy_out(rm_results *results, rm_error *err) {
   const size_t first = results->n ? results->list[0].at : 0,
                used = results->n ? results->used - first : 0;
@@ -70,6 +65,7 @@ rm_code rm_results_copy_out(rm_results *results, rm_error *err) {
   for (int i = 0; i < results->n && !code; i++)
     memcpy(results->list[i].to, results->mirrored.host + results->list[i].at,
            results->list[i].bytes);
-  rm_results_drop(results);
+  results->n = 0;
+  results->used = 0;
   return code;
 }

@@ -36,6 +36,5 @@ void *rm_results_output(rm_results *results, void *to, size_t bytes);
 // Returns an address where an op can read a copy of `from`, which must not change until the op was
 // called.
 const void *rm_results_input(rm_results *results, const void *from, size_t bytes);
-void rm_results_drop(rm_results *results); // discards outputs that were not copied out
-// Waits for the device (rm_rank_wait), then copies results.
+// Waits for the device (rm_rank_wait), then copies results; after an error it discards them.
 rm_code rm_results_copy_out(rm_results *results, rm_error *err);

@@ -1,7 +1,6 @@
-// runner.h: one rank computes the plan of its replica (vLLM's model runner). rm_forward (forward.c)
-// copies the plan's inputs to the device, enqueues the model, lm_head, draws and logprobs of
-// prompts (sampler.c) or replays a captured graph of them (gpu/graphs.c), exchanges with other
-// ranks, and waits for the results.
+// runner.h: one rank computes the plan of its replica (vLLM's model runner). A step (forward.c)
+// prepares the plan's inputs, enqueues the model, lm_head, draws and logprobs of prompts
+// (sampler.c) or replays a captured graph of them (gpu/graphs.c), and waits for the results.
 //
 // Ranks of one process share a plan and its requests, which do not change during a forward. Only
 // the rank with keeps_records writes to the requests' records. All memory is allocated at creation.
@@ -94,8 +93,12 @@ static inline void *rm_on_device(const rm_runner *runner, const void *here) {
 // Sets the shape of the next step. In a lockstep group (lockstep.c) the ranks agree on it, and
 // *progress becomes the maximum over the group.
 rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *err);
-// Computes the plan; step.output has the results.
-rm_code rm_forward(rm_runner *runner, rm_error *err);
+// Then, in this order: prepare lays out the plan's inputs; enqueue, or the replay of its capture,
+// copies them to the device and enqueues all work without waiting; finish waits, and step.output
+// has the results.
+rm_code rm_step_prepare(rm_runner *runner, rm_error *err);
+rm_code rm_step_enqueue(void *runner, rm_error *err);
+rm_code rm_step_finish(rm_runner *runner, rm_error *err);
 size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs);
 
 // -------------------------------------------------------------------------------------- sampler.c

@@ -399,15 +399,10 @@ static int is_absent(const rm_store *store, int64_t index) {
   return wanted && !was_pushed(store, index) && !keeps_value(store, index);
 }
 
-int rm_sync_complete(const rm_store *store) {
-  for (int64_t i = 0; i < store->params->n; i++)
-    if (is_absent(store, i)) return 0;
-  return store->open;
-}
-
-static rm_code list_absent(const rm_store *store, rm_error *err) {
+static rm_code check_complete(const rm_store *store, rm_error *err) {
   int64_t n = 0;
   for (int64_t i = 0; i < store->params->n; i++) n += is_absent(store, i);
+  if (!n) return RM_OK;
   rm_fail(err, RM_E_INCOMPLETE_SYNC, "version %lld lacks %lld of %lld parameters",
           (long long)store->options.version, (long long)n, (long long)store->params->n);
   const char *before = ": ";
@@ -462,8 +457,8 @@ static void settle_biases(rm_store *store) {
 
 rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (store->tasks.n) rm_sync_undo(store);
-  const rm_code code = rm_sync_complete(store) ? check_biases(store, err) : list_absent(store, err);
-  if (code) rm_sync_abort(store);
+  rm_code code = check_complete(store, err);
+  if (!code) code = check_biases(store, err);
   const int64_t n = store->params->n;
   for (int64_t i = 0; i < n && !code; i++) // clear the sums of an earlier sync
     if (!was_pushed(store, i) && !keeps_value(store, i))
@@ -471,7 +466,7 @@ rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   return code;
 }
 
-void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report) {
+void rm_sync_swap(rm_store *store, const uint64_t *sums) {
   settle_biases(store);
   store->staged.digest = 0;
   for (int64_t i = 0; i < store->params->n; i++)
@@ -482,7 +477,6 @@ void rm_sync_swap(rm_store *store, const uint64_t *sums, rm_sync_report *report)
   store->open = 0;
   store->report.digest = store->serving.digest;
   store->report.seconds = rm_now() - store->began;
-  if (report) *report = store->report;
 }
 
 static int anything_written(const rm_store *store) {

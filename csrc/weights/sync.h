@@ -71,10 +71,8 @@ rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n,
 rm_code rm_sync_copy(rm_store *store, int64_t most, rm_error *err);
 // Undoes the last push, which failed here or on another rank.
 void rm_sync_undo(rm_store *store);
-// The two phases of two_phase_commit.h. prepare makes the checks of an open sync; on failure the
-// sync is closed and the old version serves.
+// The two phases of two_phase_commit.h. prepare makes the checks of an open sync. swap: after
+// prepare; sums: added over the mesh; completes store->report.
 rm_code rm_sync_prepare(rm_store *store, rm_error *err);
-void rm_sync_swap(rm_store *store, const uint64_t *sums,
-                  rm_sync_report *report); // after prepare; sums: added over the mesh
+void rm_sync_swap(rm_store *store, const uint64_t *sums);
 void rm_sync_abort(rm_store *store);
-int rm_sync_complete(const rm_store *store); // every required parameter was pushed

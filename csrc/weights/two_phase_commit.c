@@ -91,8 +91,7 @@ static rm_code agree(rm_store *store, rm_comm *world, ballot *b, rm_code prepare
   return prepared ? prepared : code;
 }
 
-rm_code rm_sync_commit(rm_store *store, const rm_rank *rank, rm_sync_report *report,
-                       rm_error *err) {
+rm_code rm_sync_commit(rm_store *store, const rm_rank *rank, rm_error *err) {
   rm_comm *world = rank->world;
   ballot b = {0};
   if (!store->open) return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
@@ -104,7 +103,7 @@ rm_code rm_sync_commit(rm_store *store, const rm_rank *rank, rm_sync_report *rep
     if (world) code = agree(store, world, &b, code, err);
   }
   if (code) rm_sync_abort(store);
-  else rm_sync_swap(store, world ? b.sums : store->staged.sums, report);
+  else rm_sync_swap(store, world ? b.sums : store->staged.sums);
   rm_free(b.votes);
   return code;
 }

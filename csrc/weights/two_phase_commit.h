@@ -16,4 +16,4 @@
 // Called by all ranks. On failure the sync is closed on every rank. Returns this rank's error if it
 // has one, RM_E_SYNC_ABORTED with the first other rank that failed and its error, or
 // RM_E_MESH_MISMATCH when versions or values differ. A mesh of one rank does not vote.
-rm_code rm_sync_commit(rm_store *store, const rm_rank *rank, rm_sync_report *report, rm_error *err);
+rm_code rm_sync_commit(rm_store *store, const rm_rank *rank, rm_error *err);

@@ -109,8 +109,7 @@ static void engine_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-static PyObject *rm_engine_py_close(rm_engine_object *self, PyObject *ignored) {
-  (void)ignored;
+PyObject *rm_engine_py_close(RM_NO_ARGUMENTS) {
   if (!self->engine) Py_RETURN_NONE;
   if (self->pid == (long)getpid() && rm_engine_enter(self)) return NULL;
   destroy(self);
@@ -172,6 +171,7 @@ static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
 }
 
 PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   PyObject *prompt, *stop_ids, *object, *logits, *edits = Py_None;
   if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits))
     return NULL;
@@ -207,6 +207,7 @@ PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_id_call call) {
   uint64_t id;
   rm_error err = RM_ERROR_INIT;
+  RM_ENTER(self);
   if (rm_engine_id(argument, &id)) return NULL;
   return rm_none(rm_engine_module(self), call(rm_engine_scheduler(self->engine, id), id, &err),
                  &err);
@@ -223,6 +224,7 @@ PyObject *rm_engine_py_release(rm_engine_object *self, PyObject *id) {
 }
 
 PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   unsigned long long id;
   int sample;
   long long n_tokens;
@@ -234,30 +236,34 @@ PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
 }
 
 // ------------------------------------------------------------------------------------------ steps
-PyObject *rm_engine_py_step(rm_engine_object *self) {
+PyObject *rm_engine_py_step(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
   if (RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err)))
     return rm_raise(rm_engine_module(self), &err);
-  return Py_BuildValue("(LO)", (long long)n_work,
-                       rm_engine_had_work(self->engine) ? Py_True : Py_False);
+  return PyLong_FromLongLong(n_work);
 }
 
-PyObject *rm_engine_py_give_up(rm_engine_object *self) {
+PyObject *rm_engine_py_give_up(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   rm_engine_abort_groups(self->engine);
   Py_RETURN_NONE;
 }
 
 PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *id) {
+  RM_ENTER(self);
   const int found = PyDict_Contains(self->requests, id);
   return found < 0 ? NULL : PyBool_FromLong(found);
 }
 
-PyObject *rm_engine_py_unfinished(rm_engine_object *self) {
+PyObject *rm_engine_py_unfinished(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   return PyLong_FromLongLong(rm_engine_unfinished(self->engine));
 }
 
-PyObject *rm_engine_py_finished(rm_engine_object *self) {
+PyObject *rm_engine_py_finished(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   const Py_ssize_t most = PyDict_Size(self->requests);
   uint64_t *ids = PyMem_New(uint64_t, (size_t)most);
   PyObject *set = ids ? PySet_New(NULL) : PyErr_NoMemory();
@@ -270,22 +276,20 @@ PyObject *rm_engine_py_finished(rm_engine_object *self) {
   return set;
 }
 
-PyObject *rm_engine_py_ids(rm_engine_object *self) { return PyDict_Keys(self->requests); }
-
-PyObject *rm_engine_py_pause(rm_engine_object *self, PyObject *paused) {
-  const int value = PyObject_IsTrue(paused);
-  if (value < 0) return NULL;
-  rm_engine_pause(self->engine, value);
-  Py_RETURN_NONE;
+PyObject *rm_engine_py_ids(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
+  return PyDict_Keys(self->requests);
 }
 
-PyObject *rm_engine_py_reset_prefix_cache(rm_engine_object *self) {
+PyObject *rm_engine_py_reset_prefix_cache(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   rm_engine_reset_prefix_cache(self->engine);
   Py_RETURN_NONE;
 }
 
 static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
                               rm_code (*change)(rm_engine *, unsigned, rm_error *)) {
+  RM_ENTER(self);
   const unsigned long mask = PyLong_AsUnsignedLong(parts);
   if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
   rm_error err = RM_ERROR_INIT;
@@ -301,6 +305,7 @@ PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) {
 }
 
 PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload) {
+  RM_ENTER(self);
   const int value = PyObject_IsTrue(offload);
   if (value < 0) return NULL;
   rm_error err = RM_ERROR_INIT;
@@ -312,33 +317,18 @@ PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload
   return rm_none(rm_engine_module(self), code, &err);
 }
 
-PyObject *rm_engine_py_host_room(rm_engine_object *self) {
+PyObject *rm_engine_py_host_room(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   const unsigned long long bytes = rm_engine_offload_bytes(self->engine);
   PyObject *list = rm_memory_pool_list("");
   return list ? Py_BuildValue("(KN)", bytes, list) : NULL;
 }
 
 // ------------------------------------------------------------------------------------------- type
-#define RM_PASS_NOARGS self
-#define RM_PASS_O self, args
-#define RM_PASS_VARARGS self, args
-#define ENTERED(name, flags) \
-  static PyObject *entered_##name(rm_engine_object *self, PyObject *args) { \
-    (void)args; \
-    if (rm_engine_enter(self)) return NULL; \
-    PyObject *result = rm_engine_py_##name(RM_PASS_##flags); \
-    rm_engine_leave(self); \
-    return result; \
-  }
-RM_ENGINE_METHODS(ENTERED)
-
-#define METHOD(name, flags) RM_METHOD(#name, entered_##name, METH_##flags),
-#define OWN_METHOD(name, flags) RM_METHOD(#name, rm_engine_py_##name, flags)
+#define METHOD(name, flags) RM_METHOD(#name, rm_engine_py_##name, METH_##flags),
 static PyMethodDef methods[] = {
-    RM_ENGINE_METHODS(METHOD) OWN_METHOD(close, METH_NOARGS),
-    OWN_METHOD(sync_begin, METH_VARARGS | METH_KEYWORDS),
-    OWN_METHOD(sync_take, METH_VARARGS),
-    OWN_METHOD(sync_push, METH_VARARGS),
+    RM_ENGINE_METHODS(METHOD)
+        RM_METHOD("sync_begin", rm_engine_py_sync_begin, METH_VARARGS | METH_KEYWORDS),
     {0},
 };
 

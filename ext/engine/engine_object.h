@@ -38,9 +38,18 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id,
 // or NULL with an exception set.
 PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_options *out);
 
-// The methods that run between enter and leave, by file. _core.pyi has their signatures and docs.
+// Enters until the end of the function; on an error returns NULL from it.
+static inline void rm_engine_leave_scope(rm_engine_object **self) { rm_engine_leave(*self); }
+#define RM_ENTER(self) \
+  if (rm_engine_enter(self)) return NULL; \
+  __attribute__((cleanup(rm_engine_leave_scope))) rm_engine_object *entered = self
+
+// The methods, by file. _core.pyi has their signatures and docs. Each enters, except that
+// sync_take and sync_push do not while they run Python code of others (tensors and their
+// finalizers).
 #define RM_ENGINE_METHODS(METHOD) \
   /* engine.c */ \
+  METHOD(close, NOARGS) \
   METHOD(add, VARARGS) \
   METHOD(abort, O) \
   METHOD(release, O) \
@@ -51,7 +60,6 @@ PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_o
   METHOD(unfinished, NOARGS) \
   METHOD(finished, NOARGS) \
   METHOD(ids, NOARGS) \
-  METHOD(pause, O) \
   METHOD(reset_prefix_cache, NOARGS) \
   METHOD(sleep, O) \
   METHOD(wake, O) \
@@ -77,18 +85,14 @@ PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_o
   METHOD(external_tokens, VARARGS) \
   /* sync.c */ \
   METHOD(sync_resolve, VARARGS) \
+  METHOD(sync_take, VARARGS) \
+  METHOD(sync_push, VARARGS) \
   METHOD(sync_commit, O) \
   METHOD(sync_abort, NOARGS) \
   METHOD(sync_state, NOARGS)
 
-#define RM_PARAMETERS_NOARGS rm_engine_object *self
-#define RM_PARAMETERS_O rm_engine_object *self, PyObject *argument
-#define RM_PARAMETERS_VARARGS rm_engine_object *self, PyObject *args
-#define RM_DECLARE_METHOD(name, flags) PyObject *rm_engine_py_##name(RM_PARAMETERS_##flags);
+#define RM_NO_ARGUMENTS rm_engine_object *self, PyObject *Py_UNUSED(none)
+#define RM_DECLARE_METHOD(name, flags) \
+  PyObject *rm_engine_py_##name(rm_engine_object *self, PyObject *argument);
 RM_ENGINE_METHODS(RM_DECLARE_METHOD)
-
-// Methods of sync.c that enter themselves, since they have keywords or run Python code of others
-// (tensors and their finalizers).
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);
-PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args);
-PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args);

@@ -33,6 +33,7 @@ static int check_pages(PyObject *module, const rm_external_step *step, int64_t n
 }
 
 PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   PyObject *results, *module = rm_engine_module(self);
   rm_array_want wants[] = {
       {"ids", NPY_UINT64, 0, 1, {ANY}},
@@ -73,6 +74,7 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
 }
 
 PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   PyObject *results, *module = rm_engine_module(self);
   const int64_t vocab = self->spec->vocab_size;
   rm_array_want wants[] = {{"ids", NPY_UINT64, 0, 1, {ANY}},
@@ -96,6 +98,7 @@ static void *array_of(PyObject *array) { return PyArray_DATA((PyArrayObject *)ar
 // Returns (ids, logprobs), [n][k], of the likeliest tokens at the last token of each request. All
 // requests were added with at least k logprobs.
 PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   PyObject *object, *module = rm_engine_module(self);
   long long k;
   void *numbers;
@@ -119,6 +122,7 @@ PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
 // Returns int16 [n][moe layers][k]: the routing of positions from `start` to the last input token,
 // of prompt and generated tokens.
 PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   unsigned long long id;
   long long start;
   if (!PyArg_ParseTuple(args, "KL:external_routed", &id, &start)) return NULL;
@@ -141,6 +145,7 @@ PyObject *rm_engine_py_external_fail(rm_engine_object *self, PyObject *id) {
 }
 
 PyObject *rm_engine_py_external_invalidate_pages(rm_engine_object *self, PyObject *pages) {
+  RM_ENTER(self);
   const int32_t *numbers;
   int64_t n;
   if (rm_array_ids(rm_engine_module(self), pages, "pages", &numbers, &n)) return NULL;
@@ -149,6 +154,7 @@ PyObject *rm_engine_py_external_invalidate_pages(rm_engine_object *self, PyObjec
 }
 
 PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   unsigned long long id;
   PyObject *object;
   const int32_t *tokens;

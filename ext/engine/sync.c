@@ -37,11 +37,10 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
                                    &options.allow_bias_removal, &options.in_place))
     return NULL;
   options.version = version;
-  if (rm_engine_enter(self)) return NULL;
+  RM_ENTER(self);
   rm_error err = RM_ERROR_INIT;
-  const rm_code code = RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err));
-  rm_engine_leave(self);
-  return rm_none(rm_engine_module(self), code, &err);
+  return rm_none(rm_engine_module(self),
+                 RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)), &err);
 }
 
 // ----------------------------------------------------------------------------------------- entries
@@ -66,6 +65,7 @@ static PyObject *list_of_params(const rm_target *target) {
 }
 
 PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   PyObject *module = rm_engine_module(self), *name;
   Py_ssize_t length;
   int skip_unknown = 0;
@@ -127,7 +127,7 @@ static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
   rm_engine_object *engine = ((entry_object *)object)->engine;
   const rm_target *target = &((entry_object *)object)->entry.target;
   (void)ignored;
-  if (rm_engine_enter(engine)) return NULL;
+  RM_ENTER(engine);
   const rm_mesh mesh = rm_engine_mesh(engine->engine);
   _Static_assert(sizeof(rm_part) == 9 * sizeof(int64_t), "a part is a row of the array");
   const int64_t shape[] = {rm_mesh_world(&mesh) * target->n_pieces, 9};
@@ -135,7 +135,6 @@ static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
   if (array)
     rm_list_wanted(rm_engine_store(engine->engine)->params, target, &mesh,
                    PyArray_DATA((PyArrayObject *)array));
-  rm_engine_leave(engine);
   return array;
 }
 
@@ -277,6 +276,7 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   int failed = 1;
   if (!list) return NULL;
   const Py_ssize_t n = PyTuple_Size(list);
+  // A sync in place that has begun to write allocates nothing for the next tensor.
   const rm_entry *one, **entries = n == 1 ? &one : rm_alloc((size_t)n, sizeof *entries);
   if (!entries) rm_raise_code(module, RM_E_MEMORY, "no memory for a push of %zd tensors", n);
   if (entries && !rm_engine_enter(self)) {
@@ -303,6 +303,7 @@ static const rm_attribute report_fields[] = {
 };
 
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
+  RM_ENTER(self);
   PyObject *module = rm_engine_module(self);
   _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4, "the order of the words");
   RM_OWNED *words = Py_BuildValue("sssss", "refuse", "restart", "abort", "keep", "keep_kv");
@@ -317,17 +318,16 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   return rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }
 
-PyObject *rm_engine_py_sync_abort(rm_engine_object *self) {
+PyObject *rm_engine_py_sync_abort(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   rm_engine_sync_abort(self->engine);
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_sync_state(rm_engine_object *self) {
+PyObject *rm_engine_py_sync_state(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   const rm_store *store = rm_engine_store(self->engine);
   const int64_t version = store->version;
-  const uint64_t digest = rm_store_digest(store);
-  const int open = store->open, complete = open && rm_sync_complete(store);
-  return Py_BuildValue("(NKOO)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version),
-                       (unsigned long long)digest, open ? Py_True : Py_False,
-                       complete ? Py_True : Py_False);
+  return Py_BuildValue("(NK)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version),
+                       (unsigned long long)rm_store_digest(store));
 }

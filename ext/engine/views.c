@@ -58,6 +58,7 @@ static void put_prompt(rm_engine_object *self, PyObject **dict, const rm_sequenc
 }
 
 PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
+  RM_ENTER(self);
   uint64_t id;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_id(argument, &id)) return NULL;
@@ -87,6 +88,7 @@ static const rm_sequence *read_sample(rm_engine_object *self, PyObject *args, co
 }
 
 PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   const rm_sequence *seq = read_sample(self, args, "Ki:sample", NULL);
   if (!seq) return NULL;
   const int64_t n = seq->n_tokens;
@@ -110,6 +112,7 @@ PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
 }
 
 PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
+  RM_ENTER(self);
   long long start;
   const rm_sequence *seq = read_sample(self, args, "KiL:tokens", &start);
   if (!seq) return NULL;
@@ -154,7 +157,8 @@ static const rm_attribute stats_fields[] = {
     STAT(F64, comm_seconds),
 };
 
-PyObject *rm_engine_py_stats(rm_engine_object *self) {
+PyObject *rm_engine_py_stats(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   rm_engine_stats stats;
   rm_engine_statistics(self->engine, &stats);
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
@@ -168,7 +172,8 @@ static const rm_attribute profile_fields[] = {
 };
 
 // Returns the times of rank 0 of this process since the last call.
-PyObject *rm_engine_py_profile(rm_engine_object *self) {
+PyObject *rm_engine_py_profile(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
   for (int i = 0; list && profile && i < profile->n_entries; i++)
@@ -178,7 +183,8 @@ PyObject *rm_engine_py_profile(rm_engine_object *self) {
   return list;
 }
 
-PyObject *rm_engine_py_manifest(rm_engine_object *self) {
+PyObject *rm_engine_py_manifest(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   const rm_params *params = rm_engine_store(self->engine)->params;
   PyObject *list = PyList_New(0);
   for (const rm_param *p = params->list; list && p < params->list + params->n; p++) {

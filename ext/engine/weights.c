@@ -31,23 +31,19 @@ static const char *const fused_names[RM_N_PARAM_KIND] = {
     [RM_P_EXPERT_GATE] = "expert_gate_up",
 };
 
-// Adds a layer's matrices, or those outside of layers.
-static void put_matrices(const serving *s, PyObject **dict, const rm_layer_params *layer) {
+// Returns a layer's matrices, or those outside of layers.
+static PyObject *views_of(const serving *s, const rm_layer_params *layer) {
+  PyObject *dict = PyDict_New();
   const int64_t hidden = s->params->spec->hidden_size;
   for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
     const rm_matrix matrix = layer->of[kind];
     const int is_table = kind == RM_P_EMBED && !s->params->spec->tie_word_embeddings;
     // The other parameters of a fused matrix.
     if (matrix.offset == SIZE_MAX || matrix.is_rest) continue;
-    rm_dict_put(dict, fused_names[kind] ? fused_names[kind] : rm_kinds[kind].kind,
+    rm_dict_put(&dict, fused_names[kind] ? fused_names[kind] : rm_kinds[kind].kind,
                 view_of(s, matrix.offset, kind == RM_P_ROUTER_BIAS ? NPY_FLOAT32 : s->type,
                         is_table ? 2 : 1, is_table ? matrix.elems / hidden : matrix.elems, hidden));
   }
-}
-
-static PyObject *views_of(const serving *s, const rm_layer_params *layer) {
-  PyObject *dict = PyDict_New();
-  put_matrices(s, &dict, layer);
   return dict;
 }
 
@@ -59,7 +55,8 @@ static PyObject *all_views(const serving *s) {
   return dict;
 }
 
-PyObject *rm_engine_py_weights(rm_engine_object *self) {
+PyObject *rm_engine_py_weights(RM_NO_ARGUMENTS) {
+  RM_ENTER(self);
   rm_store *store = rm_engine_store(self->engine);
   const serving s = {.self = self,
                      .params = store->params,

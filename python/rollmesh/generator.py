@@ -349,8 +349,7 @@ class Generator(Calls):
             self._weights.sync, options, source=source, deadline=deadline, let_step=loan.let_step
         )
         try:
-            report: SyncReport = self._loop.run(loan)
-            report = replace(report, pause_s=loan.pause_s)
+            report: SyncReport = replace(self._loop.run(loan), pause_s=loan.pause_s)
         except UnexpectedKeyError as error:
             if any(part in str(error) for part in PEFT):
                 error.add_note(
@@ -358,13 +357,12 @@ class Generator(Calls):
                     "then its state dict)"
                 )
             raise
-        size, digest = report.bytes / 1e9, report.digest
         _log.info(
             "sync: version %d serves, %.3f GB in %.3f s, digest %s",
             report.version,
-            size,
+            report.bytes / 1e9,
             report.seconds,
-            digest,
+            report.digest,
         )
         return report
 

@@ -172,13 +172,13 @@ def test_a_pause_is_of_running_requests(
     generator: rm.Generator, monkeypatch: pytest.MonkeyPatch, inflight: Any, is_paused: bool
 ) -> None:
     """The commit takes at least 0.5 s. No request waits for it if all have finished before."""
-    kept, reports = Weights._commit, list[rm.SyncReport]()
+    kept, reports = Weights._follow, list[rm.SyncReport]()
 
-    def slow(weights: Weights, options: SyncOptions) -> rm.SyncReport:
+    def slow(weights: Weights, before: int | None, options: SyncOptions) -> None:
         time.sleep(0.5)
-        return kept(weights, options)
+        kept(weights, before, options)
 
-    monkeypatch.setattr(Weights, "_commit", slow)
+    monkeypatch.setattr(Weights, "_follow", slow)
     assert generator.sync_weights(NEW, version=2).pause_s == 0
     while_running(
         generator,

@@ -39,7 +39,7 @@ from rollmesh import _core
 from rollmesh.distributed.comm import Comm
 from rollmesh.distributed.mesh import Mesh
 from rollmesh.distributed.peers import FOLLOW, PeerEngine
-from rollmesh.distributed.rank_engine import ALONE, Lead
+from rollmesh.distributed.rank_engine import Lead
 from rollmesh.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -136,7 +136,7 @@ class LedEngine(PeerEngine):
         self._is_following = False  # other ranks: whether they are in follow()
         self._sent_at = time.monotonic()
         self.silence_s = comm.timeout / IDLE_SHARE
-        self._tp, self._has_replicas = mesh.tp, mesh.dp > 1
+        self._tp, self.has_replicas = mesh.tp, mesh.dp > 1
         self._reported: set[int] = set()  # requests whose result this rank has sent
 
     # -------------------------------------------------------------------------------------- rank 0
@@ -284,18 +284,13 @@ class LedEngine(PeerEngine):
             self.foreign[number] = None
         return number
 
-    def step(self, watch: Callable[[], None], result_of: Callable[[int], Any]) -> int:
-        """If one replica raises an exception that does not abort the mesh, all ranks raise one
-        after the exchange: that replica its own, the others one of the same class (or Error)."""
-        if not self._has_replicas:
-            return super().step(watch, result_of)
-        rows, fault = 0, None
-        try:
-            rows = super().step(watch, result_of)
-        except (*ALONE, MemoryError):
-            raise
-        except Exception as error:  # noqa: BLE001 (sent to all ranks, then raised)
-            fault = error
+    def share_step(
+        self, rows: int, fault: Exception | None, result_of: Callable[[int], Any]
+    ) -> int:
+        """Exchanges the results of this rank's step, and returns the number of rows of all
+        replicas. fault: the exception that the step raised, or None. If one replica has one, all
+        ranks raise one: that replica its own, the others one of the same class (or Error).
+        result_of: returns the result of a finished request."""
         results = self._results(result_of)
         value = rows if fault is None and not results else [rows, fault, results]
         everyone = [

@@ -69,11 +69,13 @@ class RankEngine:
     """A _core.Engine in a single process. Methods that are not here are those of the C engine."""
 
     has_peers = False  # whether this process is one rank of several
+    has_replicas = False  # whether other processes compute some requests, see LedEngine
     rank = 0
     silence_s: float | None = None  # how often the engine's thread calls idle(), at least
 
     def __init__(self, engine: _core.Engine):
         self._engine = engine
+        self.step = engine.step  # faster than __getattr__, once for each step
         self.paused = False
         # Results of the requests that other ranks compute; None before they arrive.
         self.foreign: dict[int, Any] = {}
@@ -120,19 +122,9 @@ class RankEngine:
         del error
         return False
 
-    def step(self, watch: Callable[[], None], result_of: Callable[[int], Any]) -> int:
-        """Runs one step, then calls watch(), which searches for stop strings. result_of: returns
-        the result of a finished request, for other ranks. Returns the number of rows of all
-        replicas."""
-        del result_of
-        rows: int = 0 if self.paused else self._engine.step()[0]
-        watch()
-        return rows
-
     @led(Lead.QUEUED)
     def pause(self, paused: bool) -> None:
-        self.paused = paused
-        self._engine.pause(paused)
+        self.paused = paused  # Requests.step then runs no step
 
     @led(Lead.QUEUED)
     def reset_prefix_cache(self) -> None:

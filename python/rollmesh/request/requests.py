@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.distributed.rank_engine import Lead, RankEngine, led
+from rollmesh.distributed.rank_engine import ALONE, Lead, RankEngine, led
 from rollmesh.errors import DeadlineError, NumericsError, RequestError, StateError
 from rollmesh.request.logit_edits import LogitEdits, logit_edits
 from rollmesh.request.outputs import (
@@ -179,11 +179,23 @@ class Requests:
     # ---------------------------------------------------------------------------------------- work
     @led(Lead.COLLECTIVE)
     def step(self) -> int:
-        """Runs one engine step. Returns the number of rows of all replicas."""
-        loan = self.loan
+        """Runs one engine step, unless the generator is paused, and searches for stop strings.
+        Returns the number of rows of all replicas."""
+        engine, loan, rows = self.engine, self.loan, 0
+        fault: Exception | None = None
         if loan is not None:
             loan.note_pause()
-        rows: int = self.engine.step(self._watch_all, self._result)
+        try:
+            if not engine.paused:
+                rows = engine.step()
+            if self._watched:
+                self._watch_all()
+        except Exception as error:
+            if not engine.has_replicas or isinstance(error, (*ALONE, MemoryError)):
+                raise
+            fault = error
+        if engine.has_replicas:  # in other processes, which wait for this rank's results
+            rows = engine.share_step(rows, fault, self._result)
         if loan is not None:
             loan.note_step()
         return rows

@@ -215,7 +215,7 @@ class WeightUpdates:
     def compute_weight_checksums(self) -> dict[str, str]:
         """Returns the digest of all weights, on one worker of each data parallel rank. The digest
         does not depend on the mesh."""
-        version, digest, *_ = self._engine.sync_state()
+        version, digest = self._engine.sync_state()
         number = self.vllm_config.parallel_config.data_parallel_index
         return {f"dp{number}": f"{digest:016x}"} if self.rank == 0 and version is not None else {}
 

@@ -63,11 +63,6 @@ class Plan:
             found = self.entries[name] = self._engine.sync_resolve(name, not self._strict)
         return found
 
-    def forget(self) -> None:
-        """Drops the references to all tensors after a failed sync, since its error may be kept for
-        a long time."""
-        self.entries.clear()
-
     def _take(self, name: Any, tensor: Any) -> _core.SyncEntry:
         entry = self.entry(name)
         if entry.params and not entry.taken:

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollmesh.distributed.wire import sendable
 from rollmesh.errors import ConfigError, VersionError
-from rollmesh.request.outputs import SyncReport
 from rollmesh.runtime.arguments import boolean, choice, integer_of
-from rollmesh.runtime.engine_views import SyncValues
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import LentSource
 from rollmesh.weights.transport.tensors import check_source
@@ -77,11 +75,6 @@ class SyncOptions:
         return {"wait": "refuse", "keep": "keep_kv" if self.keep_kv else "keep"}.get(
             self.inflight, self.inflight
         )
-
-
-def report_of(values: SyncValues) -> SyncReport:
-    fields: dict[str, Any] = {**values, "digest": f"{values['digest']:016x}"}
-    return SyncReport(**fields)
 
 
 def source_of_follower(source: Callable[[int | None], Any], version: int | None) -> Any:

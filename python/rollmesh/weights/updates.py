@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from rollmesh.distributed.peers import PUSHES
 from rollmesh.distributed.rank_engine import ALONE, Lead, RankEngine, led
@@ -22,7 +22,7 @@ from rollmesh.runtime.messages import byte_text, reason
 from rollmesh.weights.pieces import local_tensor
 from rollmesh.weights.plan import LetStep, Plan, check_deadline
 from rollmesh.weights.resharding import spread
-from rollmesh.weights.sync import SyncOptions, lent, report_of
+from rollmesh.weights.sync import SyncOptions, lent
 
 T = TypeVar("T")
 
@@ -74,12 +74,11 @@ class Weights:
                 else:
                     plan.push_entries(source, deadline)
                 engine.all_gather("a sync after its entries", error=fault or _error_of(checks[0]))
-                self._finish_before_commit(options, deadline, let_step)
-                return self._commit(options)
+                return self._commit(options, deadline, let_step)
         except BaseException as error:  # includes errors of closing the loan
             self._abort()
             fault = None
-            plan.forget()
+            plan.entries.clear()  # drops the tensors, since the error may be kept for long
             _clear_own_frames(error)
             raise
 
@@ -87,20 +86,6 @@ class Weights:
         """Drops an open sync once all ranks have accepted the version number."""
         self.engine.all_gather(where, error=_error_of(self._check_version, options))
         self.reset("a later sync began")
-
-    def _finish_before_commit(
-        self,
-        options: SyncOptions,
-        deadline: float | None,
-        let_step: LetStep = None,
-    ) -> None:
-        """Finishes running requests if inflight is "wait", then checks the deadline on all ranks
-        together."""
-        self._finish_running(options, deadline, let_step)
-        self.engine.all_gather(
-            "a sync before its commit",
-            error=_error_of(check_deadline, deadline, "its commit"),
-        )
 
     @led(Lead.EVERY_RANK)
     def begin(self, sync: Sync) -> None:
@@ -172,8 +157,7 @@ class Weights:
         try:
             while self._all_gather_push(sync, "commit") != {"commit"}:
                 pass  # other ranks are still pushing
-            self._finish_before_commit(sync.options, deadline)
-            sync.report = self._commit(sync.options)
+            sync.report = self._commit(sync.options, deadline)
         except BaseException:
             self._abort()
             raise
@@ -252,14 +236,10 @@ class Weights:
     def on_all_ranks(self, where: str, action: Callable[..., T], *args: Any) -> T:
         """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank
         raises its error, and the others raise SyncAbortedError with the rank and the reason."""
-        result: Any = None
-        fault: Exception | None = None
-        try:
-            result = action(*args)
-        except Exception as error:  # noqa: BLE001 (raised once all ranks know)
-            fault = error
+        results: list[T] = []
+        fault = _error_of(lambda: results.append(action(*args)))
         self.engine.all_gather(where, error=fault)
-        return cast(T, result)
+        return results[0]
 
     def forget(self) -> None:
         """Closes the open sync because the generator is being closed."""
@@ -276,12 +256,21 @@ class Weights:
         self.engine.sync_abort()
         self.refresh()
 
-    def _commit(self, options: SyncOptions) -> SyncReport:
+    def _commit(
+        self, options: SyncOptions, deadline: float | None, let_step: LetStep = None
+    ) -> SyncReport:
+        """Finishes running requests if inflight is "wait", checks the deadline on all ranks
+        together, and commits."""
+        self._finish_running(options, deadline, let_step)
+        self.engine.all_gather(
+            "a sync before its commit",
+            error=_error_of(check_deadline, deadline, "its commit"),
+        )
         before = self.version
         try:
-            report = report_of(self.engine.sync_commit(options.at_commit))
+            values = self.engine.sync_commit(options.at_commit)
             self._follow(before, options)
-            return report
+            return SyncReport(**{**values, "digest": f"{values['digest']:016x}"})
         except BaseException as error:
             # A Ctrl-C may arrive after the engine has swapped to the new version.
             self._follow(before, options)

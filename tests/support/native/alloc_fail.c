@@ -226,7 +226,7 @@ static void add_some(life *l, int n) {
 
 static uint64_t live(life *l) {
   const unsigned kv = RM_PART_KV, both = RM_PART_KV | RM_PART_WEIGHTS,
-                 kept = both | RM_SLEEP_OFFLOAD, none = 8;
+                 kept = both | RM_SLEEP_OFFLOAD;
   static const int32_t outside[] = {1, 1 << 20};
   const rm_request bad = {
       .prompt = outside, .n_prompt = 2, .n = 1, .max_tokens = 3, .top_p = 1, .top_k = -1};
@@ -251,7 +251,6 @@ static uint64_t live(life *l) {
   tiny_must(rm_engine_step(l->engine, NULL, &rows, &err), &err);
   make(l, "sleep", sleep_parts, &kv, RM_OK);
   make(l, "wake", wake_parts, &kv, RM_OK);
-  make(l, "sleep of no part", sleep_parts, &none, RM_E_CONFIG);
   work(l, 0, LAST);
   make(l, "sleep", sleep_parts, &kept, RM_OK);
   make(l, "wake", wake_parts, &both, RM_OK);

@@ -214,12 +214,6 @@ static void do_finished(life *l) {
   }
 }
 
-static void do_pause(life *l) {
-  l->p.paused = !l->p.paused && fuzz_one_in(l->f, 2);
-  rm_engine_pause(l->engine, l->p.paused * (1 + (int)fuzz_below(l->f, 3)));
-  judge(l, PAUSE, RM_OK, code_set(RM_OK), NULL, NULL);
-}
-
 static void do_reset(life *l) {
   rm_engine_reset_prefix_cache(l->engine);
   judge(l, RESET, RM_OK, code_set(RM_OK), NULL, NULL);
@@ -334,7 +328,7 @@ static void do_commit(life *l) {
   for (int i = 0; i < SLOTS; i++)
     if (l->slots[i].state == LIVE) hashes[i] = tokens_hash(l, &l->slots[i], &had[i]);
   const int64_t policy = l->serves ? RM_INFLIGHT_KEEP + fuzz_below(l->f, 2) : fuzz_below(l->f, 5);
-  const rm_inflight inflight = (rm_inflight)(fuzz_one_in(l->f, 20) ? fuzz_integer(l->f) : policy);
+  const rm_inflight inflight = (rm_inflight)policy;
   const int was_open = l->p.open;
   const seen before = look(l);
   const int64_t n = l->p.n_pushed, skipped = l->p.n_skipped;
@@ -361,9 +355,7 @@ static void do_sync_abort(life *l) {
   judge(l, SYNC_ABORT, RM_OK, code_set(RM_OK), NULL, NULL);
 }
 
-static unsigned pick_parts(fuzz *f) {
-  return fuzz_one_in(f, 10) ? (unsigned)fuzz_integer(f) : 1 + (unsigned)fuzz_below(f, 3);
-}
+static unsigned pick_parts(fuzz *f) { return 1 + (unsigned)fuzz_below(f, 3); }
 
 static void do_sleep(life *l) {
   const unsigned parts = pick_parts(l->f) | (fuzz_one_in(l->f, 2) ? RM_SLEEP_OFFLOAD : 0);
@@ -382,13 +374,12 @@ static void do_wake(life *l) {
 }
 
 // -------------------------------------------------------------------------------------- sequences
-enum { DO_PAUSE, DO_WAKE, DO_SYNC, N_ACTS = 20 };
+enum { DO_WAKE, DO_SYNC, N_ACTS = 19 };
 static const struct {
   void (*act)(life *);
   int weights[2]; // in any order and state; in a life that mostly serves
   int ends_requests;
 } acts[N_ACTS] = {
-    [DO_PAUSE] = {do_pause, {3, 0}, 0},
     [DO_WAKE] = {do_wake, {4, 0}, 0},
     [DO_SYNC] = {do_sync, {4, 4}, 1},
     {do_step, {30, 50}, 1},
@@ -418,7 +409,6 @@ static int choose(life *l) {
   at = fuzz_below(l->f, at);
   while (at >= acts[i].weights[l->serves]) at -= acts[i++].weights[l->serves];
   const int helps = fuzz_one_in(l->f, 3);
-  if (helps && l->p.paused) return DO_PAUSE;
   if (helps && l->p.asleep) return DO_WAKE;
   return helps && !predict_serves(&l->p) && !l->p.open ? DO_SYNC : i;
 }
@@ -446,7 +436,6 @@ static void run_to_the_end(life *l) {
   do_sync_abort(l);
   tiny_must(rm_engine_wake(l->engine, RM_PART_WEIGHTS | RM_PART_KV, &err), &err);
   l->p.asleep = 0;
-  rm_engine_pause(l->engine, l->p.paused = 0);
   for (int i = 0; i < 9 && !predict_serves(&l->p) && l->p.last < INT64_MAX; i++) do_sync(l);
   check_all(l, 1);
   for (int i = 0; predict_serves(&l->p) && l->p.live; i++) {

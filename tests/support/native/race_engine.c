@@ -104,7 +104,7 @@ static void *step(void *arg) {
   return NULL;
 }
 
-static void *read_and_pause(void *arg) {
+static void *read_and_reset(void *arg) {
   scene *s = arg;
   rm_engine *engine = turn_enter(&s->turn); // outlives these threads
   turn_leave(&s->turn);
@@ -115,7 +115,6 @@ static void *read_and_pause(void *arg) {
     rm_engine_statistics(engine, &stats);
     const long n = atomic_fetch_add(&s->reads, 1);
     if (n % 16 == 3) rm_engine_reset_prefix_cache(engine);
-    rm_engine_pause(engine, n % 8 == 5);
     turn_leave(&s->turn);
     sched_yield();
   }
@@ -142,7 +141,7 @@ static void *add_and_abort(void *arg) {
 }
 
 static void one_engine(scene *s) {
-  void *(*const parts[])(void *) = {collect, collect, step, read_and_pause, add_and_abort};
+  void *(*const parts[])(void *) = {collect, collect, step, read_and_reset, add_and_abort};
   enum { N = sizeof parts / sizeof *parts };
   pthread_t threads[N];
   rm_error err = RM_ERROR_INIT;

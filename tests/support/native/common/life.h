@@ -24,16 +24,16 @@ typedef struct slot {
 
 // clang-format off
 typedef enum call { CREATE, ADD, ADD_BAD, STEP, ABORT, RELEASE, VIEW, SAMPLE_VIEW, STOP_SAMPLE,
-  PAUSE, RESET, SYNC_BEGIN, SYNC_CHECK,
+  RESET, SYNC_BEGIN, SYNC_CHECK,
   SYNC_PUSH, SYNC_COMMIT, SYNC_ABORT, SLEEP, WAKE, FINISHED, DESTROY, N_CALLS } call;
 static const char *const call_names[N_CALLS] = {"create", "add", "add of a bad one", "step",
   "abort", "release", "view", "sample_view",
-  "stop_sample", "pause", "reset_prefix_cache", "sync_begin", "sync_check", "sync_push",
+  "stop_sample", "reset_prefix_cache", "sync_begin", "sync_check", "sync_push",
   "sync_commit", "sync_abort", "sleep", "wake",
   "finished", "destroy"};
 // clang-format on
 static const uint8_t never_fails[N_CALLS] = {
-    [CREATE] = 1, [PAUSE] = 1, [RESET] = 1, [SYNC_ABORT] = 1, [FINISHED] = 1, [DESTROY] = 1,
+    [CREATE] = 1, [RESET] = 1, [SYNC_ABORT] = 1, [FINISHED] = 1, [DESTROY] = 1,
 };
 
 typedef struct life {

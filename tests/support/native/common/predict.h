@@ -36,7 +36,6 @@ typedef struct predict {
   int had_bias; // the last committed version had one
   unsigned asleep;
   int64_t kept; // the version that serves again when the weights wake, −1: none
-  int paused;
   int64_t live; // unfinished requests
   // the open sync
   int open;
@@ -73,7 +72,7 @@ static inline codes predict_step(const predict *p) {
 }
 
 // Whether a step that returns RM_OK computes anything.
-static inline int predict_works(const predict *p) { return !p->paused && p->live > 0; }
+static inline int predict_works(const predict *p) { return p->live > 0; }
 
 // ------------------------------------------------------------------------------------------- sync
 // In place with nothing written the old version serves again; otherwise a version that was taken
@@ -135,8 +134,7 @@ static inline int predict_keeps(const predict *p, int64_t i) { return p->based &
 // On RM_OK the new version serves; on a sync that lacks something it is closed, and else stays
 // open.
 static inline codes predict_commit(predict *p, rm_inflight inflight) {
-  codes wrong = wrong_if(0, (unsigned)inflight > RM_INFLIGHT_KEEP_KV, RM_E_CONFIG);
-  wrong = wrong_if(wrong, !p->open || (inflight == RM_INFLIGHT_REFUSE && p->live), RM_E_STATE);
+  codes wrong = wrong_if(0, !p->open || (inflight == RM_INFLIGHT_REFUSE && p->live), RM_E_STATE);
   if (wrong) return wrong;
   for (int64_t i = 0; i < p->n_params; i++) {
     if (p->seen[i] || predict_keeps(p, i)) continue;
@@ -156,14 +154,9 @@ static inline codes predict_commit(predict *p, rm_inflight inflight) {
 }
 
 // ------------------------------------------------------------------------------------------ parts
-static inline codes wrong_parts(unsigned parts) {
-  return wrong_if(0, !parts || parts & ~(unsigned)(RM_PART_WEIGHTS | RM_PART_KV), RM_E_CONFIG);
-}
-
 static inline codes predict_sleep(predict *p, unsigned parts) {
   const int keep = (parts & RM_SLEEP_OFFLOAD) != 0;
-  const codes wrong = wrong_parts(parts &= ~(unsigned)RM_SLEEP_OFFLOAD);
-  if (wrong) return wrong;
+  parts &= ~(unsigned)RM_SLEEP_OFFLOAD;
   const unsigned now = parts & ~p->asleep;
   if (now & RM_PART_WEIGHTS && p->open) return code_set(RM_E_STATE);
   if (parts & RM_PART_WEIGHTS && !keep) p->kept = -1;
@@ -176,8 +169,6 @@ static inline codes predict_sleep(predict *p, unsigned parts) {
 }
 
 static inline codes predict_wake(predict *p, unsigned parts) {
-  const codes wrong = wrong_parts(parts);
-  if (wrong) return wrong;
   if (parts & p->asleep & RM_PART_WEIGHTS) {
     p->version = p->kept;
     p->kept = -1;
