@@ -48,10 +48,10 @@ from rollmesh.errors import (
     UnsupportedTensorError,
 )
 from rollmesh.model.families import FAMILIES
-from rollmesh.runtime.arguments import choice, integer, thread_count
+from rollmesh.runtime.arguments import boolean, choice, integer, thread_count
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing, parts
-from rollmesh.torch.arrays import check_tokens
+from rollmesh.torch.arrays import check_tensor, check_tokens
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
@@ -483,7 +483,7 @@ def _check_ids(ids: Any) -> Tensor:
         raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {seen}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise DTypeError(f"input_ids: expected torch.int64 or torch.int32, got {ids.dtype}")
-    return ids
+    return check_tensor("input_ids", ids)
 
 
 # ----------------------------------------------------------------------------------------- public
@@ -674,7 +674,14 @@ def logprobs(
     return _score(
         made,
         model,
-        _Wanted(input_ids, wanted, temperature, entropy, routed_experts, kept_tokens),
+        _Wanted(
+            input_ids,
+            wanted,
+            temperature,
+            entropy,
+            boolean("routed_experts", routed_experts),
+            kept_tokens,
+        ),
         given,
     )
 
