@@ -413,7 +413,7 @@ def test_numbers_are_numbers() -> None:
 
 
 class NoTruth:
-    """As an array of several elements: it has no truth value and compares with nothing."""
+    """Has no truth value and compares with nothing, as an array of several elements."""
 
     __hash__ = None  # type: ignore[assignment]
 

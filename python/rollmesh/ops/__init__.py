@@ -5,6 +5,9 @@ The module has all ops of the numeric contract (docs/numerics.md), for every ins
 machine. `isa="ref"` is the specification and `isa=None` the fastest; all are bit-identical, with
 any number of `threads`. A bfloat16 array is a uint16 array of its words, or an ml_dtypes.bfloat16
 array, which is viewed as words; bfloat16 results are uint16 arrays. Arrays must be C-contiguous.
+An array that an op writes to must not overlap another argument, except for indices, which the op
+copies first. The output of activate may be x, and that of rms_norm the residual or x. k_cache and
+v_cache may be different pages of one array.
 The ops check sizes, dtypes and ranges of indices (ShapeError, DTypeError, LayoutError,
 RequestError, ConfigError, UnsupportedTensorError) and do not convert dtypes.
 
@@ -227,7 +230,7 @@ def activate(
     x: Array, activation: str, *, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
     """Returns activation(x) for x [rows, n], as in an MLP without a gate. activation: as in
-    gemm_swiglu. out may be x."""
+    gemm_swiglu."""
     return run("activate", **{**locals(), "activation": _activation(activation)})[0]
 
 

@@ -44,10 +44,9 @@ class Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor
     ) -> Tensor:
-        vector = vector_of("bias", bias, x, n)
         ctx.save_for_backward(x, *weights)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return call_op(ops.gemm, x, packed, n, bias=vector, **how)
+        ctx.bias_dtype = getattr(bias, "dtype", None)
+        return call_op(ops.gemm, x, packed, n, bias=vector_of("bias", bias, x, n), **how)
 
     @staticmethod
     @backward_pass
