@@ -35,14 +35,14 @@ def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
             "layers or the model "
             "(fully_shard), whose forward pass gathers their weights"
         )
-    weight = check_tensor(name, weight)
-    if weight.dtype not in SOURCES:
+    plain = check_tensor(name, weight)
+    if plain.dtype not in SOURCES:
         raise DTypeError(
-            f"{name}: expected one of {', '.join(map(str, SOURCES))}, got {weight.dtype}"
+            f"{name}: expected one of {', '.join(map(str, SOURCES))}, got {plain.dtype}"
         )
-    if weight.ndim != dims:
-        raise ShapeError(f"{name}: expected {dims} dims, got {weight.ndim}")
-    return weight
+    if plain.ndim != dims:
+        raise ShapeError(f"{name}: expected {dims} dims, got {plain.ndim}")
+    return plain
 
 
 def pack(groups: Sequence[Sequence[Piece]], rows: int, dtype: torch.dtype, how: Any) -> Any:

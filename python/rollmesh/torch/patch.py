@@ -477,13 +477,13 @@ def _new_part(cls: Any, by: Any) -> Any:
     return object.__new__(_patched(cls, by))
 
 
-def _check_ids(ids: Any) -> Tensor:
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
-        seen = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {seen}")
+def _check_ids(given: Any) -> Tensor:
+    ids = check_tensor("input_ids", given)
+    if ids.ndim != 2:
+        raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {tuple(ids.shape)}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise DTypeError(f"input_ids: expected torch.int64 or torch.int32, got {ids.dtype}")
-    return check_tensor("input_ids", ids)
+    return ids
 
 
 # ----------------------------------------------------------------------------------------- public
