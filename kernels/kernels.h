@@ -151,7 +151,7 @@ typedef struct rm_gather_rows_args {
 // round(round(sigmoid(x_gate)) · x)). Then out ← round(weight · round(residual / rms(residual)));
 // without a weight out ← residual.
 typedef struct rm_rms_norm_args {
-  void *out; // T [rows][n]; may be x; NULL: only updates the residual
+  void *out; // T [rows][n]; may be x or residual; NULL: only updates the residual
   void *residual; // T [rows][n], in and out
   const void *x; // T [rows][n] or NULL
   const void *x_gate; // T [rows], or NULL: adds x unscaled

@@ -34,7 +34,7 @@ static void gather_bytes(rm_op_call *c) {
 static const rm_op_argument gather_rows[] = {
     IN(x, T, x_rows, width),
     {ARRAY_AT(rows, from, I32, RM_ARRAY_IN, rows), .below = AT(x_rows)},
-    ARRAY(out, T, RM_OP_OUT | RM_OP_APART, rows, width),
+    OUT(out, T, rows, width),
     STEP(gather_bytes),
     {0},
 };
@@ -53,11 +53,11 @@ static void norm_check(rm_op_call *c) {
 static const rm_op_argument rms_norm[] = {
     REAL(eps, 0),
     ADJUSTED(residual_written, residual, T, RM_ARRAY_IN, rows, n),
-    OPTIONAL(x, T, rows, n),
+    ARRAY(x, T, RM_ARRAY_OPTIONAL | RM_OP_SAME, rows, n),
     OPTIONAL(x_gate, T, rows),
     OPTIONAL(weight, T, n),
     STEP(norm_check),
-    OUT(out, T, rows, n),
+    ARRAY(out, T, RM_OP_OUT | RM_OP_SAME, rows, n),
     {0},
 };
 
@@ -110,16 +110,11 @@ static void gemm_check(rm_op_call *c) {
 }
 
 static const rm_op_argument gemm[] = {
-    SIZE(n, 0),
-    FLAG(float32_out),
-    IN(x, T, m, k),
-    OPTIONAL(group_rows, I32, bounds),
-    STEP(gemm_weights),
-    PACKED(w, elems),
-    OPTIONAL(bias, T, n),
-    {ARRAY_AT(out, y, OUT_T, RM_OP_OUT | RM_OP_APART, m, n), .adjust = gemm_out},
-    STEP(gemm_check),
-    {0},
+    SIZE(n, 0),           FLAG(float32_out),
+    IN(x, T, m, k),       OPTIONAL(group_rows, I32, bounds),
+    STEP(gemm_weights),   PACKED(w, elems),
+    OPTIONAL(bias, T, n), {ARRAY_AT(out, y, OUT_T, RM_OP_OUT, m, n), .adjust = gemm_out},
+    STEP(gemm_check),     {0},
 };
 
 static const rm_op_argument gemm_swiglu[] = {
@@ -129,8 +124,8 @@ static const rm_op_argument gemm_swiglu[] = {
     OPTIONAL(group_rows, I32, bounds),
     STEP(swiglu_weights),
     PACKED(w, elems),
-    {ARRAY_AT(out, y, T, RM_OP_OUT | RM_OP_APART, m, n)},
-    ARRAY(gate_up, T, RM_OP_OUT | RM_OP_APART | RM_ARRAY_OPTIONAL, m, both),
+    OUT_AT(out, y, T, m, n),
+    OPTIONAL_OUT(gate_up, T, m, both),
     STEP(gemm_check),
     {0},
 };
@@ -143,7 +138,7 @@ static void activate_sizes(rm_op_call *c) { c->a.activate.ld = c->a.activate.n; 
 static const rm_op_argument activate[] = {
     CHOICE(activation, RM_RELU2),
     IN(x, T, rows, n),
-    ARRAY(out, T, RM_OP_OUT | RM_OP_APART | RM_OP_SAME, rows, n),
+    ARRAY(out, T, RM_OP_OUT | RM_OP_SAME, rows, n),
     STEP(activate_sizes),
     {0},
 };

@@ -90,20 +90,14 @@ typedef enum rm_op_type {
   RM_OP_SIZE, // an integer in [low, high], an int64_t
   RM_OP_CHOICE, // the same, an int
   RM_OP_REAL, // a finite float32, at least 0 if low is 0
-  RM_OP_FLAG, // a truth value, an int
+  RM_OP_FLAG, // a bool, an int
 } rm_op_type;
 
 // Flags in addition to those of arrays.h. NEW: an output. The call makes it if it is absent, None
 // or `...`; an output that is also OPTIONAL is made only for `...`. ZERO: a new output is filled
-// with zeros. An absent OPTIONAL number is 0, or the value from the arrays. APART: the array must
-// not overlap the arrays before it; SAME: but it may be one of them.
-enum {
-  RM_OP_NEW = 16,
-  RM_OP_ZERO = 32,
-  RM_OP_OUT = RM_OP_NEW | RM_ARRAY_WRITE,
-  RM_OP_APART = 64,
-  RM_OP_SAME = 128
-};
+// with zeros. An absent OPTIONAL number is 0, or the value from the arrays. SAME: the array may be
+// one of those before it, although the op writes to one of the two.
+enum { RM_OP_NEW = 16, RM_OP_ZERO = 32, RM_OP_OUT = RM_OP_NEW | RM_ARRAY_WRITE, RM_OP_SAME = 64 };
 
 typedef struct rm_op_call rm_op_call;
 typedef struct rm_op_argument rm_op_argument;
@@ -196,6 +190,12 @@ extern const rm_op rm_ops_dense[], rm_ops_attention[], rm_ops_moe[], rm_ops_logi
     rm_ops_pack[]; // each ends with {0}
 
 // -------------------------------------------------------------------------------------- one call
+typedef struct rm_op_taken { // the memory of an array, a view
+  const char *data;
+  size_t bytes;
+  int flags;
+} rm_op_taken;
+
 typedef struct rm_op_block { // host memory that the call owns
   void *host;
   size_t bytes;
@@ -218,10 +218,7 @@ struct rm_op_call {
   int n_blocks;
   rm_op_block blocks[RM_OP_MAX_BLOCKS]; // owned until the call ends
   int n_taken;
-  struct {
-    const char *data;
-    size_t bytes;
-  } taken[RM_OP_MAX_ARGUMENTS]; // views: the memory of the other arrays
+  rm_op_taken taken[RM_OP_MAX_ARGUMENTS]; // arrays so far, without indices
   int is_entered, saved; // on a device: the OpDevice
   rm_ctx ctx; // valid from begin on, like all fields below
   uint32_t fp;

@@ -75,9 +75,9 @@ static void take_number(rm_op_call *c, const rm_op_argument *a, PyObject *object
   if (a->type == RM_OP_REAL) {
     *(float *)to = real_of(c, object, a->name, a->low ? -FLT_MAX : 0.0f);
   } else if (a->type == RM_OP_FLAG) {
-    const int is_true = PyObject_IsTrue(object);
-    c->failed = is_true < 0;
-    *(int *)to = is_true;
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool))
+      rm_op_raise(c, RM_E_CONFIG, "%s: expected a bool, got %.60R", a->name, object);
+    *(int *)to = !c->failed && PyObject_IsTrue(object);
   } else {
     const int64_t value = integer_of(c, object, a->name, a->low, a->high);
     if (a->type == RM_OP_CHOICE) *(int *)to = (int)value;
@@ -126,16 +126,20 @@ static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
   return out;
 }
 
-static void check_apart(rm_op_call *c, const rm_op_argument *a, const char *data, size_t bytes) {
+// Takes the memory of an array. What the op writes to must belong to no other argument. Two packed
+// arrays may share memory: vLLM's caches of a layer have their pages by turns in one array.
+static void take_memory(rm_op_call *c, const rm_op_argument *a, const char *data, size_t bytes) {
   for (int i = 0; i < c->n_taken; i++) {
-    const char *other = c->taken[i].data;
-    const size_t n = c->taken[i].bytes;
-    if (bytes && n && data < other + n && other < data + bytes &&
-        !((a->flags & RM_OP_SAME) && data == other))
+    const rm_op_taken *other = &c->taken[i];
+    const int is_same = data == other->data && bytes == other->bytes;
+    if (((a->flags | other->flags) & RM_ARRAY_WRITE) &&
+        !(a->flags & other->flags & RM_ARRAY_PACKED) && !(is_same && (a->flags & RM_OP_SAME)) &&
+        bytes && other->bytes && data < other->data + other->bytes && other->data < data + bytes)
       rm_op_raise(c, RM_E_LAYOUT,
                   "%s: expected memory of its own, got an array that overlaps another argument",
                   a->name);
   }
+  c->taken[c->n_taken++] = (rm_op_taken){data, bytes, a->flags};
 }
 
 // Copies indices of a device to the host, and waits for the copy.
@@ -179,11 +183,7 @@ static void take_data(rm_op_call *c, const rm_op_argument *a, PyObject *object, 
     if (on_host) memcpy(copy, data, bytes);
     else fetch(c, copy, data, bytes);
     data = copy;
-  } else {
-    if (a->flags & RM_OP_APART) check_apart(c, a, data, bytes);
-    c->taken[c->n_taken].data = data;
-    c->taken[c->n_taken++].bytes = bytes;
-  }
+  } else take_memory(c, a, data, bytes);
   memcpy(rm_op_value(c, a->value), &data, sizeof data);
   if (a->below)
     rm_op_in_range(c, a->name, a->type, data, 0,

@@ -112,8 +112,8 @@ class Generator(Calls):
             where = nccl.place(where, self.mesh)
         self._nccl = None if nccl is None else str(nccl.library)
         blas = self._cublas = cublas.for_generator(where, dtype) if options.fast else None
-        check_vocabulary(self.tokenizer, spec)
         codec = None if self.tokenizer is None else TextCodec(self.tokenizer)
+        check_vocabulary(self.tokenizer, spec)
         self.eos_token_ids = eos_ids(options.eos_token_ids, self.tokenizer, spec)
         num_parameters = spec.num_parameters  # allocates, so before the engine exists
         engine = join(

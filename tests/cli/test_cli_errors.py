@@ -66,6 +66,12 @@ import rollmesh as rm
             ("plan", MOE, "--tp", "9" * 4000, "--ep", "9" * 4000),
             "expected an integer in [1, 65536]",
         ),
+        (
+            ("plan", MOE, "--ep-backend", "x"),
+            "ConfigError: --ep-backend: expected one of … got 'x'",
+        ),
+        (("plan", MOE, "--ep-backend", ""), "ConfigError: --ep-backend: expected one of … got ''"),
+        (("plan", MOE, "--rows", "0"), "ConfigError: --rows 0: expected a number in [1, 1048576]"),
         (("plan", "x" * 300), "File name too long"),
         (("plan", "/proc/self/mem"), "ConfigError: /proc/self/mem: "),
         (

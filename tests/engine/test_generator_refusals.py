@@ -259,6 +259,40 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[Any], Any]]] = {
         rm.RequestError,
         lambda gen: gen.generate([bytearray(b"abc")], PARAMS, use_tqdm=False),
     ),
+    "chat variables 3": (
+        rm.RequestError,
+        lambda gen: gen.chat([{"role": "user", "content": "a"}], chat_template_kwargs=3),
+    ),
+    "chat variables, an empty list": (
+        rm.RequestError,
+        lambda gen: gen.chat([{"role": "user", "content": "a"}], chat_template_kwargs=[]),
+    ),
+    "use_tqdm array": (
+        rm.ConfigError,
+        lambda gen: gen.generate(PROMPT, PARAMS, use_tqdm=np.arange(2)),
+    ),
+    "weights without dims": (
+        rm.UnsupportedTensorError,
+        lambda gen: gen.sync_weights(np.array(3)),
+    ),
+    "weights array": (rm.UnsupportedTensorError, lambda gen: gen.sync_weights(np.arange(3))),
+    "scorer 3": (rm.ConfigError, lambda gen: gen.self_test(3)),
+    "scorer None": (rm.ConfigError, lambda gen: gen.self_test(None)),
+    **{
+        f"scorer of {name}": (
+            rm.ConfigError,
+            lambda gen, scores=scores: gen.self_test(lambda ids: [scores] * len(ids)),
+        )
+        for name, scores in {
+            "text": "a",
+            "objects": object(),
+            "rows of different lengths": [[1.0], [2.0, 3.0]],
+            "dicts": {},
+            "complex numbers": np.ones(39, complex),
+        }.items()
+    },
+    "tokenizer array": (rm.ConfigError, lambda gen: make(tokenizer=np.array(1))),
+    "tokenizer list": (rm.ConfigError, lambda gen: make(tokenizer=["a"])),
     "top_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(top_p=1e-50)),
     "min_p underflow": (rm.RequestError, lambda gen: rm.SamplingParams(min_p=1e-50)),
     "temperature underflow": (rm.RequestError, lambda gen: rm.SamplingParams(temperature=1e-50)),

@@ -155,6 +155,11 @@ def test_what_is_no_nccl_is_refused(tmp_path: Path) -> None:
         match=r"expected NCCL 2.17.1 or later, got .*libm.so.6 without ncclGetVersion",
     ):
         nccl.find("libm.so.6")
+    for wrong in ("", "\ud800", "a\0", 3, b"libnccl.so.2"):
+        with pytest.raises(
+            rm.ConfigError, match=r"^library: expected None or the path of a libnccl"
+        ):
+            nccl.find(wrong)  # type: ignore[arg-type]
 
 
 def test_nothing_to_find_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -398,14 +398,60 @@ def test_numbers_are_numbers() -> None:
     with pytest.raises(MemoryError):
         ops.attention(words(1, 1, 32), *caches, *tables, page_size=Interrupted(), scale=1.0)
     w = ops.pack(np.arange(8 * 32, dtype=np.float32).reshape(8, 32) / 256, dtype="float32")
-    for flag in (1, np.True_, "yes"):
+    for flag in (True, np.True_):
         assert (ops.router(x, w, 8, 2, renormalize=flag).gates.sum(1) == 1).all()
+    for wrong in (1, None, "yes", [], ints(1), ints(1, 2), np.array(True), NoTruth()):
+        for name, call in (
+            ("renormalize", lambda flag: untyped.router(x, w, 8, 2, renormalize=flag)),
+            ("float32_out", lambda flag: untyped.gemm(x, w, 8, float32_out=flag)),
+            ("keep_logits", lambda flag: untyped.lm_head(x, w, 8, keep_logits=flag)),
+            ("keep_logits", lambda flag: untyped.lm_head_pairs(x, w, 8, keep_logits=flag)),
+            ("kept", lambda flag: untyped.sample(LOGITS, STATS, ops.SampleParams(), kept=flag)),
+        ):
+            with pytest.raises(errors.ConfigError, match=f"^{name}: expected a bool, got "):
+                call(wrong)
+
+
+class NoTruth:
+    """Has no truth value and compares with nothing, as an array of several elements."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        raise ValueError("no truth value")
+
+    def __eq__(self, other: object) -> Any:
+        raise ValueError("no comparison")
+
+
+@pytest.mark.parametrize("wrong", [np.arange(2), np.array("ref"), ["ref"], b"ref", 3, NoTruth()])
+def test_words_of_other_types(wrong: Any) -> None:
+    x, w = np.ones((1, 32), np.float32), ops.pack(np.ones((8, 32), np.float32), dtype="float32")
+    calls: dict[str, list[Callable[[], object]]] = {
+        "isa": [
+            lambda: ops.rms_norm(x, None, eps=1.0, isa=wrong),
+            lambda: ops.pack(x, isa=wrong),
+            lambda: ops.kernels(wrong),
+        ],
+        "device": [
+            lambda: ops.kv_cache(1, 1, 16, 16, device=wrong),
+            lambda: ops.rope_table(x[0], 4, device=wrong),
+            lambda: ops.to_device(x, wrong),
+            lambda: ops.on_stream(1, wrong).__enter__(),
+        ],
+        "score": [lambda: ops.router(x, w, 8, 2, score=wrong)],
+        "activation": [lambda: ops.activate(x, wrong)],
+    }
+    for name, of_name in calls.items():
+        for call in of_name:
+            with pytest.raises(errors.ConfigError, match=f"^{name}: expected .*, got "):
+                call()
 
 
 def test_what_the_router_cannot_choose_by() -> None:
     x, w = np.ones((1, 32), np.float32), ops.pack(np.ones((12, 32), np.float32), dtype="float32")
     for said, how in (
-        ("score: expected 'softmax' or 'sigmoid', got 'tanh'", {"score": "tanh"}),
+        ("score: expected one of softmax, sigmoid, got 'tanh'", {"score": "tanh"}),
         ("route_scale: expected a finite float32 >= 0, got nan", {"route_scale": float("nan")}),
         ("route_scale: expected a finite float32 >= 0, got -1", {"route_scale": -1}),
     ):
@@ -430,6 +476,84 @@ def test_an_output_beside_its_input() -> None:
     both = np.arange(8, dtype=np.float32).reshape(4, 2)
     assert ops.gather_rows(both[2:], ints(1, 0), out=both[:2]).tolist() == [[6, 7], [4, 5]]
     assert ops.gather_rows(both, ints(), out=both[1:1]).shape == (0, 2)
+
+
+@pytest.mark.parametrize("isa", ops.available_isas())
+def test_an_output_over_another_argument(isa: str) -> None:
+    """An array that an op writes to shares memory with another argument. The call is refused and
+    changes nothing, also if the output comes before the other argument."""
+    memory = np.arange(1024, dtype=np.float32)
+    cos, place, ids = memory[256:264].reshape(2, 4), ints(1, 0)[:, None], ints(0, 1)[:, None]
+    caches = ops.kv_cache(1, 1, 16, 16, dtype="float32")
+    x, out, weight = memory[:32].reshape(2, 16), memory[16:48].reshape(2, 16), memory[40:56]
+    tables = ints(0, 1), ints(0, 0), ints(0)[None]
+
+    def rope(qkv: Array, k_cache: Array, out: Array | None) -> Array:
+        positions, slots = ints(0, 1), np.arange(2)
+        return ops.qk_rope_kv(
+            qkv, None, None, cos, cos, positions, slots, k_cache, caches[1],
+            num_heads=1, page_size=16, eps=1.0, out=out, isa=isa,
+        )  # fmt: skip
+
+    attend = {"page_size": 16, "scale": 1.0, "isa": isa}
+    q, qkv = x.reshape(2, 1, 16), memory[512:608].reshape(2, 48)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("out", lambda: ops.embed(ints(1, 0), x, out=out, isa=isa)),
+        ("out", lambda: ops.embed(ints(1, 0), x, out=x, isa=isa)),
+        ("out", lambda: ops.gather_rows(x, ints(1, 0), out=out, isa=isa)),
+        ("out", lambda: ops.rms_norm(x, None, eps=1.0, out=out, isa=isa)),
+        ("out", lambda: ops.rms_norm(x.copy(), weight, eps=1.0, out=out, isa=isa)),
+        ("x", lambda: ops.rms_norm(x, None, eps=1.0, x=out, isa=isa)),
+        ("weight", lambda: ops.rms_norm(out, weight, eps=1.0, x=x.copy(), isa=isa)),
+        ("out", lambda: ops.combine(x, place, ids, np.ones((2, 1), "f"), 2, out=out, isa=isa)),
+        ("out", lambda: ops.combine(x, place, ids, np.ones((2, 1), "f"), 2, out=x, isa=isa)),
+        ("out", lambda: ops.attention(q, *caches, *tables, out=q, **attend)),
+        ("cos", lambda: rope(qkv, caches[0], memory[250:282].reshape(2, 1, 16))),
+        ("out", lambda: rope(qkv, caches[0], memory[512:544].reshape(2, 1, 16))),
+        ("k_cache", lambda: rope(qkv, memory[512:1024].reshape(1, 1, 512), None)),
+    ]
+    before = memory.copy()
+    for name, call in calls:
+        with pytest.raises(errors.LayoutError, match=f"^{name}: expected memory of its own, got"):
+            call()
+        assert (memory == before).all()
+
+
+@pytest.mark.parametrize("isa", ops.available_isas())
+def test_a_norm_in_place(isa: str, rng: np.random.Generator) -> None:
+    """out is the residual, x, or both."""
+    residual, weight = normal(rng, (3, 40), "float32"), normal(rng, (40,), "float32")
+    for x in (None, normal(rng, (3, 40), "float32")):
+        given = [None if a is None else a.copy() for a in (residual, x)]
+        want = ops.rms_norm(given[0], weight, eps=1e-6, x=given[1], isa=isa)
+        for place in range(1 if x is None else 2):
+            given = [None if a is None else a.copy() for a in (residual, x)]
+            out = given[place]
+            ops.rms_norm(given[0], weight, eps=1e-6, x=given[1], out=out, isa=isa)
+            assert (out == want).all()
+    once = residual.copy()
+    ops.rms_norm(once, None, eps=1e-6, x=once, isa=isa)
+    assert (once == residual + residual).all()
+
+
+def test_two_caches_with_their_pages_by_turns() -> None:
+    """vLLM's layout: K has the even pages of an array and V the odd ones."""
+    pages, _ = ops.kv_cache(4, 1, 16, 32, dtype="float32")
+    qkv = np.arange(2 * 96, dtype=np.float32).reshape(2, 96)
+    cos = np.ones((2, 4), np.float32)
+
+    def fill(k_cache: Array, v_cache: Array, page: int) -> None:
+        ops.qk_rope_kv(
+            qkv, None, None, cos, cos, ints(0, 1), 16 * page + np.arange(2), k_cache, v_cache,
+            num_heads=1, page_size=16, eps=1.0,
+        )  # fmt: skip
+
+    fill(pages[:-1], pages[1:], 2)
+    want = ops.kv_cache(1, 1, 16, 32, dtype="float32")
+    fill(*want, 0)
+    assert (pages[2] == want[0]).all()
+    assert (pages[3] == want[1]).all()
+    assert not pages[:2].any()
 
 
 @pytest.mark.skipif(

@@ -215,6 +215,14 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "factor"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor: .*got 0.5"),
     ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor: .*got inf"),
+    (
+        {"rope_scaling": {"rope_type": "linear", "factor": 1e308}},
+        r"factor: expected a finite float32 >= 1, got 1e\+308",
+    ),
+    (
+        {"partial_rotary_factor": 1e308, "rope_parameters": None},
+        r"partial_rotary_factor: expected a finite float32 >= 0, got 1e\+308",
+    ),
     ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}}, "truncate"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}}, "beta_fast"),
@@ -344,7 +352,7 @@ BEYOND_ANY_INTEGER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         DENSE,
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e308}},
-        r"'beta_fast': 1e\+308",
+        r"beta_fast: expected a finite float32 > 0, got 1e\+308",
     ),
     (
         DENSE,
@@ -459,9 +467,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
                        "'other'") for key in ("model_type", "qk_norm", "score_func", "activation")),
     ({"qk_norm": None}, "^qk_norm: expected one of none, head, whole, got None"),
     *(({"rms_norm_eps": value}, "^rms_norm_eps: expected a finite "
-                                "number > 0") for value in (0, -1e-6, float("nan"), float("inf"),
+                                "float32 > 0") for value in (0, -1e-6, float("nan"), float("inf"),
                                 "1e-6")),
-    ({"routed_scaling_factor": None}, "^routed_scaling_factor: expected a finite number"),
+    ({"routed_scaling_factor": None}, "^routed_scaling_factor: expected a finite float32"),
     ({"is_moe_layer": [True]}, r"^is_moe_layer: expected a bool for each of num_hidden_layers=2, "
                                r"got \[True\]"),
     ({"is_moe_layer": [True, 1]}, "^is_moe_layer: expected a bool"),
@@ -495,11 +503,13 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     (rope_of(other=1), "^rope_settings: expected some of .*, got other=1"),
     (rope_of(type="x"), "^rope_type: expected one of"),
     (rope_of(type="yarn"), "^rope_type='yarn' needs factor"),
-    (rope_of(theta=0), "^rope_theta: expected a finite number > 0, got 0"),
-    (rope_of(theta="x"), "^rope_theta: expected a finite number"),
+    (rope_of(theta=0), "^rope_theta: expected a finite float32 > 0, got 0"),
+    (rope_of(theta="x"), "^rope_theta: expected a finite float32"),
     (rope_of(head_dim=18), r"^rope_settings\.head_dim: expected an integer in \[2, 16\], got 18"),
     (rope_of(head_dim=15), "^rope_settings: expected .*'head_dim': 14.*, got .*'head_dim': 15"),
     (rope_of(max_positions=7), "^rope_settings: expected .*'max_positions': 2048"),
+    (rope_of(max_positions=np.array([1, 2])), r"^rope_settings\.max_positions: expected an "
+                                              "integer"),
     (rope_of(parameters=3), r"^rope_settings\.parameters: expected pairs of a name and a value, "
                             r"got 3"),
     (rope_of(parameters=[["factor"]]), r"^rope_settings\.parameters: expected pairs"),
@@ -509,7 +519,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     (rope_of(parameters=[["factors", 7.0]]), r"^rope_parameters: expected keys of the rope types, "
                                              r"got rope_parameters\.factors=7\.0"),
     (rope_of(type="linear", parameters=[["factor", 0]]), "^rope_parameters.factor: expected a "
-                                                         "finite number"),
+                                                         "finite float32"),
     ({"norm_before": False}, "^norm_before, norm_after: expected norms"),
     ({"ungated": 1}, "^ungated: expected"),
     ({"extra": 1}, "^spec: expected some of .*, got extra=1"),

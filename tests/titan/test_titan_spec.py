@@ -369,7 +369,7 @@ REFUSED: list[tuple[Callable[[Config], None], str]] = [
     ),
     (
         set_of("moe.router.route_scale", 0.0),
-        r"router.route_scale: expected a finite number > 0, got 0.0",
+        r"router.route_scale: expected a finite float32 > 0, got 0.0",
     ),
     (
         set_of("moe.router.num_expert_groups", 4),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import rollmesh as rm
@@ -639,6 +640,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         rm.RequestError,
         r"kept_tokens: expected token 3 of row 1 among them, got \[0, 1\]",
     ),
+    "entropy": (
+        lambda: functions.token_logprobs(
+            f32(2, 8), f32(4, 8), torch.tensor([1, 1]), entropy=np.arange(2)
+        ),
+        rm.ConfigError,
+        "^entropy: expected a bool, got array",
+    ),
     "temperature": (
         lambda: functions.token_logprobs(
             f32(2, 8), f32(4, 8), torch.tensor([1, 1]), temperature=0.0
@@ -671,6 +679,101 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "keys or values of row 0 of 11 are not finite",
     ),
 }
+
+
+# The tensors of each function, and the function of these alone.
+TENSORS: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
+    "embedding": (
+        lambda ids, weight: functions.embedding(ids, weight, torch.float32),
+        {"ids": torch.tensor([0, 3]), "weight": f32(4, 8)},
+    ),
+    "linear": (
+        lambda x, weight, bias: functions.linear(x, weight, bias=bias),
+        {"x": f32(2, 8), "weight": f32(4, 8), "bias": f32(4)},
+    ),
+    "rms_norm": (
+        lambda x, weight: functions.rms_norm(x, weight, EPS),
+        {"x": f32(2, 8), "weight": f32(8)},
+    ),
+    "add": (functions.add, {"residual": f32(2, 8), "x": f32(2, 8), "gate": f32(2, 1)}),
+    "swiglu": (functions.swiglu, {"x": f32(2, 8), "gate": f32(4, 8), "up": f32(4, 8)}),
+    "activate": (lambda x: functions.activate(x, "silu"), {"x": f32(2, 8)}),
+    "attention": (
+        lambda qkv, q_weight, k_weight, cos, sin: functions.attention(
+            qkv, q_weight, k_weight, (cos, sin), sequences(), HEADS
+        ),
+        {"qkv": f32(ROWS, 128), "q_weight": f32(16), "k_weight": f32(16)}
+        | dict(zip(("cos", "sin"), rope(), strict=True)),
+    ),
+    "moe": (
+        lambda x, router, gate_up, down, bias: functions.moe(
+            x, router, gate_up, down, top_k=2, bias=bias
+        ),
+        {"x": f32(2, 8), "router": f32(4, 8), "gate_up": f32(4, 6, 8), "down": f32(4, 8, 3)}
+        | {"bias": f32(4)},
+    ),
+    "lm_head": (functions.lm_head, {"x": f32(2, 8), "weight": f32(4, 8)}),
+    "token_logprobs": (
+        lambda x, weight, targets, kept: functions.token_logprobs(
+            x, weight, targets, kept_tokens=kept
+        ),
+        {"x": f32(2, 8), "weight": f32(4, 8), "targets": torch.tensor([1, 3])}
+        | {"kept": torch.tensor([[1], [3]])},
+    ),
+}
+OTHER_KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "sparse": Tensor.to_sparse,
+    "csr": lambda x: (x if x.ndim > 1 else x[None]).to_sparse_csr(),
+    "meta": lambda x: x.to("meta"),
+    "fake": FakeTensorMode().from_tensor,
+    "nested": lambda x: torch.nested.nested_tensor([x]),
+    "array": Tensor.numpy,
+    "number": lambda x: 3,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype", "ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_without_dense_memory(name: str, kind: str) -> None:
+    call, tensors = TENSORS[name]
+    call(**tensors)
+    for argument, tensor in tensors.items():
+        with pytest.raises(rm.UnsupportedTensorError, match=r"^[a-z_ ]+: expected a "):
+            call(**(tensors | {argument: OTHER_KINDS[kind](tensor)}))
+
+
+def test_ids_of_an_embedding() -> None:
+    weight = torch.arange(32.0).view(4, 8)
+    for dtype in (torch.uint8, torch.int32, torch.int64):
+        ids = torch.tensor([[3, 0]], dtype=dtype)
+        assert (functions.embedding(ids, weight, torch.float32) == weight[[3, 0]]).all()
+    assert functions.embedding(torch.zeros(0).int(), weight, torch.float32).shape == (0, 8)
+    for wrong in ([4], [0, -1], [2**40]):
+        with pytest.raises(rm.RequestError, match=r"^ids: expected tokens in \[0, 4\), got "):
+            functions.embedding(torch.tensor(wrong), weight, torch.float32)
+    for other in (torch.float32, torch.bool, torch.complex64):
+        with pytest.raises(rm.DTypeError, match=f"^ids: expected integers, got {other}"):
+            functions.embedding(torch.zeros(1, dtype=other), weight, torch.float32)
+
+
+OF_ROWS = ("x", "residual", "ids", "targets", "kept")
+
+
+@pytest.mark.parametrize("name", sorted(set(TENSORS) - {"attention"}))
+def test_gradients_of_no_rows(name: str) -> None:
+    """They are zeros."""
+    call, tensors = TENSORS[name]
+    rows = (*OF_ROWS, "gate") if name == "add" else OF_ROWS
+    empty = {key: x[:0] if key in rows else x.clone() for key, x in tensors.items()}
+    wanted = [x.requires_grad_() for key, x in empty.items() if x.dtype.is_floating_point]
+    out = call(**empty)
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+    for x in wanted:
+        if x is not empty.get("bias") or name != "moe":
+            assert x.grad is not None
+            assert x.grad.shape == x.shape
+            assert not x.grad.any()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -583,9 +583,9 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
     assert len(seen) > 3
 
 
-@pytest.mark.parametrize("folder", ["/no/such/folder", 3, None], ids=str)
+@pytest.mark.parametrize("folder", ["/no/such/folder", "\ud800", "\0", 3, None, b"/tmp"], ids=ascii)
 def test_what_is_no_folder(folder: Any) -> None:
-    for make in (DeltaReader, DeltaWriter):
+    for make in (DeltaReader, DeltaWriter, rm.sources.SharedWriter):
         with pytest.raises(rm.ConfigError, match="folder: expected a folder that exists"):
             make(folder)
     with pytest.raises(rm.ConfigError, match="whole_every"):

@@ -123,6 +123,9 @@ def test_ignore_leaves_out_tensors_of_a_folder(folder: Path, want: str) -> None:
     for bad in ("*", 3, (3,), None):
         with pytest.raises(rm.ConfigError, match="ignore: expected a tuple of names of tensors"):
             sources.SafetensorsFolder(folder, bad)  # type: ignore[arg-type]
+    for wrong in (3, None, b"x", np.array(3)):
+        with pytest.raises(rm.ConfigError, match="path: expected that of a folder or a file, got"):
+            sources.SafetensorsFolder(wrong)  # type: ignore[arg-type]
 
 
 def test_a_folder_read_without_torch(
@@ -400,9 +403,9 @@ def test_a_store_is_ours_and_private(tmp_path: Path) -> None:
         file = Path(writer.address.rpartition(":")[0])
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert list(tmp_path.iterdir()) == [file]
-        for bad in ("", "nothing", str(file), f"{file}:"):
+        for bad in ("", "nothing", str(file), f"{file}:", "\ud800:x", "/a:\ud800", "\0:x", 3, None):
             with pytest.raises(rm.errors.AuthError):
-                sources.SharedReader(bad)
+                sources.SharedReader(bad)  # type: ignore[arg-type]
         with pytest.raises(rm.errors.AuthError, match="expected a file of the sender"):
             sources.SharedReader(f"{file}:{'0' * 32}").refresh()
         reader = sources.SharedReader(writer.address)
@@ -414,6 +417,16 @@ def test_a_store_is_ours_and_private(tmp_path: Path) -> None:
         file.symlink_to(tmp_path / "real")
         with pytest.raises(rm.errors.AuthError):
             reader.refresh()
+
+
+def test_a_folder_whose_name_is_not_text(tmp_path: Path) -> None:
+    """os.fsdecode makes half of a surrogate pair of a byte that is not UTF-8."""
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    with sources.SharedWriter(folder) as writer:
+        writer.publish(STATE, 3)
+        with sources.SharedReader(writer.address) as reader:
+            assert reader.refresh() == 3
 
 
 def test_a_writer_that_is_not_closed(tmp_path: Path) -> None:

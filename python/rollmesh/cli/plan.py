@@ -64,6 +64,11 @@ def run(args: argparse.Namespace) -> int:
     tp, dp, ep = (1 if given is None else given for given in (args.tp, args.dp, args.ep))
     device = device_name("cpu" if args.device is None else args.device)
     ranks = placements(spec, tp, dp, ep)
+    args.ep_backend = choice(
+        "--ep-backend", "alltoall" if args.ep_backend is None else args.ep_backend, EP_BACKENDS
+    )
+    if not 1 <= args.rows <= 2**20:
+        raise rm.ConfigError(f"--rows {args.rows}: expected a number in [1, {2**20}]")
     if not 0 <= args.kv_cache_gib < MAX_GIB:
         raise rm.ConfigError(
             f"--kv-cache-gib {args.kv_cache_gib}: expected a number >= 0 and below {MAX_GIB}"
@@ -110,20 +115,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_traffic(spec: rm.ModelSpec, mesh: rm.Mesh, args: argparse.Namespace, dtype: str) -> None:
-    if not 1 <= args.rows <= 2**20:
-        raise rm.ConfigError(f"--rows {args.rows}: expected a number in [1, {2**20}]")
-    backend = choice("--ep-backend", args.ep_backend or "alltoall", EP_BACKENDS)
     sent = step_traffic(
         spec,
         mesh,
         args.rows,
         dtype=dtype,
-        ep_backend=backend,
+        ep_backend=args.ep_backend,
         sequence_parallel=args.sequence_parallel,
     )
     print(f"\nsent by a rank in a decode step of {args.rows} sequences a replica")
     print(f"{'tp: activations, logits':<34}{byte_text(int(sent.tp / mesh.world)):>12}")
-    how = backend if mesh.ep > 1 else "experts are cut over tp"
+    how = args.ep_backend if mesh.ep > 1 else "experts are cut over tp"
     print(
         f"{'ep: tokens to experts and back':<34}{byte_text(int(sent.ep / mesh.world)):>12}   {how}"
     )

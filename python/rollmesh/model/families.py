@@ -257,14 +257,15 @@ WQ_ROWS = (
     "halves",
     "neighbours",
 )  # there are none; rope turns halves of a head, or neighbours
-QK_NORMS = ("none", "head", "whole")  # each head of q and k; all heads of q, of k, together
+# "head": each head of q and k; "whole": all heads of q, of k, together.
+QK_NORMS: tuple[str, ...] = ("none", "head", "whole")
 _QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
 _QWEN_MOE = (
     "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts "
     "num_local_experts norm_topk_prob mlp_only_layers"
 )
 
-FAMILIES = {
+FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM", "attention_bias", max_position_embeddings=2048, wq_rows="neighbours"
     ),

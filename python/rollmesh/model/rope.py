@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.arguments import MAX_FLOAT32, boolean, choice
 from rollmesh.runtime.messages import listed, plain, shown
 
 F32 = NDArray[np.float32]
 Pair = tuple[F32, F32]  # an unevaluated sum: a float and what rounding it lost
 
 VECTOR = 16  # elements that torch's vector loop takes at a time
-MAX_FLOAT = sys.float_info.max
 MAX_HEAD_DIM = 1024  # as in csrc/model/spec.c; checked before arrays of that size are made
 ROPE_TABLES = (
     "rope_scaling",
@@ -331,14 +330,14 @@ TYPES: dict[
 
 # ---------------------------------------------------------------------------------- from a config
 def number(name: str, value: Any, low: float, *, strict: bool = False) -> float:
-    good = (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and low <= value <= MAX_FLOAT
-    )
-    if not good or (strict and value == low):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not low <= value <= MAX_FLOAT32
+        or (strict and value == low)
+    ):
         raise ConfigError(
-            f"{name}: expected a finite number {'>' if strict else '>='} {low:g}, got "
+            f"{name}: expected a finite float32 {'>' if strict else '>='} {low:g}, got "
             f"{shown(value)}"
         )
     return float(value) if isinstance(value, float) else value
@@ -359,9 +358,7 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
     if key in ("short_factor", "long_factor"):
         return _factors(f"{name}.{key}", value, head_dim // 2)
     if key == "truncate":
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}.truncate: expected a bool, got {shown(value)}")
-        return value
+        return boolean(f"{name}.truncate", value)
     if value is None and key in (
         "attention_factor",
         "beta_fast",
@@ -418,9 +415,7 @@ def from_config(
         for key, value in given.items()
         if key in KEYS and key not in ("type", "rope_type", "rope_theta")
     }
-    rope_type = given.get("rope_type", given.get("type", "default"))
-    if not isinstance(rope_type, str) or rope_type not in TYPES:
-        raise ConfigError(f"rope_type: expected one of {', '.join(TYPES)}, got {shown(rope_type)}")
+    rope_type = choice("rope_type", given.get("rope_type", given.get("type", "default")), [*TYPES])
     theta = number(
         "rope_theta",
         given.get("rope_theta", config.get("rope_theta", default_theta)),

@@ -192,11 +192,7 @@ class ModelSpec:
             known = _ids_of(values.get("eos_token_id"))
             values["eos_token_id"] = known + [token for token in given if token not in known]
         _refuse_odd(values)
-        model_type = values.get("model_type")
-        if not isinstance(model_type, str) or model_type not in FAMILIES:
-            raise ConfigError(
-                f"model_type: expected one of {', '.join(FAMILIES)}, got {shown(model_type)}"
-            )
+        model_type = choice("model_type", values.get("model_type"), [*FAMILIES])
         family = FAMILIES[model_type]
         _refuse_unknown(values, _USED | _keys(f"{family.keys} {family.inert}"))
         return _read(Reader(values), model_type, family)
@@ -342,9 +338,9 @@ def _tuple_of(
 def _rope_from_dict(values: Any, head_dim: int, max_positions: int) -> _rope.Rope:
     """By from_config, which has to find nothing to change."""
     given = fields_of(ConfigError, "rope_settings", _rope.Rope, values)
-    turned = Reader({"rope_settings.head_dim": given["head_dim"]}).integer(
-        "rope_settings.head_dim", 2, head_dim
-    )
+    c = Reader({f"rope_settings.{name}": value for name, value in given.items()})
+    turned = c.integer("rope_settings.head_dim", 2, head_dim)
+    c.integer("rope_settings.max_positions")
     try:
         given["parameters"] = {
             name: tuple(value) if isinstance(value, list) else value
@@ -465,11 +461,7 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
 
 
 def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
-    activation = c.values.get("hidden_act", family.hidden_act)
-    if not isinstance(activation, str) or activation not in _HIDDEN_ACT:
-        raise ConfigError(
-            f"hidden_act: expected one of {', '.join(_HIDDEN_ACT)}, got {shown(activation)}"
-        )
+    activation = choice("hidden_act", c.values.get("hidden_act", family.hidden_act), [*_HIDDEN_ACT])
     if not c.boolean("is_causal", True):
         raise ConfigError("is_causal=False: attention to later tokens is not supported")
     layers = c.integer("num_hidden_layers", 1, MAX_LAYERS)

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any
 
 from rollmesh.errors import ConfigError
-from rollmesh.model.rope import MAX_FLOAT
+from rollmesh.model.rope import number
 from rollmesh.runtime.messages import shown
 
 
@@ -305,10 +305,10 @@ def _experts(moe: dict[str, Any], where: str, faults: list[str]) -> dict[str, An
         faults.append(
             f"{where}.router.score_func: expected 'softmax' or 'sigmoid', got {shown(score)}"
         )
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= MAX_FLOAT:
-        faults.append(
-            f"{where}.router.route_scale: expected a finite number > 0, got {shown(scale)}"
-        )
+    try:
+        number(f"{where}.router.route_scale", scale, 0, strict=True)
+    except ConfigError as error:
+        faults.append(str(error))
     groups, limit = router["num_expert_groups"], router["num_limited_groups"]
     if groups is not None and (type(groups) is not int or type(limit) is not int):
         faults.append(

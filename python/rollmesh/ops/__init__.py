@@ -5,6 +5,9 @@ The module has all ops of the numeric contract (docs/numerics.md), for every ins
 machine. `isa="ref"` is the specification and `isa=None` the fastest; all are bit-identical, with
 any number of `threads`. A bfloat16 array is a uint16 array of its words, or an ml_dtypes.bfloat16
 array, which is viewed as words; bfloat16 results are uint16 arrays. Arrays must be C-contiguous.
+An array that an op writes to must not overlap another argument, except for indices, which the op
+copies first. The output of activate may be x, and that of rms_norm the residual or x. k_cache and
+v_cache may be different pages of one array.
 The ops check sizes, dtypes and ranges of indices (ShapeError, DTypeError, LayoutError,
 RequestError, ConfigError, UnsupportedTensorError) and do not convert dtypes.
 
@@ -51,7 +54,7 @@ from rollmesh.ops.devices import (
     zeros_in,
 )
 from rollmesh.ops.types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
-from rollmesh.runtime.arguments import ACTIVATIONS, choice
+from rollmesh.runtime.arguments import ACTIVATIONS, boolean, choice
 from rollmesh.runtime.messages import shown
 
 __all__ = [
@@ -163,7 +166,7 @@ def gather_rows(
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """Returns x[rows], [len(rows), n]. x: [m, n]; out must not overlap it."""
+    """Returns x[rows], [len(rows), n]. x: [m, n]."""
     return run("gather_rows", **locals())[0]
 
 
@@ -227,7 +230,7 @@ def activate(
     x: Array, activation: str, *, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
     """Returns activation(x) for x [rows, n], as in an MLP without a gate. activation: as in
-    gemm_swiglu. out may be x."""
+    gemm_swiglu."""
     return run("activate", **{**locals(), "activation": _activation(activation)})[0]
 
 
@@ -382,9 +385,9 @@ def router(
     route_scale that is not a finite float32 >= 0, and ShapeError for groups that do not divide
     num_experts or have fewer than top_k experts.
     """
-    if score not in SCORES:
-        raise ConfigError(f"score: expected 'softmax' or 'sigmoid', got {shown(score)}")
-    return Routing(*run("router", **{**locals(), "score": SCORES.index(score)}))
+    return Routing(
+        *run("router", **{**locals(), "score": SCORES.index(choice("score", score, SCORES))})
+    )
 
 
 def permute(
@@ -426,7 +429,8 @@ def lm_head(
     each row (−1: no target)."""
     return LmHead(*run(
         "lm_head", isa, threads, x=x, w=w, vocab=vocab, targets=targets,
-        logits=_new(keep_logits), target_logprobs=_new(targets is not None),
+        logits=_new(boolean("keep_logits", keep_logits)),
+        target_logprobs=_new(targets is not None),
     ))  # fmt: skip
 
 
@@ -448,7 +452,8 @@ def lm_head_pairs(
     """
     return LmHeadPairs(*run(
         "lm_head_pairs", isa, threads, x=x, w=w, vocab=vocab, targets=targets,
-        logits=_new(keep_logits), target_logits=_new(targets is not None),
+        logits=_new(boolean("keep_logits", keep_logits)),
+        target_logits=_new(targets is not None),
     ))  # fmt: skip
 
 
@@ -510,7 +515,8 @@ def sample(
     if forced is not None:
         columns["forced"] = forced
     _, *sampled = run(
-        "sample", isa, threads, logits=logits, stats=stats, row_flags=row_flags, kept=_new(kept),
+        "sample", isa, threads, logits=logits, stats=stats, row_flags=row_flags,
+        kept=_new(boolean("kept", kept)),
         banned_starts=np.cumsum([0, *(len(p.banned) for p in each)]).astype(np.int32),
         banned=np.array([token for p in each for token in p.banned], np.int32), **columns,
     )  # fmt: skip

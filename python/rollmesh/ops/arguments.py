@@ -19,7 +19,6 @@ Array = Any  # a NumPy array, or a _core.DeviceArray if the arguments are on a C
 MAX_SIZE, MAX_THREADS = 2**31 - 1, 256
 # NumPy's NPY_USERDEF. The number is compared first, since the name of a dtype takes a microsecond.
 USER_DTYPES = 256
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def kernels(isa: str | None = None, threads: int = 1) -> _core.Kernels:

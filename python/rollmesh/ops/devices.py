@@ -31,7 +31,7 @@ from rollmesh.ops.arguments import (
     words_of,
 )
 from rollmesh.runtime.arguments import exportable, integer_of
-from rollmesh.runtime.devices import CUDA_FAMILIES, LIBRARY_SWITCH, device_of
+from rollmesh.runtime.devices import CUDA_FAMILIES, LIBRARY_SWITCH, device_name, device_of
 from rollmesh.runtime.messages import shown
 
 HOST = -1
@@ -103,9 +103,13 @@ def to_device(array: Array, device: str = "cuda") -> _core.DeviceArray:
 
 def _ordinal(device: Any) -> int:
     """Returns the number of a CUDA device; "cuda" is the first one."""
-    if device == "cpu":
+    if device_name(device) == "cpu":
         raise ConfigError("device: expected 'cuda' or 'cuda:N', got 'cpu'")
     return max(device_of(device).cuda_ordinal, 0)
+
+
+def _is_of_cuda(isa: Any) -> bool:
+    return isinstance(isa, str) and isa in CUDA_FAMILIES
 
 
 # ----------------------------------------------------------------------------------------- one op
@@ -132,7 +136,7 @@ def dtype_name(dtype: Any) -> str:
 def op_device_on(device: str) -> _core.OpDevice | None:
     """Returns the OpDevice of a device's name, for functions without array arguments; None for the
     CPU."""
-    return None if device == "cpu" else op_device_at(_ordinal(device))
+    return None if device_name(device) == "cpu" else op_device_at(_ordinal(device))
 
 
 def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[Any, ...]:
@@ -140,7 +144,7 @@ def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[An
     the order of the table. The op makes a new array for an output that is None, and for an optional
     output that is `...`."""
     given = {}
-    is_plain = isa not in CUDA_FAMILIES  # whether all arrays are as the CPU's kernels take them
+    is_plain = not _is_of_cuda(isa)  # whether all arrays are as the CPU's kernels take them
     for name in _ARRAYS[op]:
         array = arguments.get(name)
         if array is not None and array is not ...:
@@ -165,7 +169,7 @@ def op_over(
     places = {name: _place(array) for name, array in arrays.items()}
     first = next((name for name, place in places.items() if place > HOST), None)
     if first is None:
-        if isa in CUDA_FAMILIES:
+        if _is_of_cuda(isa):
             families = ", ".join(available_isas())
             raise ConfigError(
                 f"isa: expected one of {families}, since {next(iter(places))} is on the CPU, got "
@@ -200,7 +204,7 @@ def _place(array: Any) -> int:
 
 def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> _core.Kernels:
     family = CUDA_FAMILIES[0] if isa is None else isa
-    if family not in CUDA_FAMILIES:
+    if not _is_of_cuda(family):
         raise ConfigError(
             f"isa: expected {' or '.join(CUDA_FAMILIES)}, since {first} is on cuda:{ordinal}, got "
             f"{shown(isa)}"

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.errors import RequestError
-from rollmesh.ops.arguments import MAX_FLOAT32
-from rollmesh.runtime.arguments import MAX_TOKENS, integer_of, is_real, items_of
+from rollmesh.runtime.arguments import MAX_FLOAT32, MAX_TOKENS, integer_of, is_real, items_of
 from rollmesh.runtime.messages import shown
 
 

@@ -25,7 +25,7 @@ from rollmesh.request.outputs import RequestOutput
 from rollmesh.request.requests import Requests, token_ids
 from rollmesh.request.sampling import SamplingParams, logit_edit_names
 from rollmesh.request.text import Chat, Prompt, TextCodec
-from rollmesh.runtime.arguments import choice, deadline_of, integer, items_of, part_names
+from rollmesh.runtime.arguments import boolean, choice, deadline_of, integer, items_of, part_names
 from rollmesh.runtime.engine_views import Ids
 from rollmesh.runtime.messages import shown
 from rollmesh.runtime.progress import progress
@@ -79,7 +79,7 @@ class Calls:
                 return None
 
         call = _Steps(self, add, zip(items, chosen, strict=True), self._requests.output, timeout)
-        with progress(len(items), use_tqdm) as advance:
+        with progress(len(items), boolean("use_tqdm", use_tqdm)) as advance:
             call.reports = advance is not None
             done = iter(self._loop.run(call, advance))
         outputs = [refused.get(index) or next(done) for index in range(len(items))]
@@ -109,6 +109,9 @@ class Calls:
 
         A request fails with RequestError if the tokenizer has no template, if a message has content
         other than text, or if the template refuses the chat."""
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping):
+            raise RequestError(f"chat_template_kwargs: expected a dict, got {shown(variables)}")
         if self._codec is None:
             raise RequestError(
                 "chat: expected a generator with a tokenizer of transformers, got one without a "
@@ -122,7 +125,7 @@ class Calls:
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            **(chat_template_kwargs or {}),
+            **variables,
         }
         prompts = [Chat(chat, options) for chat in chats]
         return self.generate(prompts, params, use_tqdm, on_error, timeout)

@@ -13,12 +13,18 @@ import numpy as np
 
 from rollmesh.distributed.wire import sendable
 from rollmesh.errors import RequestError
-from rollmesh.runtime.arguments import MAX_TOKENS, integer_of, is_real, is_unicode, items_of
+from rollmesh.runtime.arguments import (
+    MAX_FLOAT32,
+    MAX_TOKENS,
+    integer_of,
+    is_real,
+    is_unicode,
+    items_of,
+)
 from rollmesh.runtime.messages import shown
 
 MAX_SEED = 2**64
 MAX_INT32 = 2**31 - 1
-MAX_FLOAT32 = 3.4028234663852886e38
 # The smallest normal float32; smaller numbers lose digits and then become 0.
 MIN_FLOAT32 = 1.1754943508222875e-38
 SHARE, POSITIVE = "a number in (0, 1]", "a finite float32 > 0"

@@ -6,10 +6,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ ACTIVATIONS = (
     "gelu",
     "relu2",
 )  # rm_activation of kernels/kernels.h, in its order
+MAX_FLOAT32 = 3.4028234663852886e38
 REAL = (int, float, np.integer, np.floating)
 MIN_FLOAT64 = (
     2.2250738585072014e-308  # the smallest normal one; the engine takes smaller ones for 0
@@ -46,6 +49,21 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_path(value: Any) -> bool:
+    """Whether the operating system can look for it: False for text with NUL or with half of a
+    surrogate pair, unless os.fsdecode made it."""
+    try:
+        return isinstance(value, (str, os.PathLike)) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
+def existing_folder(folder: Any) -> Path:
+    if not is_path(folder) or not os.path.isdir(folder):
+        raise ConfigError(f"folder: expected a folder that exists, got {shown(str(folder))}")
+    return Path(folder)
 
 
 def is_real(value: Any) -> bool:

@@ -8,6 +8,7 @@ import os
 from rollmesh import _core
 from rollmesh.errors import ConfigError
 from rollmesh.runtime import libraries
+from rollmesh.runtime.arguments import is_path
 from rollmesh.runtime.libraries import Library as Library
 from rollmesh.runtime.messages import shown
 
@@ -25,9 +26,7 @@ INSTALL = f"pip install 'nvidia-nccl-cu13>={'.'.join(map(str, SHARES_GPU))}'"
 def find(path: str | os.PathLike[str] | None = None) -> Library:
     """The NCCL that would be used, or the one at `path`. ConfigError: there is none, or it cannot
     be loaded, or is older than 2.17.1."""
-    if path is not None and (
-        not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path)
-    ):
+    if path is not None and not (is_path(path) and os.fspath(path)):
         raise ConfigError(
             f"library: expected None or the path of a libnccl.so.2, got {shown(path)}"
         )

@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from rollmesh import ops
-from rollmesh.errors import NumericsError, RequestError, UnsupportedTensorError
+from rollmesh.errors import DTypeError, NumericsError, RequestError, UnsupportedTensorError
+from rollmesh.runtime.arguments import exportable
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def array_of(tensor: Tensor) -> Any:
@@ -67,6 +70,9 @@ def check_flags(what: str, flags: Any) -> None:
 
 def check_tokens(name: str, ids: Tensor, low: int, vocab: int, also: str = "") -> None:
     """Raises RequestError if a token is below `low`, or not in the vocabulary."""
+    check_tensor(name, ids)
+    if ids.dtype not in INTEGERS:
+        raise DTypeError(f"{name}: expected integers, got {ids.dtype}")
     if not ids.numel():
         return
     least, most = int(ids.min()), int(ids.max())
@@ -74,9 +80,12 @@ def check_tokens(name: str, ids: Tensor, low: int, vocab: int, also: str = "") -
         raise RequestError(f"{name}: expected tokens in [0, {vocab}){also}, got {least} to {most}")
 
 
-def check_tensor(name: str, x: Any) -> None:
+def check_tensor(name: str, x: Any) -> Tensor:
+    """Returns a torch tensor without its graph. Raises UnsupportedTensorError unless its memory is
+    dense."""
     if not isinstance(x, Tensor):
         raise UnsupportedTensorError(f"{name}: expected a torch tensor, got a {type(x).__name__}")
+    return exportable(name, x)  # type: ignore[no-any-return]
 
 
 def call_op(op: Callable[..., Any], *args: Any, **options: Any) -> Tensor:

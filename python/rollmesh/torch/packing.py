@@ -29,20 +29,20 @@ def name_of(dtype: torch.dtype) -> str:
 
 def check_weight(name: str, weight: Any, dims: int = 2) -> Tensor:
     """A weight without its graph."""
-    check_tensor(name, weight)
     if hasattr(weight, "to_local"):
         raise UnsupportedTensorError(
             f"{name}: expected a whole tensor, got a {type(weight).__name__}; shard the decoder "
             "layers or the model "
             "(fully_shard), whose forward pass gathers their weights"
         )
-    if weight.dtype not in SOURCES:
+    plain = check_tensor(name, weight)
+    if plain.dtype not in SOURCES:
         raise DTypeError(
-            f"{name}: expected one of {', '.join(map(str, SOURCES))}, got {weight.dtype}"
+            f"{name}: expected one of {', '.join(map(str, SOURCES))}, got {plain.dtype}"
         )
-    if weight.ndim != dims:
-        raise ShapeError(f"{name}: expected {dims} dims, got {weight.ndim}")
-    return weight.detach()  # type: ignore[no-any-return]
+    if plain.ndim != dims:
+        raise ShapeError(f"{name}: expected {dims} dims, got {plain.ndim}")
+    return plain
 
 
 def pack(groups: Sequence[Sequence[Piece]], rows: int, dtype: torch.dtype, how: Any) -> Any:

@@ -48,10 +48,10 @@ from rollmesh.errors import (
     UnsupportedTensorError,
 )
 from rollmesh.model.families import FAMILIES
-from rollmesh.runtime.arguments import choice, integer, thread_count
+from rollmesh.runtime.arguments import boolean, choice, integer, thread_count
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, packing, parts
-from rollmesh.torch.arrays import check_tokens
+from rollmesh.torch.arrays import check_tensor, check_tokens
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
@@ -477,10 +477,10 @@ def _new_part(cls: Any, by: Any) -> Any:
     return object.__new__(_patched(cls, by))
 
 
-def _check_ids(ids: Any) -> Tensor:
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
-        seen = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {seen}")
+def _check_ids(given: Any) -> Tensor:
+    ids = check_tensor("input_ids", given)
+    if ids.ndim != 2:
+        raise ShapeError(f"input_ids: expected a tensor [batch, tokens], got {tuple(ids.shape)}")
     if ids.dtype not in (torch.int64, torch.int32):
         raise DTypeError(f"input_ids: expected torch.int64 or torch.int32, got {ids.dtype}")
     return ids
@@ -674,7 +674,14 @@ def logprobs(
     return _score(
         made,
         model,
-        _Wanted(input_ids, wanted, temperature, entropy, routed_experts, kept_tokens),
+        _Wanted(
+            input_ids,
+            wanted,
+            temperature,
+            entropy,
+            boolean("routed_experts", routed_experts),
+            kept_tokens,
+        ),
         given,
     )
 

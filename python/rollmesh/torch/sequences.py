@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollmesh import ops
 from rollmesh.errors import RequestError, ShapeError, UnsupportedTensorError
-from rollmesh.torch.arrays import device_name
+from rollmesh.torch.arrays import check_tensor, device_name
 
 PAGE = 32  # positions of a KV page; it does not change results
 
@@ -146,7 +146,7 @@ def _matrix(name: str, given: Any, shape: tuple[int, int]) -> NDArray[Any]:
             else f"a {type(given).__name__}"
         )
         raise UnsupportedTensorError(f"{name}: expected a torch tensor of integers, got {seen}")
-    values: NDArray[Any] = given.detach().cpu().numpy()
+    values: NDArray[Any] = check_tensor(name, given).cpu().numpy()
     if values.ndim == 1 or (values.ndim == 2 and values.shape[0] == 1):
         values = np.broadcast_to(values.reshape(1, -1), (shape[0], values.size))
     if values.shape != shape:

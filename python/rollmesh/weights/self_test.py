@@ -16,7 +16,7 @@ from rollmesh.errors import ConfigError, NumericsError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.outputs import RequestOutput, SelfTestReport
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.runtime.arguments import is_real, items_of
+from rollmesh.runtime.arguments import exportable, is_real, items_of
 from rollmesh.runtime.messages import shown
 
 Scorer = Callable[[list[NDArray[np.int32]]], Sequence[Any]] | Any
@@ -93,6 +93,8 @@ def run_self_test(
         threshold = THRESHOLDS[generator.dtype]
     if not is_real(threshold) or not threshold >= 0.0:
         raise ConfigError(f"threshold: expected a number >= 0, got {shown(threshold)}")
+    if not callable(scorer):
+        raise ConfigError(f"scorer: expected a function or a torch module, got {shown(scorer)}")
     outputs = generate_for_test(generator, prompts, max_tokens, seed)
     version = generator.version
     sequences = [
@@ -147,8 +149,11 @@ def _floats(values: Any) -> NDArray[np.float32]:
     if values is None:
         return np.zeros(0, np.float32)
     if callable(getattr(values, "detach", None)):
-        values = values.detach().float().cpu()
-    return np.asarray(values, dtype=np.float32).reshape(-1)
+        values = exportable("scorer", values).float().cpu()
+    try:
+        return np.asarray(values).astype(np.float32, casting="same_kind").reshape(-1)
+    except (TypeError, ValueError) as error:  # not numbers, or rows of different lengths
+        raise ConfigError(f"scorer: expected logprobs, got {shown(values)}") from error
 
 
 def _difference(

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollmesh import ops
 from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, check_flags, in_turn, tensor_of
+from rollmesh.torch.arrays import array_of, check_flags, check_tensor, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
     Gradients,
     How,
@@ -216,6 +216,8 @@ def attention(
         raise ShapeError(
             f"qkv: expected {rows.num_rows} rows, those of the sequences, got {len(qkv)}"
         )
+    for table in rope:
+        check_tensor("rope", table)
     how = how or how_for(qkv)
     return _Attention.apply(  # type: ignore[no-any-return, no-untyped-call]
         qkv, q_weight, k_weight, rope, rows, heads, how

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from rollmesh import ops
 from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, call_op
+from rollmesh.torch.arrays import array_of, call_op, check_tokens
 from rollmesh.torch.functions.common import (
     ACTIVATIONS,
     Gradients,
@@ -35,7 +35,8 @@ def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [len(ids), hidden] of a table [vocab, hidden] in `dtype`: moves of bits, which are
     torch's as well."""
     packing.check_weight("weight", weight)
-    return F.embedding(ids.reshape(-1), weight).to(dtype)
+    check_tokens("ids", ids, 0, len(weight))
+    return F.embedding(ids.reshape(-1).long(), weight).to(dtype)
 
 
 class Linear(torch.autograd.Function):
@@ -44,7 +45,7 @@ class Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, *weights)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype = getattr(bias, "dtype", None)
         return call_op(ops.gemm, x, packed, n, bias=vector_of("bias", bias, x, n), **how)
 
     @staticmethod
@@ -197,9 +198,9 @@ def swiglu(
     ops.gemm_swiglu."""
     x = rows_of("x", x)
     how = how or how_for(x)
+    width_of("gate or up", (gate, up), x.shape[1])
     if len(gate) != len(up):
         raise ShapeError(f"up: expected {len(gate)} rows, as gate has, got {len(up)}")
-    width_of("gate or up", (gate, up), x.shape[1])
     packed = packing.pack_gate_up(gate, up, x.dtype, how) if packed is None else packed
     return _Swiglu.apply(  # type: ignore[no-any-return, no-untyped-call]
         x, gate, up, packed, activation, how

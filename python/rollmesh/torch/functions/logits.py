@@ -10,11 +10,20 @@ from torch import Tensor
 
 from rollmesh import ops
 from rollmesh.errors import RequestError, ShapeError
-from rollmesh.request.sampling import MAX_FLOAT32, MIN_FLOAT32
-from rollmesh.runtime.arguments import is_real
+from rollmesh.request.sampling import MIN_FLOAT32
+from rollmesh.runtime.arguments import MAX_FLOAT32, boolean, is_real
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, check_flags, check_tokens, host_of, in_turn, tensor_of
+from rollmesh.torch.arrays import (
+    INTEGERS,
+    array_of,
+    check_flags,
+    check_tensor,
+    check_tokens,
+    host_of,
+    in_turn,
+    tensor_of,
+)
 from rollmesh.torch.functions.common import (
     Gradients,
     How,
@@ -31,7 +40,6 @@ LOGITS_AT_ONCE = (
     1 << 25
 )  # float32 numbers of a pass over the vocabulary, beside those that are kept
 LOGITS_KEPT = 1 << 28  # up to so many are kept for the backward pass; more are computed again
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class TokenLogprobs(NamedTuple):
@@ -199,7 +207,7 @@ def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: 
 
 def _chunks(rows: int, vocab: int) -> list[slice]:
     each = max(1, LOGITS_AT_ONCE // vocab)
-    return [slice(start, min(rows, start + each)) for start in range(0, rows, each)]
+    return [slice(start, min(rows, start + each)) for start in range(0, max(rows, 1), each)]
 
 
 def token_logprobs(
@@ -228,15 +236,13 @@ def token_logprobs(
             "temperature: expected a finite number above 0, a normal float32, got "
             f"{shown(temperature)}"
         )
-    if (
-        not isinstance(targets, Tensor)
-        or targets.shape != x.shape[:1]
-        or targets.dtype not in INTEGERS
-    ):
+    check_tensor("targets", targets)
+    if targets.shape != x.shape[:1] or targets.dtype not in INTEGERS:
         raise ShapeError(f"targets: expected integers of shape ({len(x)},), got {_seen(targets)}")
     check_tokens("targets", targets, 0, len(weight))
     if kept_tokens is not None:
         kept_tokens = _check_kept(kept_tokens, targets, len(weight))
+    entropy = boolean("entropy", entropy)
     packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
     logprobs, of_row = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         x, weight, targets.int().contiguous(), kept_tokens, (float(temperature), entropy), packed,
@@ -245,19 +251,15 @@ def token_logprobs(
     return TokenLogprobs(logprobs, of_row if entropy else None)
 
 
-def _seen(given: Any) -> str:
-    return (
-        f"{given.dtype} of shape {tuple(given.shape)}"
-        if isinstance(given, Tensor)
-        else type(given).__name__
-    )
+def _seen(given: Tensor) -> str:
+    return f"{given.dtype} of shape {tuple(given.shape)}"
 
 
 def _check_kept(kept_tokens: Tensor, targets: Tensor, vocab: int) -> Tensor:
     """int32, a copy."""
+    check_tensor("kept_tokens", kept_tokens)
     if (
-        not isinstance(kept_tokens, Tensor)
-        or kept_tokens.dtype not in INTEGERS
+        kept_tokens.dtype not in INTEGERS
         or kept_tokens.dim() != 2
         or len(kept_tokens) != len(targets)
         or not kept_tokens.shape[1]
@@ -265,8 +267,8 @@ def _check_kept(kept_tokens: Tensor, targets: Tensor, vocab: int) -> Tensor:
         raise ShapeError(
             f"kept_tokens: expected integers of shape ({len(targets)}, k), got {_seen(kept_tokens)}"
         )
-    kept_tokens = kept_tokens.to(targets.device).long()
     check_tokens("kept_tokens", kept_tokens, -1, vocab, ", or -1 for none")
+    kept_tokens = kept_tokens.to(targets.device).long()
     in_order = kept_tokens.sort(1).values
     twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
     if twice.any():

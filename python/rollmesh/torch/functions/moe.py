@@ -12,7 +12,7 @@ from torch import Tensor
 from rollmesh import ops
 from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, in_turn, tensor_of
+from rollmesh.torch.arrays import array_of, check_tensor, in_turn, tensor_of
 from rollmesh.torch.functions.common import (
     Gradients,
     How,
@@ -112,7 +112,12 @@ class _Moe(torch.autograd.Function):
             by_down[e] = scaled[at].t() @ acted[at]
             by_gate_up[e] = by_both[at].t() @ sent[at]
             by_sent[at] = by_both[at] @ gate_up[e].to(dtype)
-        by_x = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, -1).float().sum(1)
+        by_x = (
+            by_sent.index_select(0, place.flatten().long())
+            .view(*ids.shape, x.shape[1])
+            .float()
+            .sum(1)
+        )
         routed = partial(_gates, ids=ids, by=ctx.by)
         by_x_routed, by_router = vjp(routed, x.float(), router)[1](by_gates)
         return (by_x + by_x_routed).to(x.dtype), by_router, by_gate_up, by_down, *[None] * 6
@@ -152,20 +157,25 @@ def moe(
     in ops.gemm_swiglu."""
     x = rows_of("x", x)
     how = how or how_for(x)
-    experts, hidden = len(router), x.shape[1]
+    experts, hidden = len(packing.check_weight("router", router)), x.shape[1]
+    width = packing.check_weight("down", down, 3).shape[2]
+    packing.check_weight("gate_up", gate_up, 3)
     for name, weight, shape in (
         ("router", router, (experts, hidden)),
-        ("gate_up", gate_up, (experts, 2 * down.shape[-1], hidden)),
-        ("down", down, (experts, hidden, down.shape[-1])),
+        ("gate_up", gate_up, (experts, 2 * width, hidden)),
+        ("down", down, (experts, hidden, width)),
     ):
         if tuple(weight.shape) != shape:
             raise ShapeError(f"{name}: expected shape {shape}, got {tuple(weight.shape)}")
-    if bias is not None and (bias.dtype != torch.float32 or tuple(bias.shape) != (experts,)):
-        raise ShapeError(
-            f"bias: expected torch.float32 of shape ({experts},), got {bias.dtype} of shape "
-            f"{tuple(bias.shape)}"
-        )
-    chosen_by = None if bias is None else array_of(bias.detach().contiguous())
+    chosen_by = None
+    if bias is not None:
+        bias = check_tensor("bias", bias)
+        if bias.dtype != torch.float32 or tuple(bias.shape) != (experts,):
+            raise ShapeError(
+                f"bias: expected torch.float32 of shape ({experts},), got {bias.dtype} of shape "
+                f"{tuple(bias.shape)}"
+            )
+        chosen_by = array_of(bias.contiguous())
     packed = packed or (
         packing.pack_rows([router], x.dtype, how),
         packing.pack_experts_gate_up(gate_up, x.dtype, how),

@@ -42,8 +42,8 @@ from rollmesh.errors import (
     StateError,
     VersionError,
 )
-from rollmesh.runtime.arguments import integer
-from rollmesh.runtime.messages import plain, shown
+from rollmesh.runtime.arguments import existing_folder, integer
+from rollmesh.runtime.messages import plain
 from rollmesh.weights.transport.delta import (
     START,
     DeltaDecoder,
@@ -79,12 +79,6 @@ def _files(folder: Path) -> list[_File]:
     return sorted(found, key=lambda file: file.version)
 
 
-def _checked(folder: str | Path) -> Path:
-    if not isinstance(folder, (str, os.PathLike)) or not os.path.isdir(folder):
-        raise ConfigError(f"folder: expected a folder that exists, got {shown(str(folder))}")
-    return Path(folder).absolute()
-
-
 def _is_own(path: Path) -> bool:
     """Whether the path names a regular file of this user."""
     try:
@@ -103,7 +97,7 @@ class DeltaWriter:
         """whole_every: number of versions from one whole set to the next. Raises StateError if the
         folder has another writer, AuthError if its lock belongs to another user, and ConfigError if
         its file system has no locks."""
-        self._folder = _checked(folder)
+        self._folder = existing_folder(folder).absolute()
         self._whole_every = integer("whole_every", whole_every, 1, 2**31 - 1)
         self._encoder = DeltaEncoder()
         self._since_whole = 0  # versions published since the last whole set, including it
@@ -287,7 +281,7 @@ class DeltaReader(DeltaDecoder):
 
     def __init__(self, folder: str | Path):
         super().__init__()
-        self._folder = _checked(folder)
+        self._folder = existing_folder(folder).absolute()
 
     def refresh(self) -> int:
         """Reads the newest version of the folder and returns its number. Applies the deltas after

@@ -25,14 +25,13 @@ from typing import Any, NamedTuple
 
 from rollmesh.errors import (
     AuthError,
-    ConfigError,
     DeadlineError,
     FormatError,
     NotSyncedError,
     RankLostError,
     StateError,
 )
-from rollmesh.runtime.arguments import deadline_of, integer, integer_of
+from rollmesh.runtime.arguments import deadline_of, existing_folder, integer, integer_of, is_path
 from rollmesh.runtime.messages import shown
 from rollmesh.weights.transport.loans import Lender, OwnedTensor, ReceivedTensors
 from rollmesh.weights.transport.manifest import (
@@ -73,9 +72,7 @@ class SharedWriter:
     next writer in the folder removes its file."""
 
     def __init__(self, folder: str | Path = FOLDER):
-        if not os.path.isdir(folder):
-            raise ConfigError(f"folder: expected a folder that exists, got {shown(str(folder))}")
-        self._path = Path(folder).resolve() / f"{PREFIX}{secrets.token_hex(16)}"
+        self._path = existing_folder(folder).resolve() / f"{PREFIX}{secrets.token_hex(16)}"
         self._end = weakref.finalize(self, _remove, self._path, os.getpid())
         self._nonce = secrets.token_hex(16)
         self._lender = Lender()
@@ -242,7 +239,7 @@ class SharedReader(ReceivedTensors):
     def __init__(self, address: str, *, verify: bool = True):
         path, separator, self._nonce = (
             address.rpartition(":")
-            if isinstance(address, str) and "\0" not in address
+            if isinstance(address, str) and is_path(address)
             else ("", "", "")
         )
         if not separator or not self._nonce:

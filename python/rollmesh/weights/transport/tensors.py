@@ -100,13 +100,17 @@ def checksum(data: NDArray[np.uint8]) -> str:
 
 
 def check_source(source: Any) -> None:
-    """Raises an error for a module and for any other object that is neither a mapping nor an
-    iterable of (name, tensor) pairs."""
+    """Raises an error for a module, for a tensor and for any other object that is neither a mapping
+    nor an iterable of (name, tensor) pairs."""
     if callable(getattr(source, "state_dict", None)):
         raise UnsupportedTensorError(
             f"source: expected a state dict, got a {type(source).__name__}; pass its state_dict()"
         )
-    if not isinstance(source, Iterable) or isinstance(source, (str, bytes)):
+    if (
+        not isinstance(source, Iterable)
+        or isinstance(source, (str, bytes))
+        or hasattr(source, "__array__")
+    ):
         raise UnsupportedTensorError(
             "source: expected a mapping or an iterator of (name, tensor), got a "
             f"{type(source).__name__}"
