@@ -3,7 +3,8 @@
     VLLM_PLUGINS=rollmesh python examples/vllm_generate.py
 
 vLLM schedules requests; every forward pass and every draw is rollmesh's, bit-identical to
-rm.Generator. docs/vllm.md explains how to install vLLM with a GPU and without.
+rm.Generator. docs/vllm.md explains how to install vLLM with a GPU and without. At the start vLLM
+logs a traceback about a missing tokenizer, because this model has none.
 """
 
 from __future__ import annotations

@@ -253,8 +253,8 @@ def _vllm() -> list[tuple[str, str]]:
         return [
             (
                 "vllm",
-                "missing: only needed to run inside vLLM's engine (pip install '.[vllm]' in "
-                f"rollmesh's checkout: {vllm.TRIED[-1]})",
+                f"missing: only needed to run inside vLLM's engine ({vllm.TRIED[-1]}; "
+                "docs/vllm.md#install)",
             )
         ]
     fits = (

@@ -136,7 +136,7 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
     if not train or not heldout:
         raise ConfigError(
             f"[data]: expected prompts on both sides, got {len(train)} to train on and "
-            f"{len(heldout)} held out"
+            f"{len(heldout)} held out; give [data] heldout, or more prompts"
         )
     if table.stage_steps and all(p.stage for p in train):
         raise ConfigError(
