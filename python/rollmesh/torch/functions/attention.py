@@ -120,7 +120,6 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         rows, heads = ctx.rows, ctx.heads
-        dtype = matmul_dtype(qkv)
         at = torch.from_numpy(rows.positions).to(qkv.device)
         cos, sin = (x.index_select(0, at)[:, None] for x in (cos, sin))
 
@@ -133,8 +132,8 @@ class _Attention(torch.autograd.Function):
             for x, weight in ((q, q_weight), (k, k_weight))
         )
         q, k = (_rotated(by_heads(normed()), cos, sin) for normed in (q, k))
-        given = (x.to(dtype) for x in (q, k, by_heads(v), by_heads(grad)))
-        by_q, by_k, by_v = _attention_gradients(*given, rows, heads)
+        q, k, v, grad = (x.to(matmul_dtype(qkv)) for x in (q, k, by_heads(v), by_heads(grad)))
+        by_q, by_k, by_v = _attention_gradients(q, k, v, grad, rows, heads)
         by_q, by_k = (_rotated(x.float(), cos, -sin) for x in (by_q, by_k))
         (by_q, by_q_weight), (by_k, by_k_weight) = pull_q(by_q), pull_k(by_k)
         by_qkv = torch.cat([x.flatten(1) for x in (by_q, by_k, by_v)], 1)
@@ -164,32 +163,26 @@ def _attention_gradients(
         away = torch.arange(steps, device=q.device)[:, None] - torch.arange(steps, device=q.device)
         is_hidden = (away < 0) | (away >= (heads.window or steps))
         mask = q.new_zeros(steps, steps).masked_fill_(is_hidden, -torch.inf)
-    gradients = _short_gradients if is_short else _long_gradients
     padded = (grid.pad(x).transpose(1, 2) for x in (q, k, v, grad))
     chunks = zip(*(torch.split(x, each) for x in padded), strict=True)
-    parts = [gradients(*chunk, mask, heads) for chunk in chunks]
+    parts = [_padded_gradients(q, k, v, grad, mask, heads) for q, k, v, grad in chunks]
     return tuple(grid.pick(torch.cat(same).transpose(1, 2)) for same in zip(*parts, strict=True))
 
 
-def _long_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None, heads: Heads
+def _padded_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Any, heads: Heads
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of q [sequences, heads, steps, head_dim], k and v. mask: added to the
     scores; None: that of causal attention."""
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        out = F.scaled_dot_product_attention(
-            *inputs, mask, is_causal=mask is None, scale=heads.scale, enable_gqa=True
-        )
-    return torch.autograd.grad(out, inputs, grad)
-
-
-def _short_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor, heads: Heads
-) -> tuple[Tensor, ...]:
-    """The same, written out: where sequences are short, the scores fit the caches and batched
-    matmuls are several times faster."""
-    wide, keys, values = q.shape, k.flatten(0, 1), v.flatten(0, 1)
+    if q.shape[2] > SHORT:
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=heads.scale, enable_gqa=True
+            )
+        return torch.autograd.grad(out, (q, k, v), grad)
+    # Scores of short sequences fit the caches, and batched matmuls are several times faster.
+    shape, keys, values = q.shape, k.flatten(0, 1), v.flatten(0, 1)
     q, grad = (x.reshape(len(keys), -1, heads.head_dim) for x in (q, grad))  # of each KV head
     masks = mask.repeat(heads.num_heads // heads.num_kv_heads, 1)
     scores = torch.baddbmm(masks, q, keys.transpose(1, 2), alpha=heads.scale)
@@ -198,7 +191,7 @@ def _short_gradients(
     by_p = (grad @ values.transpose(1, 2)).float()
     by_scores = aten._softmax_backward_data(by_p, p, -1, p.dtype).mul_(heads.scale).to(q.dtype)
     by_q, by_k = by_scores @ keys, by_scores.transpose(1, 2) @ q
-    return by_q.view(wide), by_k.view_as(k), by_v.view_as(v)
+    return by_q.view(shape), by_k.view_as(k), by_v.view_as(v)
 
 
 def attention(

@@ -80,11 +80,9 @@ def linear_gradients(
         by_x = grads[0] @ weights[0].to(dtype)
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             by_x.addmm_(grad, weight.to(dtype))
-        by_x = by_x.to(x.dtype)
     rows = x.to(dtype) if any(needed[1:]) else x
     return [by_x] + [
-        (grad.t() @ rows).to(weight.dtype) if wanted else None
-        for grad, weight, wanted in zip(grads, weights, needed[1:], strict=True)
+        grad.t() @ rows if wanted else None for grad, wanted in zip(grads, needed[1:], strict=True)
     ]
 
 

@@ -83,7 +83,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        _, pull = norm(*ctx.saved_tensors, ctx.eps)
+        x, weight = ctx.saved_tensors
+        _, pull = norm(x, weight, ctx.eps)
         return *pull(grad), None, None
 
 

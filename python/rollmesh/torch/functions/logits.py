@@ -110,7 +110,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     ).sampling_logprobs
                     logprobs[at] = _with_unlikely(tensor_of(drawn), among, place, temperature)
             if wants_entropy:
-                log_p = torch.log_softmax(_scaled(among, temperature), -1)
+                scaled = among if temperature == 1 else among / temperature
+                log_p = torch.log_softmax(scaled, -1)
                 p = log_p.exp()
                 entropy[at] = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
             if keep:
@@ -136,7 +137,7 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 logits = (x[at].to(dtype) @ matrix.t()).float()
                 among, place = _among(logits, targets[at], of_rows)
-            p = torch.softmax(_scaled(among, ctx.temperature), -1)
+            p = torch.softmax(among if ctx.temperature == 1 else among / ctx.temperature, -1)
             factors = -grad[at]
             if ctx.wants_entropy:
                 log_p = p.clamp(min=MIN_FLOAT32).log_()
@@ -164,10 +165,6 @@ def _among(logits: Tensor, targets: Tensor, kept_tokens: Tensor | None) -> tuple
         kept_tokens < 0, -torch.inf
     )
     return among, (kept_tokens == targets[:, None]).int().argmax(1).int()
-
-
-def _scaled(among: Tensor, temperature: float) -> Tensor:
-    return among if temperature == 1 else among / temperature
 
 
 def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: float) -> Tensor:
