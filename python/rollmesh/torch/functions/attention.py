@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from rollmesh import ops
 from rollmesh.errors import ShapeError
@@ -20,13 +18,13 @@ from rollmesh.torch.arrays import array_of, check_flags, check_tensor, in_turn, 
 from rollmesh.torch.functions.common import (
     Gradients,
     How,
+    aten,
     backward_pass,
     how_for,
     matmul_dtype,
     norm,
     rows_of,
     vector_of,
-    vjp,
 )
 from rollmesh.torch.sequences import PAGE, Sequences
 
@@ -122,34 +120,32 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         rows, heads = ctx.rows, ctx.heads
-        dtype = matmul_dtype(qkv)
         at = torch.from_numpy(rows.positions).to(qkv.device)
-        turn = cos.index_select(0, at)[:, None], sin.index_select(0, at)[:, None]
+        cos, sin = (x.index_select(0, at)[:, None] for x in (cos, sin))
 
-        def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-            if weight is not None:
-                flat = x.flatten(1) if heads.norm_whole else x
-                x = norm(flat, weight, heads.eps).view_as(x)
-            return _rotated(x.float(), *turn)
+        def by_heads(x: Tensor) -> Tensor:
+            return x.view(len(x), -1, heads.head_dim)
 
-        def heads_of(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-            parts = torch.split(qkv, heads.widths, 1)
-            q, k, v = (x.view(len(x), -1, heads.head_dim) for x in parts)
-            q_norm, k_norm = weights or (None, None)
-            return turned(q, q_norm).to(dtype), turned(k, k_norm).to(dtype), v.to(dtype)
-
-        inputs = [qkv] if q_weight is None else [qkv, q_weight, k_weight]
-        (q, k, v), pull = vjp(heads_of, *inputs)
-        by_heads = _attention_gradients(q, k, v, grad.to(dtype).view(q.shape), rows, heads)
-        by_inputs = pull(by_heads)
-        return *by_inputs, *[None] * (7 - len(by_inputs))
+        q, k, v = qkv.split(heads.widths, 1)
+        (q, pull_q), (k, pull_k) = (
+            norm(x if heads.norm_whole else by_heads(x), weight, heads.eps)
+            for x, weight in ((q, q_weight), (k, k_weight))
+        )
+        q, k = (_rotated(by_heads(normed()), cos, sin) for normed in (q, k))
+        q, k, v, grad = (x.to(matmul_dtype(qkv)) for x in (q, k, by_heads(v), by_heads(grad)))
+        by_q, by_k, by_v = _attention_gradients(q, k, v, grad, rows, heads)
+        by_q, by_k = (_rotated(x.float(), cos, -sin) for x in (by_q, by_k))
+        (by_q, by_q_weight), (by_k, by_k_weight) = pull_q(by_q), pull_k(by_k)
+        by_qkv = torch.cat([x.flatten(1) for x in (by_q, by_k, by_v)], 1)
+        return by_qkv, by_q_weight, by_k_weight, *[None] * 4
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[rows, heads, head_dim] by the angles [rows, 1, n], which turn the first 2·n elements."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+    turned = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
+    return torch.cat([*turned, rest], -1)
 
 
 def _attention_gradients(
@@ -158,12 +154,8 @@ def _attention_gradients(
     """Returns the gradients of q, k and v [rows, heads, head_dim]. Sequences are padded on the
     right, where the causal mask hides the padding."""
     steps = int(rows.lengths.max())
-    is_token = torch.from_numpy(np.arange(steps) < rows.lengths[:, None]).to(q.device)
-
-    def padded(x: Tensor) -> Tensor:
-        each = list(torch.split(x, rows.lengths.tolist()))
-        return pad_sequence(each, batch_first=True).transpose(1, 2)
-
+    is_token = np.arange(steps) < rows.lengths[:, None]
+    grid = Sequences(rows.lengths, np.flatnonzero(is_token), is_token.shape)
     is_short = steps <= SHORT
     each = max(1, SCORES_AT_ONCE // (heads.num_heads * steps**2)) if is_short else len(rows.lengths)
     mask: Any = None
@@ -171,28 +163,35 @@ def _attention_gradients(
         away = torch.arange(steps, device=q.device)[:, None] - torch.arange(steps, device=q.device)
         is_hidden = (away < 0) | (away >= (heads.window or steps))
         mask = q.new_zeros(steps, steps).masked_fill_(is_hidden, -torch.inf)
-    attend = partial(_short_attention if is_short else _long_attention, mask=mask, heads=heads)
-    chunks = zip(*(torch.split(padded(x), each) for x in (q, k, v, grad)), strict=True)
-    parts = [vjp(attend, *qkv)[1](by_out) for *qkv, by_out in chunks]
-    return tuple(torch.cat(same).transpose(1, 2)[is_token] for same in zip(*parts, strict=True))
+    padded = (grid.pad(x).transpose(1, 2) for x in (q, k, v, grad))
+    chunks = zip(*(torch.split(x, each) for x in padded), strict=True)
+    parts = [_padded_gradients(q, k, v, grad, mask, heads) for q, k, v, grad in chunks]
+    return tuple(grid.pick(torch.cat(same).transpose(1, 2)) for same in zip(*parts, strict=True))
 
 
-def _long_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, heads: Heads) -> Tensor:
-    """Attention of q [sequences, heads, steps, head_dim]. mask: added to the scores; None: that of
-    causal attention."""
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask is None, scale=heads.scale, enable_gqa=True
-    )
-
-
-def _short_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, heads: Heads) -> Tensor:
-    """The same, written out: where sequences are short, the scores fit the caches and batched
-    matmuls are several times faster."""
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    grouped = q.reshape(len(k), -1, heads.head_dim)  # the query heads of each KV head
+def _padded_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Any, heads: Heads
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of q [sequences, heads, steps, head_dim], k and v. mask: added to the
+    scores; None: that of causal attention."""
+    if q.shape[2] > SHORT:
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=heads.scale, enable_gqa=True
+            )
+        return torch.autograd.grad(out, (q, k, v), grad)
+    # Scores of short sequences fit the caches, and batched matmuls are several times faster.
+    shape, keys, values = q.shape, k.flatten(0, 1), v.flatten(0, 1)
+    q, grad = (x.reshape(len(keys), -1, heads.head_dim) for x in (q, grad))  # of each KV head
     masks = mask.repeat(heads.num_heads // heads.num_kv_heads, 1)
-    scores = torch.baddbmm(masks, grouped, k.transpose(1, 2), alpha=heads.scale)
-    return (scores.float().softmax(-1).to(v.dtype) @ v).view_as(q)
+    scores = torch.baddbmm(masks, q, keys.transpose(1, 2), alpha=heads.scale)
+    p = scores.float().softmax(-1)
+    by_v = p.to(values.dtype).transpose(1, 2) @ grad
+    by_p = (grad @ values.transpose(1, 2)).float()
+    by_scores = aten._softmax_backward_data(by_p, p, -1, p.dtype).mul_(heads.scale).to(q.dtype)
+    by_q, by_k = by_scores @ keys, by_scores.transpose(1, 2) @ q
+    return by_q.view(shape), by_k.view_as(k), by_v.view_as(v)
 
 
 def attention(

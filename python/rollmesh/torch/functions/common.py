@@ -18,7 +18,8 @@ from rollmesh.torch import packing
 from rollmesh.torch.arrays import check_tensor, weight_array
 
 How = Mapping[str, Any]  # isa and threads of the ops
-Gradients = tuple[Tensor | None, ...]  # of the arguments of a forward pass
+Gradients = tuple[Any, ...]  # of the arguments of a forward pass
+Pull = Callable[[Tensor], Gradients]
 BFLOAT16_ISAS = frozenset({"avx512bf16", "amx"})
 
 
@@ -79,51 +80,60 @@ def linear_gradients(
         by_x = grads[0] @ weights[0].to(dtype)
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             by_x.addmm_(grad, weight.to(dtype))
-        by_x = by_x.to(x.dtype)
     rows = x.to(dtype) if any(needed[1:]) else x
     return [by_x] + [
-        (grad.t() @ rows).to(weight.dtype) if wanted else None
-        for grad, weight, wanted in zip(grads, weights, needed[1:], strict=True)
+        grad.t() @ rows if wanted else None for grad, wanted in zip(grads, needed[1:], strict=True)
     ]
 
 
 def backward_pass(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A `backward` that is not differentiated again. Inside autocast too it computes in the dtypes
-    that it names."""
+    that it names. Torch converts the gradients that it returns to the dtypes of the inputs."""
 
     @wraps(backward)
     def plain(ctx: Any, *grads: Tensor) -> Any:
-        with torch.autocast(grads[0].device.type, enabled=False):
-            return backward(ctx, *grads)
+        if torch.is_autocast_enabled(grads[0].device.type):
+            with torch.autocast(grads[0].device.type, enabled=False):
+                return backward(ctx, *grads)
+        return backward(ctx, *grads)
 
     return once_differentiable(plain)
 
 
-def vjp(function: Callable[..., Any], *inputs: Tensor) -> tuple[Any, Callable[..., Any]]:
-    """Returns the outputs of a function, and a function that maps their gradients to those of the
-    inputs (torch's autograd)."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    with torch.enable_grad():
-        outputs = function(*leaves)
-    return outputs, partial(torch.autograd.grad, outputs, leaves)
+def norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Callable[[], Tensor], Pull]:
+    """Returns two functions: the first computes weight · x / rms(x) over the last dim in float32
+    (without a weight x itself), the second maps its gradient to those of x and weight."""
+    wide = x.float()
+    if weight is None:
+        return lambda: wide, lambda grad: (grad, None)
+    factors, size = weight.float(), len(weight)
+    scale = torch.rsqrt(torch.linalg.vecdot(wide, wide)[..., None] / size + eps)
+    normed = wide * scale
+
+    def pull(grad: Tensor) -> Gradients:
+        grad = grad.float().view_as(x)
+        by_x = grad * factors
+        mean = torch.linalg.vecdot(by_x, normed)[..., None] / size
+        by_weight = (grad * normed).flatten(0, -2).sum(0)
+        return by_x.addcmul_(normed, mean, value=-1).mul_(scale), by_weight
+
+    return lambda: normed * factors, pull
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight · x / rms(x) over the last dim, float32."""
-    x = x.float()
-    mean = torch.linalg.vecdot(x, x)[..., None] / x.shape[-1]  # of the squares
-    return x * torch.rsqrt(mean + eps) * weight.float()
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu2": lambda x: x.relu().square(),
+aten = torch.ops.aten
+# An activation, and the gradient of its argument for (the gradient of its value, its argument).
+ACTIVATIONS: dict[str, tuple[Any, ...]] = {
+    "silu": (F.silu, aten.silu_backward),
+    "gelu_tanh": tuple(partial(f, approximate="tanh") for f in (F.gelu, aten.gelu_backward)),
+    "gelu": (F.gelu, aten.gelu_backward),
+    "relu2": (lambda x: x.relu().square(), lambda grad, x: 2 * grad * x.relu()),
 }
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) · up, float32."""
+def gated(gate_up: Tensor, activation: str) -> tuple[Tensor, Pull]:
+    """Returns activation(gate) · up in float32, and a function that maps its gradient to those of
+    gate and up."""
     gate, up = gate_up.float().chunk(2, 1)
-    return ACTIVATIONS[activation](gate) * up
+    activate, slope = ACTIVATIONS[activation]
+    made = activate(gate)
+    return made * up, lambda grad: (slope(grad * up, gate), grad * made)

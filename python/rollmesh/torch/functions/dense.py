@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from rollmesh.torch.functions.common import (
     norm,
     rows_of,
     vector_of,
-    vjp,
     width_of,
 )
 
@@ -45,7 +43,6 @@ class Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, *weights)
-        ctx.bias_dtype = getattr(bias, "dtype", None)
         return call_op(ops.gemm, x, packed, n, bias=vector_of("bias", bias, x, n), **how)
 
     @staticmethod
@@ -55,7 +52,7 @@ class Linear(torch.autograd.Function):
         needs_x, needs_bias, _, _, _, *needs_weights = ctx.needs_input_grad
         parts = torch.split(grad.to(matmul_dtype(x)), [len(weight) for weight in weights], 1)
         by_x, *by_weights = linear_gradients(x, weights, parts, [needs_x, *needs_weights])
-        by_bias = grad.float().sum(0).to(ctx.bias_dtype) if needs_bias else None
+        by_bias = grad.float().sum(0) if needs_bias else None
         return by_x, by_bias, None, None, None, *by_weights
 
 
@@ -87,8 +84,9 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        _, pull = vjp(partial(norm, eps=ctx.eps), *ctx.saved_tensors)
-        return *pull(grad.float()), None, None
+        x, weight = ctx.saved_tensors
+        _, pull = norm(x, weight, ctx.eps)
+        return *pull(grad), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -> Tensor:
@@ -124,8 +122,10 @@ class _Add(torch.autograd.Function):
         saved = ctx.saved_tensors  # gradient checkpointing allows a single read
         if not saved:
             return grad, grad, None, None
-        _, pull = vjp(lambda x, gate: x.float() * gate.float().sigmoid(), *saved)
-        return grad, *pull(grad.float()), None
+        x, gate = saved
+        share, wide = gate.float().sigmoid(), grad.float()
+        by_gate = (wide * x.float()).sum(1, keepdim=True) * share * (1 - share)
+        return grad, wide * share, by_gate, None
 
 
 def add(
@@ -179,9 +179,8 @@ class _Swiglu(torch.autograd.Function):
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, gate, up, both = ctx.saved_tensors
-        _, pull = vjp(partial(gated, activation=ctx.activation), both.float())
-        (by_both,) = pull(grad.float())
-        made = linear_gradients(x, (gate, up), by_both.chunk(2, 1), ctx.needs_input_grad[:3])
+        _, pull = gated(both, ctx.activation)
+        made = linear_gradients(x, (gate, up), pull(grad.float()), ctx.needs_input_grad[:3])
         return *made, None, None, None
 
 
@@ -217,9 +216,9 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        act = ACTIVATIONS[ctx.activation]
-        _, pull = vjp(lambda x: act(x.float()), *ctx.saved_tensors)
-        return *pull(grad.float()), None, None
+        (x,) = ctx.saved_tensors
+        _, pull = ACTIVATIONS[ctx.activation]
+        return pull(grad.float(), x.float()), None, None
 
 
 def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:

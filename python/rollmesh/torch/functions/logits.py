@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ from rollmesh.torch.functions.common import (
     how_for,
     matmul_dtype,
     rows_of,
-    vjp,
     width_of,
 )
 from rollmesh.torch.functions.dense import Linear
@@ -120,9 +118,12 @@ class _TokenLogprobs(torch.autograd.Function):
                     ).sampling_logprobs
                     logprobs[at] = _with_unlikely(tensor_of(drawn), among, place, temperature)
             if wants_entropy:
-                entropy[at] = _logprobs_of(among, place, temperature, True)[1]
+                scaled = among if temperature == 1 else among / temperature
+                log_p = torch.log_softmax(scaled, -1)
+                p = log_p.exp()
+                entropy[at] = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
             if keep:
-                kept.append(among)
+                kept += among, place
         ctx.save_for_backward(x, weight, targets, kept_tokens, *kept)
         ctx.temperature, ctx.wants_entropy = temperature, wants_entropy
         if not wants_entropy:
@@ -136,22 +137,21 @@ class _TokenLogprobs(torch.autograd.Function):
         dtype = matmul_dtype(x)
         by_x, matrix = torch.empty_like(x), weight.to(dtype)
         by_weight = None
+        grad, grad_entropy = (g[:, None] / ctx.temperature for g in (grad, grad_entropy))
         for i, at in enumerate(_chunks(len(x), len(weight))):
-            of_rows, place = None if kept_tokens is None else kept_tokens[at], targets[at]
-            logits = kept[i] if kept else (x[at].to(dtype) @ matrix.t()).float()
-            among, place = (
-                (logits, _place(place, of_rows)) if kept else _among(logits, place, of_rows)
-            )
-            made, pull = vjp(
-                partial(
-                    _logprobs_of,
-                    place=place,
-                    temperature=ctx.temperature,
-                    wants_entropy=ctx.wants_entropy,
-                ),
-                among,
-            )
-            (by_logits,) = pull((grad[at], grad_entropy[at])[: len(made)])
+            of_rows = None if kept_tokens is None else kept_tokens[at]
+            if kept:
+                among, place = kept[2 * i : 2 * i + 2]
+            else:
+                logits = (x[at].to(dtype) @ matrix.t()).float()
+                among, place = _among(logits, targets[at], of_rows)
+            p = torch.softmax(among if ctx.temperature == 1 else among / ctx.temperature, -1)
+            factors = -grad[at]
+            if ctx.wants_entropy:
+                log_p = p.clamp(min=MIN_FLOAT32).log_()
+                mean = torch.linalg.vecdot(p, log_p)[:, None]
+                factors = log_p.sub_(mean).mul_(-grad_entropy[at]).sub_(grad[at])
+            by_logits = p.mul_(factors).scatter_add_(1, place[:, None].long(), grad[at])
             if of_rows is not None:
                 by_logits = by_logits.new_zeros(len(place), len(weight)).scatter_add_(
                     1, of_rows.clamp(min=0).long(), by_logits[:, :-1]
@@ -164,12 +164,6 @@ class _TokenLogprobs(torch.autograd.Function):
         return by_x, by_weight, None, None, None, None, None
 
 
-def _place(targets: Tensor, kept_tokens: Tensor | None) -> Tensor:
-    return (
-        targets if kept_tokens is None else (kept_tokens == targets[:, None]).int().argmax(1).int()
-    )
-
-
 def _among(logits: Tensor, targets: Tensor, kept_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
     """(the logits of the tokens that a draw could take, the column of each target)."""
     if kept_tokens is None:
@@ -178,19 +172,7 @@ def _among(logits: Tensor, targets: Tensor, kept_tokens: Tensor | None) -> tuple
     among[:, :-1] = logits.gather(1, kept_tokens.clamp(min=0).long()).masked_fill_(
         kept_tokens < 0, -torch.inf
     )
-    return among, _place(targets, kept_tokens)
-
-
-def _logprobs_of(
-    among: Tensor, place: Tensor, temperature: float, wants_entropy: bool
-) -> tuple[Tensor, ...]:
-    """Returns the logprobs of the columns `place`, and the entropies if they are wanted."""
-    log_p = torch.log_softmax(among if temperature == 1 else among / temperature, -1)
-    logprobs = log_p.gather(1, place[:, None].long())[:, 0]
-    if not wants_entropy:
-        return (logprobs,)
-    p = log_p.exp()
-    return logprobs, -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+    return among, (kept_tokens == targets[:, None]).int().argmax(1).int()
 
 
 def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: float) -> Tensor:
@@ -200,8 +182,8 @@ def _with_unlikely(logprobs: Tensor, among: Tensor, place: Tensor, temperature: 
     unlikely = torch.isneginf(logprobs)
     if not unlikely.any():
         return logprobs
-    found = _logprobs_of(among[unlikely].double(), place[unlikely], temperature, False)[0]
-    logprobs[unlikely] = found.float()
+    log_p = torch.log_softmax(among[unlikely].double() / temperature, -1)
+    logprobs[unlikely] = log_p.gather(1, place[unlikely, None].long())[:, 0].float()
     return logprobs
 
 

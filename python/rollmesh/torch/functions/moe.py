@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from rollmesh.torch.functions.common import (
     how_for,
     matmul_dtype,
     rows_of,
-    vjp,
 )
 
 
@@ -95,7 +93,7 @@ class _Moe(torch.autograd.Function):
         row = order // top_k
         rows, sent = grad.to(dtype).index_select(0, row), x.to(dtype).index_select(0, row)
         gate = gates.flatten()[order, None]
-        inner, pull = vjp(partial(gated, activation=ctx.activation), both.float())
+        inner, pull = gated(both, ctx.activation)
         by_inner, by_sent = torch.empty_like(inner), torch.empty_like(sent)
         by_down, by_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
         groups = [(e, slice(*ab)) for e, ab in enumerate(pairwise(bounds)) if ab[0] < ab[1]]
@@ -106,31 +104,32 @@ class _Moe(torch.autograd.Function):
             .index_copy_(0, order, (by_inner * inner).sum(1, keepdim=True))
             .view_as(gates)
         )
-        by_both = pull(by_inner.mul_(gate))[0].to(dtype)
+        by_both = torch.cat(pull(by_inner.mul_(gate)), 1).to(dtype)
         scaled, acted = (rows * gate).to(dtype), inner.to(dtype)
         for e, at in groups:
             by_down[e] = scaled[at].t() @ acted[at]
             by_gate_up[e] = by_both[at].t() @ sent[at]
             by_sent[at] = by_both[at] @ gate_up[e].to(dtype)
-        by_x = (
-            by_sent.index_select(0, place.flatten().long())
-            .view(*ids.shape, x.shape[1])
-            .float()
-            .sum(1)
-        )
-        routed = partial(_gates, ids=ids, by=ctx.by)
-        by_x_routed, by_router = vjp(routed, x.float(), router)[1](by_gates)
-        return (by_x + by_x_routed).to(x.dtype), by_router, by_gate_up, by_down, *[None] * 6
+        rows = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, x.shape[1])
+        by_x = rows.float().sum(1)
+        logits = x.float() @ router.float().t()
+        by_logits = _router_gradients(logits, ids.long(), gates, by_gates, ctx.by)
+        by_x.addmm_(by_logits, router.float())
+        return by_x, by_logits.t() @ x.float(), by_gate_up, by_down, *[None] * 6
 
 
-def _gates(x: Tensor, router: Tensor, ids: Tensor, by: Scoring) -> Tensor:
-    """Returns the gates of the chosen experts. The choice itself has no gradient."""
-    logits = x @ router.float().t()
-    scores = logits.softmax(-1) if by.score == "softmax" else logits.sigmoid()
-    gates = scores.gather(1, ids.long())
+def _router_gradients(
+    logits: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, by: Scoring
+) -> Tensor:
+    """Returns the gradient of the router's logits. The choice of experts has no gradient."""
+    is_softmax = by.score == "softmax"
+    scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+    by_chosen = by_gates * by.route_scale
     if by.renormalize:
-        gates = gates / gates.sum(1, keepdim=True)
-    return gates * by.route_scale
+        by_chosen -= (by_gates * gates).sum(1, keepdim=True)
+        by_chosen /= scores.gather(1, ids).sum(1, keepdim=True)
+    shares = torch.zeros_like(scores).scatter_(1, ids, by_chosen) * scores
+    return shares - scores * (shares.sum(1, keepdim=True) if is_softmax else shares)
 
 
 def moe(
