@@ -277,6 +277,7 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[Any], Any]]] = {
     ),
     "weights array": (rm.UnsupportedTensorError, lambda gen: gen.sync_weights(np.arange(3))),
     "scorer 3": (rm.ConfigError, lambda gen: gen.self_test(3)),
+    "no prompts": (rm.ConfigError, lambda gen: gen.self_test(gen.score, prompts=[])),
     "scorer None": (rm.ConfigError, lambda gen: gen.self_test(None)),
     **{
         f"scorer of {name}": (

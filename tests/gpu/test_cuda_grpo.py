@@ -102,12 +102,11 @@ def test_what_a_generator_is_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
         (["device=foo", "isa=cuda_mma"], r'\[generator\] device: expected .*, got "foo"'),
         (
             ["exchange=nccl"],
-            r'\[generator\] exchange: expected "host" where device is "cpu", got "nccl"',
+            r'\[generator\] exchange: expected "host" where device is "cpu", .*, got "nccl"',
         ),
         (
             ["exchange=nccl", "device=cuda"],
-            r'\[generator\] exchange: expected "host" with tp=1 and ep=1, whose ranks exchange '
-            r"nothing",
+            r'\[generator\] exchange: expected "host" where .* with tp=1 and ep=1, whose ranks',
         ),
         (["exchange=gloo"], r"\[generator\] exchange: .*gloo"),
         (

@@ -76,7 +76,7 @@ def test_a_sum_on_torchs_stream(trainer: Trainer, dtype: str, rng: np.random.Gen
     its_gates: Any = Tensor(trainer, gates)
     with arrays.in_turn(there):
         out = ops.combine(arrays.array_of(there), place, ids, arrays.array_of(its_gates), 8)
-    made: Any = arrays.tensor_of(out, there.dtype)
+    made: Any = arrays.tensor_of(out)
     with trainer.current():
         assert trainer.device.poll() == cuda_device.BUSY
         trainer.device.zero_2d(there._managed.tensor.data, choices.nbytes, choices.nbytes, 1)
@@ -89,8 +89,8 @@ def test_tensors_of_the_cpu_share_their_memory(rng: np.random.Generator) -> None
         tensor = torch.from_numpy(rng.standard_normal((3, 4))).to(dtype)
         array = arrays.array_of(tensor.requires_grad_(dtype.is_floating_point))
         assert array.ctypes.data == tensor.data_ptr()
-        assert arrays.tensor_of(array, dtype).data_ptr() == tensor.data_ptr()
-        assert torch.equal(arrays.tensor_of(array, dtype), tensor.detach())
+        assert arrays.tensor_of(array).data_ptr() == tensor.data_ptr()
+        assert torch.equal(arrays.tensor_of(array), tensor.detach())
     with arrays.in_turn(tensor):
         assert ops.gather_rows(array.view(np.float32), np.zeros(1, np.int32)).shape == (1, 4)
 

@@ -108,7 +108,7 @@ def run(
         ),
         (
             ["rollout.async_level=1", "sync.inflight=keep", "generator.engine=vllm"],
-            r'\[sync\] inflight: expected "wait" where .* engine is "vllm", got "keep"',
+            r'\[sync\] inflight: expected "wait" where .* engine is "vllm" .*, got "keep"',
         ),
     ],
 )

@@ -62,7 +62,7 @@ needs_vllm = pytest.mark.skipif(not WORKS, reason="needs vllm and rollmesh's ext
     [
         (
             ["generator.engine=vllm", "rollout.top_k=5"],
-            r'\[rollout\] top_k: expected 0 where \[generator\] engine is "vllm", .*, got 5',
+            r'\[rollout\] top_k: expected 0 where \[generator\] engine is "vllm" .*, got 5',
         ),
         (
             ["generator.engine=sglang"],
@@ -70,15 +70,15 @@ needs_vllm = pytest.mark.skipif(not WORKS, reason="needs vllm and rollmesh's ext
         ),
         (
             ["generator.engine=vllm", "generator.comm_timeout=5"],
-            r"\[generator\] comm_timeout: expected 1800.0, the default, where .*, got 5",
+            r"\[generator\] comm_timeout: expected 1800.0 where .*, got 5.0",
         ),
         (
             ["generator.engine=vllm", "generator.comm=shm"],
-            r'\[generator\] comm: expected "auto" or "threads" where engine is "vllm", got "shm"',
+            r"\[generator\] comm: expected .auto. or .threads. where .* engine is .vllm.",
         ),
         (
             ["generator.engine=vllm", "generator.tp=2", "generator.dp=2", "generator.ep=2"],
-            r'\[generator\] ep: expected 1 or dp\*tp=4 where engine is "vllm", got 2',
+            r'\[generator\] ep: expected 1 or 4 where .* engine is "vllm" .*, got 2',
         ),
     ],
 )

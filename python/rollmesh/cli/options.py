@@ -114,15 +114,13 @@ def take_run_settings(args: argparse.Namespace) -> None:
         config = _run_config(args.model)
         table = config.generator
         args.ignore = args.ignore or list(config.model.ignore)
-        for name in {*PLACE, *ENGINE} - {"threads", "max_model_len"}:
+        for name in {*PLACE, *ENGINE} - {"max_model_len"}:
             if getattr(args, name, None) is None:
-                setattr(args, name, getattr(table, name))
+                setattr(args, name, getattr(table, name) or None)  # 0 threads: the default
         if (args.tp, args.dp, args.ep) == (None, None, None):
             args.tp, args.dp, args.ep = table.tp, table.dp, table.ep
         if not getattr(args, "sequence_parallel", False):
             args.sequence_parallel = table.sequence_parallel
-        if getattr(args, "threads", None) is None:
-            args.threads = table.threads or None
     args.kv_cache_gib = 1.0 if args.kv_cache_gib is None else args.kv_cache_gib
 
 

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 import rollmesh as rm
 
 
-def random_weights(
-    generator: rm.Generator, seed: int, spread: float = 0.02
-) -> Iterator[tuple[str, NDArray[np.float32]]]:
+def random_weights(generator: rm.Generator, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Yields (name, float32 array) for each parameter that the generator's manifest requires: norms
     are 1, the rest is normally distributed. Push them with cast=True."""
     rng = np.random.default_rng(seed)
@@ -23,4 +21,4 @@ def random_weights(
         if name.endswith("norm.weight"):
             yield name, np.ones(info.shape, np.float32)
         else:
-            yield name, rng.standard_normal(info.shape, dtype=np.float32) * np.float32(spread)
+            yield name, rng.standard_normal(info.shape, dtype=np.float32) * np.float32(0.02)

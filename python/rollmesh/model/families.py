@@ -184,10 +184,6 @@ class Experts:
     shared_switch: bool = False  # a row's sigmoid scales the shared expert
 
 
-def _glm_experts(c: Reader) -> int:
-    return num_experts(c, "n_routed_experts", 1, 128)
-
-
 def _glm_shared(c: Reader) -> int:
     width = c.integer("n_shared_experts", 0, default=1) * c.integer("moe_intermediate_size")
     return min(width, MAX_POSITION)
@@ -423,7 +419,7 @@ FAMILIES: dict[str, Family] = {
         o_bias=False,
         moe_layers=first_layers_dense,
         experts=Experts(
-            number=_glm_experts,
+            number=lambda c: num_experts(c, "n_routed_experts", 1, 128),
             top_k=8,
             renormalize_default=True,
             score_func="sigmoid",

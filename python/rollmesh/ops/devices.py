@@ -108,10 +108,6 @@ def _ordinal(device: Any) -> int:
     return max(device_of(device).cuda_ordinal, 0)
 
 
-def _is_of_cuda(isa: Any) -> bool:
-    return isinstance(isa, str) and isa in CUDA_FAMILIES
-
-
 # ----------------------------------------------------------------------------------------- one op
 def zeros_in(op_device: _core.OpDevice | None, shape: tuple[int, ...], dtype: Any) -> Array:
     """Makes an array of zeros. Raises MemoryError or CapacityError if memory is short, and
@@ -144,7 +140,9 @@ def run(op: str, /, isa: str | None, threads: int, **arguments: Any) -> tuple[An
     the order of the table. The op makes a new array for an output that is None, and for an optional
     output that is `...`."""
     given = {}
-    is_plain = not _is_of_cuda(isa)  # whether all arrays are as the CPU's kernels take them
+    is_plain = (
+        str(isa) not in CUDA_FAMILIES
+    )  # whether all arrays are as the CPU's kernels take them
     for name in _ARRAYS[op]:
         array = arguments.get(name)
         if array is not None and array is not ...:
@@ -169,7 +167,7 @@ def op_over(
     places = {name: _place(array) for name, array in arrays.items()}
     first = next((name for name, place in places.items() if place > HOST), None)
     if first is None:
-        if _is_of_cuda(isa):
+        if str(isa) in CUDA_FAMILIES:  # of any type
             families = ", ".join(available_isas())
             raise ConfigError(
                 f"isa: expected one of {families}, since {next(iter(places))} is on the CPU, got "
@@ -204,7 +202,7 @@ def _place(array: Any) -> int:
 
 def _op_at(isa: str | None, threads: int, first: str, ordinal: int) -> _core.Kernels:
     family = CUDA_FAMILIES[0] if isa is None else isa
-    if not _is_of_cuda(family):
+    if str(family) not in CUDA_FAMILIES:
         raise ConfigError(
             f"isa: expected {' or '.join(CUDA_FAMILIES)}, since {first} is on cuda:{ordinal}, got "
             f"{shown(isa)}"

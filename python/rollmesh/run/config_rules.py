@@ -70,7 +70,7 @@ def check_together(c: Config) -> None:
                 f'[{table}] device: expected "cpu", "cuda" or "cuda:N", got "{plain(device)}"'
             ) from None
     if c.generator.engine == "vllm":
-        _check_vllm(c.generator)
+        _check_vllm(c)
     else:
         _check_device(c)
 
@@ -117,25 +117,16 @@ def _check_model(m: ModelTable) -> None:
 
 
 def _check_rollout(c: Config) -> None:
-    r, engine, inflight = c.rollout, c.generator.engine, c.sync.inflight
+    r, inflight = c.rollout, c.sync.inflight
     _require(
         bool(r.top_k) or (r.top_p == 1 and r.min_p == 0),
         f"[rollout] top_k: expected above 0 with top_p = {r.top_p:g}, min_p = {r.min_p:g} (at most "
         "so many tokens are kept, and recorded), got 0",
     )
     _require(
-        not r.top_k or engine != "vllm",
-        '[rollout] top_k: expected 0 where [generator] engine is "vllm", which does not return '
-        f"the tokens kept, got {r.top_k}",
-    )
-    _require(
         r.async_level > 0 or inflight == "wait",
         '[sync] inflight: expected "wait" with [rollout] async_level = 0, where nothing runs '
         f'during a sync, got "{inflight}"',
-    )
-    _require(
-        engine != "vllm" or inflight == "wait",
-        f'[sync] inflight: expected "wait" where [generator] engine is "vllm", got "{inflight}"',
     )
     _require(
         r.filter_groups or r.max_num_gen_batches == type(r).max_num_gen_batches,
@@ -201,10 +192,6 @@ def _check_device(c: Config) -> None:
             f"{c.train.device!r}; use cuda for both, or cpu",
         )
         _require(
-            g.exchange == "host",
-            f'[generator] exchange: expected "host" where device is "cpu", got "{g.exchange}"',
-        )
-        _require(
             not g.enforce_eager,
             '[generator] enforce_eager: expected false where device is "cpu", which records no '
             "graphs, got true",
@@ -217,30 +204,29 @@ def _check_device(c: Config) -> None:
         f'"{plain(g.isa)}"',
     )
     _require(
-        g.exchange == "host" or max(g.tp, g.ep) > 1,
-        '[generator] exchange: expected "host" with tp=1 and ep=1, whose ranks exchange nothing, '
-        f'got "{g.exchange}"',
+        g.exchange == "host" or (g.device != "cpu" and max(g.tp, g.ep) > 1),
+        '[generator] exchange: expected "host" where device is "cpu", or with tp=1 and ep=1, whose '
+        f'ranks exchange nothing, got "{g.exchange}"',
     )
 
 
-def _check_vllm(g: GeneratorTable) -> None:
-    """vLLM starts the ranks of its mesh and chooses their devices. enforce_eager is an option of
-    vLLM too."""
-    _require(
-        g.device == "cpu",
-        '[generator] device: expected "cpu" where engine is "vllm" (ROLLMESH_VLLM_DEVICE tells '
-        f'its workers), got "{g.device}"',
-    )
-    _require(
-        g.comm in ("auto", "threads"),
-        f'[generator] comm: expected "auto" or "threads" where engine is "vllm", got "{g.comm}"',
-    )
-    _require(
-        g.comm_timeout == type(g).comm_timeout,
-        f"[generator] comm_timeout: expected {type(g).comm_timeout}, the default, where engine is "
-        f'"vllm", got {g.comm_timeout}',
-    )
-    _require(
-        g.ep in (1, g.dp * g.tp),
-        f'[generator] ep: expected 1 or dp*tp={g.dp * g.tp} where engine is "vllm", got {g.ep}',
-    )
+def _check_vllm(c: Config) -> None:
+    """vLLM starts the ranks of its mesh, chooses their devices, does not return the kept tokens and
+    syncs between batches. enforce_eager is an option of vLLM too."""
+    g = c.generator
+    accepted = {
+        "generator.device": ("cpu",),
+        "generator.comm": ("auto", "threads"),
+        "generator.comm_timeout": (type(g).comm_timeout,),
+        "generator.ep": (1, g.dp * g.tp),
+        "rollout.top_k": (0,),
+        "sync.inflight": ("wait",),
+    }
+    for key, values in accepted.items():
+        table, name = key.split(".")
+        value = getattr(getattr(c, table), name)
+        _require(
+            value in values,
+            f"[{table}] {name}: expected {' or '.join(map(show, values))} where [generator] engine "
+            f'is "vllm" (docs/vllm.md), got {show(value)}',
+        )

@@ -46,13 +46,12 @@ def device_name(tensor: Tensor) -> str:
     return f"cuda:{tensor.device.index}" if tensor.is_cuda else "cpu"
 
 
-def tensor_of(array: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """An op's output, which the tensor keeps alive; without a dtype words are bfloat16."""
+def tensor_of(array: Any) -> Tensor:
+    """An op's output, which the tensor keeps alive; words are bfloat16."""
     made: Tensor = (
         from_dlpack(array) if isinstance(array, ops.DeviceArray) else torch.from_numpy(array)
     )
-    dtype = dtype or (torch.bfloat16 if made.dtype == torch.uint16 else made.dtype)
-    return made if made.dtype == dtype else made.view(dtype)
+    return made.view(torch.bfloat16) if made.dtype == torch.uint16 else made
 
 
 def host_of(array: Any) -> NDArray[Any]:

@@ -448,10 +448,6 @@ class WeightUpdates:
                 error.__traceback__ = None
         return taken
 
-    @replies
-    def _load(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
-        self._push_all(pairs, taken)
-
     def _push_all(self, pairs: Iterable[tuple[str, Any]], taken: set[str]) -> None:
         if self._updating:
             raise StateError("load_weights within an update; call finish_weight_update first")
@@ -471,6 +467,8 @@ class WeightUpdates:
                 self.weights.abort(self._loaded, error)
                 raise
             taken.add(entry[0])
+
+    _load = replies(_push_all)
 
     def _commit_loaded(self) -> None:
         """Commits the set of load_weights, if one is open. If it is incomplete, drops it and raises

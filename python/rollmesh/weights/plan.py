@@ -205,14 +205,20 @@ class Plan:
             raise
         except Exception as error:  # noqa: BLE001 (of the iterator, raised once all ranks know)
             fault = fault or error
-        try:
-            _raise_faults(faults if fault is None else {})
-        except Error as error:
-            fault = error
-        return fault
+        return fault or error_of(_raise_faults, faults)
 
     def _most_entries(self) -> int:
         return 8 * len(self._engine.manifest()) + 1024
+
+
+def error_of(call: Callable[..., None], *args: Any) -> Exception | None:
+    """Makes a call and returns the exception that it raises, or None. The caller raises it after
+    sending it to all ranks."""
+    try:
+        call(*args)
+    except Exception as error:  # noqa: BLE001
+        return error
+    return None
 
 
 def check_deadline(deadline: float | None, name: object) -> None:

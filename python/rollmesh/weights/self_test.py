@@ -64,22 +64,6 @@ def score_with_model(model: Any, sequences: list[NDArray[np.int32]]) -> list[NDA
     return scores
 
 
-def generate_for_test(
-    generator: Generates, prompts: Sequence[Any] | None, max_tokens: int, seed: int
-) -> list[RequestOutput]:
-    """Generates the tokens of a self-test. Ranks without a scorer call this too."""
-    # SamplingParams checks the seed.
-    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)
-    if prompts is None:
-        length = min(8, max(1, generator.max_model_len - max_tokens))
-        prompts = list(
-            np.random.default_rng(seed)
-            .integers(0, generator.spec.vocab_size, (8, length))
-            .astype(np.int32)
-        )
-    return generator.generate(prompts, params, use_tqdm=False)
-
-
 def run_self_test(
     generator: Generates,
     scorer: Scorer,
@@ -95,7 +79,13 @@ def run_self_test(
         raise ConfigError(f"threshold: expected a number >= 0, got {shown(threshold)}")
     if not callable(scorer):
         raise ConfigError(f"scorer: expected a function or a torch module, got {shown(scorer)}")
-    outputs = generate_for_test(generator, prompts, max_tokens, seed)
+    # SamplingParams checks the seed.
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)
+    if prompts is None:
+        shape = 8, min(8, max(1, generator.max_model_len - max_tokens))
+        drawn = np.random.default_rng(seed).integers(0, generator.spec.vocab_size, shape)
+        prompts = list(drawn.astype(np.int32))
+    outputs = generator.generate(prompts, params, use_tqdm=False)
     version = generator.version
     sequences = [
         np.concatenate([output.prompt_token_ids, output.outputs[0].token_ids]) for output in outputs
@@ -121,14 +111,16 @@ def run_self_test(
         _difference(mine, _floats(yours), index)
         for index, (mine, yours) in enumerate(zip(ours, theirs, strict=True))
     ]
-    largest = [float(np.max(np.abs(diff), initial=0.0)) for diff in diffs]
-    sequence = int(np.argmax(largest)) if largest else 0
-    position = int(np.argmax(np.abs(diffs[sequence]))) + 1 if diffs and diffs[sequence].size else 0
-    flat = np.abs(np.concatenate(diffs)) if diffs else np.zeros(0, np.float32)
+    if not diffs or not all(diff.size for diff in diffs):
+        raise ConfigError("prompts: expected tokens to compare in each, got none")
+    flat = np.abs(np.concatenate(diffs))
+    largest = [float(np.max(np.abs(diff))) for diff in diffs]
+    sequence = int(np.argmax(largest))
+    position = int(np.argmax(np.abs(diffs[sequence]))) + 1
     report = SelfTestReport(
-        max_abs_diff=max(largest, default=0.0),
-        mean_abs_diff=float(flat.mean()) if flat.size else 0.0,
-        num_tokens=int(flat.size),
+        max_abs_diff=largest[sequence],
+        mean_abs_diff=float(flat.mean()),
+        num_tokens=flat.size,
         threshold=threshold,
         worst=(sequence, position),
         version=-1 if version is None else version,

@@ -20,7 +20,7 @@ from rollmesh.request.requests import Requests
 from rollmesh.runtime.arguments import OFFLOAD, PARTS, deadline_of
 from rollmesh.runtime.messages import byte_text, reason
 from rollmesh.weights.pieces import local_tensor
-from rollmesh.weights.plan import LetStep, Plan, check_deadline
+from rollmesh.weights.plan import LetStep, Plan, check_deadline, error_of
 from rollmesh.weights.resharding import spread
 from rollmesh.weights.sync import SyncOptions, lent
 
@@ -61,11 +61,11 @@ class Weights:
                 if options.mode == "inplace":
                     self._finish_running(options, deadline)
                 checks: list[Callable[[], None]] = []  # each raises if the loan has ended
-                fault = _error_of(options.begin, engine) or _error_of(
+                fault = error_of(options.begin, engine) or error_of(
                     lambda: checks.append(loans.enter_context(lent(source)))
                 )
                 if fault is None and is_mapping:
-                    fault = _error_of(plan.check, source)
+                    fault = error_of(plan.check, source)
                 engine.all_gather("a sync before its entries", error=fault)
                 if engine.has_peers:
                     fault = plan.push_all(spread(engine, plan, source, options), deadline)
@@ -73,7 +73,7 @@ class Weights:
                     plan.push_mapping(source, deadline)
                 else:
                     plan.push_entries(source, deadline)
-                engine.all_gather("a sync after its entries", error=fault or _error_of(checks[0]))
+                engine.all_gather("a sync after its entries", error=fault or error_of(checks[0]))
                 return self._commit(options, deadline, let_step)
         except BaseException as error:  # includes errors of closing the loan
             self._abort()
@@ -84,7 +84,7 @@ class Weights:
 
     def _open_together(self, where: str, options: SyncOptions) -> None:
         """Drops an open sync once all ranks have accepted the version number."""
-        self.engine.all_gather(where, error=_error_of(self._check_version, options))
+        self.engine.all_gather(where, error=error_of(self._check_version, options))
         self.reset("a later sync began")
 
     @led(Lead.EVERY_RANK)
@@ -96,7 +96,7 @@ class Weights:
         try:
             if options.mode == "inplace":
                 self._finish_running(options, None)
-            self.engine.all_gather(PUSHES, error=_error_of(self._begun, sync))
+            self.engine.all_gather(PUSHES, error=error_of(self._begun, sync))
         except BaseException:
             self._abort()
             raise
@@ -115,7 +115,7 @@ class Weights:
         sync.require_open()
         try:
             if fault is None:
-                fault = _error_of(sync.plan.push, name, tensor)
+                fault = error_of(sync.plan.push, name, tensor)
             self._all_gather_push(sync, "push", fault)
         except BaseException as error:
             fault = None
@@ -237,7 +237,7 @@ class Weights:
         """Runs this rank's part of a call that all ranks make. If it fails on one rank, that rank
         raises its error, and the others raise SyncAbortedError with the rank and the reason."""
         results: list[T] = []
-        fault = _error_of(lambda: results.append(action(*args)))
+        fault = error_of(lambda: results.append(action(*args)))
         self.engine.all_gather(where, error=fault)
         return results[0]
 
@@ -264,7 +264,7 @@ class Weights:
         self._finish_running(options, deadline, let_step)
         self.engine.all_gather(
             "a sync before its commit",
-            error=_error_of(check_deadline, deadline, "its commit"),
+            error=error_of(check_deadline, deadline, "its commit"),
         )
         before = self.version
         try:
@@ -314,16 +314,6 @@ class Weights:
                 )
             if let_step is not None:
                 let_step(0.0)
-
-
-def _error_of(call: Callable[..., None], *args: Any) -> Exception | None:
-    """Makes a call and returns the exception that it raises, or None. The caller raises it after
-    sending it to all ranks."""
-    try:
-        call(*args)
-    except Exception as error:  # noqa: BLE001
-        return error
-    return None
 
 
 def _clear_own_frames(error: BaseException) -> None:

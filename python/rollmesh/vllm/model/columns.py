@@ -31,12 +31,12 @@ class Columns:
     def size(self) -> int:
         return len(self.places)
 
-    def whole(self, part: Array, cut: str, unit: int = 1, axis: int = 1) -> Array:
-        """Returns the parts of all ranks, joined along an axis. cut: the field of Placement that
+    def whole(self, part: Array, cut: str, unit: int = 1) -> Array:
+        """Returns the columns of all ranks. cut: the field of Placement that
         divides the axis; unit: array elements per entry of that field."""
         if self.size == 1:
             return part
-        return self.joined(part, [unit * len(getattr(place, cut)) for place in self.places], axis)
+        return self.joined(part, [unit * len(getattr(place, cut)) for place in self.places], 1)
 
     def all_squares(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Returns head_squares of all heads and all KV heads. The first KV head of a rank may be
