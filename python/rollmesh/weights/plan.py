@@ -1,6 +1,6 @@
-"""The plan of one sync: the entries to which its names were resolved (`_core.SyncEntry`). Each name
-is resolved once and each tensor is taken once (by DLPack or as a NumPy array). These entries are
-then checked and copied, and a failed push is undone entry by entry.
+"""The plan of one sync: the entries to which its names were resolved (`_core.SyncEntry`), each name
+once. Entries take their tensors (by DLPack or as NumPy arrays) and are then checked and copied. A
+failed push is undone entry by entry.
 
 A source that holds all its tensors (weights/transport/tensors.py) is checked as a whole first, and
 the entries keep its tensors until they are copied. Every other mapping is read twice.
