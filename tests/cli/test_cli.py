@@ -320,6 +320,10 @@ def test_plan_and_bench_take_the_runs_settings(
     assert "   2 GiB hold " in text
     assert main(["bench", str(run), "--batch", "1", "--prefill", "8", "--threads", "1"]) == 0
     assert ", float32, ref, " in capsys.readouterr().out
+    run = a_run(
+        tmp_path, 'device = "cuda"\nisa = "cuda_fma"\nkv_cache_gib = 0.015625\n[sync]\ncast = true'
+    )
+    assert main(["bench", str(run), "--batch", "1", "--prefill", "8", "--device", "cpu"]) == 0
 
 
 def test_commands_take_the_runs_device(

@@ -277,6 +277,7 @@ BAD_CALLS: dict[str, tuple[type[rm.Error], Callable[[Any], Any]]] = {
     ),
     "weights array": (rm.UnsupportedTensorError, lambda gen: gen.sync_weights(np.arange(3))),
     "scorer 3": (rm.ConfigError, lambda gen: gen.self_test(3)),
+    "max_tokens None": (rm.ConfigError, lambda gen: gen.self_test(gen.score, max_tokens=None)),
     "no prompts": (rm.ConfigError, lambda gen: gen.self_test(gen.score, prompts=[])),
     "scorer None": (rm.ConfigError, lambda gen: gen.self_test(None)),
     **{

@@ -97,6 +97,26 @@ def test_a_request_takes_steps_during_a_push_of_an_iterator(generator: rm.Genera
     assert steps[1] - steps[0] > len(NEW) // 2
 
 
+def test_requests_do_not_get_the_time_that_a_source_takes(generator: rm.Generator) -> None:
+    """A deadline and Ctrl-C would wait for these steps."""
+
+    def slow() -> Iterator[tuple[str, Any]]:
+        for index, entry in enumerate(NEW.items()):
+            time.sleep(0.6 if index == 1 else 0)
+            yield entry
+
+    times: list[float] = []
+
+    def push() -> None:
+        began = time.monotonic()
+        with pytest.raises(rm.DeadlineError):
+            generator.sync_weights(slow(), version=2, inflight="keep", timeout=0.5)
+        times.append(time.monotonic() - began)
+
+    while_running(generator, push)
+    assert times[0] < 1.0  # 1.2 if requests took steps for as long as the source
+
+
 def test_an_error_in_the_last_part_undoes_the_push(generator: rm.Generator) -> None:
     alone = generator.generate([1, 2], LONG, use_tqdm=False)[0].outputs[0]
     last = list(NEW)[-1]

@@ -114,14 +114,16 @@ def take_run_settings(args: argparse.Namespace) -> None:
         config = _run_config(args.model)
         table = config.generator
         args.ignore = args.ignore or list(config.model.ignore)
-        for name in {*PLACE, *ENGINE} - {"max_model_len"}:
+        own = "" if args.device is None else "isa"  # the isa belongs to the device
+        for name in {*PLACE, *ENGINE} - {"max_model_len", own}:
             if getattr(args, name, None) is None:
                 setattr(args, name, getattr(table, name) or None)  # 0 threads: the default
-        if (args.tp, args.dp, args.ep) == (None, None, None):
+        if args.tp is args.dp is args.ep is None:
             args.tp, args.dp, args.ep = table.tp, table.dp, table.ep
-        if not getattr(args, "sequence_parallel", False):
-            args.sequence_parallel = table.sequence_parallel
-    args.kv_cache_gib = 1.0 if args.kv_cache_gib is None else args.kv_cache_gib
+        given = getattr(args, "sequence_parallel", False)
+        args.sequence_parallel = given or table.sequence_parallel
+    if args.kv_cache_gib is None:
+        args.kv_cache_gib = 1.0
 
 
 def checkpoint_of(where: Path) -> Path:

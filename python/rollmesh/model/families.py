@@ -184,11 +184,6 @@ class Experts:
     shared_switch: bool = False  # a row's sigmoid scales the shared expert
 
 
-def _glm_shared(c: Reader) -> int:
-    width = c.integer("n_shared_experts", 0, default=1) * c.integer("moe_intermediate_size")
-    return min(width, MAX_POSITION)
-
-
 def _olmoe(c: Reader, head_dim: int) -> None:
     """Its norms of q and k are as wide as hidden_size, whatever head_dim."""
     if c.given("clip_qkv"):
@@ -425,7 +420,10 @@ FAMILIES: dict[str, Family] = {
             score_func="sigmoid",
             router_bias=True,
             has_groups=True,
-            shared_width=_glm_shared,
+            shared_width=lambda c: min(
+                c.integer("n_shared_experts", 0, default=1) * c.integer("moe_intermediate_size"),
+                MAX_POSITION,
+            ),
         ),
     ),
 }

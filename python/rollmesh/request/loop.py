@@ -125,8 +125,11 @@ class Loan(Call):
     def let_step(self, seconds: float) -> None:
         """Lets the engine's thread run steps for this time, if calls are active."""
         self._is_stepping = True
-        self.returned.put(seconds)
         interrupt: BaseException | None = None
+        try:
+            self.returned.put(seconds)
+        except BaseException as error:  # noqa: BLE001 (of a signal, once put has returned)
+            interrupt = error
         while self._is_stepping:  # an interrupted get() may have taken the item
             try:
                 self._lent.get()

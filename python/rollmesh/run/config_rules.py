@@ -197,7 +197,7 @@ def _check_device(c: Config) -> None:
             "graphs, got true",
         )
     known = _core.available_isas() if g.device == "cpu" else CUDA_FAMILIES
-    names = ", ".join(f'"{isa}"' for isa in known)
+    names = ", ".join(map(show, known))
     _require(
         g.isa is None or g.isa in known,
         f'[generator] isa: expected one of {names} where device is "{plain(g.device)}", got '
@@ -218,7 +218,7 @@ def _check_vllm(c: Config) -> None:
         "generator.device": ("cpu",),
         "generator.comm": ("auto", "threads"),
         "generator.comm_timeout": (type(g).comm_timeout,),
-        "generator.ep": (1, g.dp * g.tp),
+        "generator.ep": sorted({1, g.dp * g.tp}),
         "rollout.top_k": (0,),
         "sync.inflight": ("wait",),
     }

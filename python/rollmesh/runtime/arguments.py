@@ -55,8 +55,8 @@ def is_path(value: Any) -> bool:
     """Whether the operating system can look for it: False for text with NUL or with half of a
     surrogate pair, unless os.fsdecode made it."""
     try:
-        return isinstance(value, (str, os.PathLike)) and b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
+        return isinstance(os.fspath(value), str) and b"\0" not in os.fsencode(value)
+    except (TypeError, UnicodeEncodeError):
         return False
 
 

@@ -42,6 +42,7 @@ GATHERED_BYTES = 256 << 20
 # that of one part.
 STEP_AFTER_S = 0.004
 PART_BYTES = 8 << 20
+MOST_STEPS_S = 0.05  # if a source takes long to give a tensor: a deadline and Ctrl-C wait for this
 Faults = dict[type[Error], list[str]]
 # Lets requests take steps for some seconds; None: they wait.
 LetStep = Callable[[float], None] | None
@@ -80,18 +81,16 @@ class Plan:
             raise
 
     def _copy(self, entries: list[_core.SyncEntry]) -> None:
-        if self._let_step is None:
-            self._engine.sync_push(entries)
-        else:
-            self._maybe_step()
-            self._engine.sync_push(entries, PART_BYTES, self._maybe_step)
+        self._maybe_step()
+        parts = (PART_BYTES, self._maybe_step) if self._let_step else ()
+        self._engine.sync_push(entries, *parts)
 
     def _maybe_step(self) -> None:
-        """Gives requests as much time as checks and copies have taken since the last steps, if that
-        is STEP_AFTER_S or more."""
+        """Gives requests as much time as checks and copies have taken since the last steps, at most
+        MOST_STEPS_S, if that is STEP_AFTER_S or more."""
         seconds = time.monotonic() - self._since
         if self._let_step is not None and seconds >= STEP_AFTER_S:
-            self._let_step(seconds)
+            self._let_step(min(seconds, MOST_STEPS_S))
             self._since = time.monotonic()
 
     def check(self, source: Mapping[str, Any]) -> None:

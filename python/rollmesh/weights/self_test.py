@@ -16,7 +16,7 @@ from rollmesh.errors import ConfigError, NumericsError
 from rollmesh.model.spec import ModelSpec
 from rollmesh.request.outputs import RequestOutput, SelfTestReport
 from rollmesh.request.sampling import SamplingParams
-from rollmesh.runtime.arguments import exportable, is_real, items_of
+from rollmesh.runtime.arguments import exportable, integer, is_real, items_of
 from rollmesh.runtime.messages import shown
 
 Scorer = Callable[[list[NDArray[np.int32]]], Sequence[Any]] | Any
@@ -80,9 +80,10 @@ def run_self_test(
     if not callable(scorer):
         raise ConfigError(f"scorer: expected a function or a torch module, got {shown(scorer)}")
     # SamplingParams checks the seed.
+    max_tokens = integer("max_tokens", max_tokens, 1, generator.max_model_len - 1)
     params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, prompt_logprobs=0)
     if prompts is None:
-        shape = 8, min(8, max(1, generator.max_model_len - max_tokens))
+        shape = 8, min(8, generator.max_model_len - max_tokens)
         drawn = np.random.default_rng(seed).integers(0, generator.spec.vocab_size, shape)
         prompts = list(drawn.astype(np.int32))
     outputs = generator.generate(prompts, params, use_tqdm=False)
@@ -138,13 +139,11 @@ def run_self_test(
 def _floats(values: Any) -> NDArray[np.float32]:
     """Returns logprobs as a flat float32 array on the host; `values` may be a torch tensor on any
     device."""
-    if values is None:
-        return np.zeros(0, np.float32)
     if callable(getattr(values, "detach", None)):
         values = exportable("scorer", values).float().cpu()
     try:
         return np.asarray(values).astype(np.float32, casting="same_kind").reshape(-1)
-    except (TypeError, ValueError) as error:  # not numbers, or rows of different lengths
+    except (TypeError, ValueError, RuntimeError) as error:  # not numbers, or rows of other lengths
         raise ConfigError(f"scorer: expected logprobs, got {shown(values)}") from error
 
 
