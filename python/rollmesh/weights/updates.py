@@ -51,7 +51,7 @@ class Weights:
         requests take steps for some seconds. It is called between the copies of a staged set, if
         all ranks are in this process."""
         engine = self.engine
-        if engine.has_peers or options.mode == "inplace":
+        if engine.has_peers or options.mode == "inplace" or not engine.unfinished():
             let_step = None
         plan = Plan(engine, options, let_step)
         is_mapping = isinstance(source, Mapping)

@@ -33,7 +33,7 @@ static const char *const call_names[N_CALLS] = {"create", "add", "add of a bad o
   "finished", "destroy"};
 // clang-format on
 static const uint8_t never_fails[N_CALLS] = {
-    [CREATE] = 1, [RESET] = 1, [SYNC_ABORT] = 1, [FINISHED] = 1, [DESTROY] = 1,
+    [CREATE] = 1, [RESET] = 1, [SYNC_ABORT] = 1, [WAKE] = 1, [FINISHED] = 1, [DESTROY] = 1,
 };
 
 typedef struct life {
