@@ -21,6 +21,7 @@ import pytest
 from helpers import numpy_state_dict, tiny_config, tiny_spec
 
 import rollmesh as rm
+from rollmesh.request.loop import Call
 
 VOCAB = tiny_config()["vocab_size"]
 PROMPT = [5, 9, 77, 3]
@@ -564,3 +565,14 @@ def test_weights_may_go_away_after_the_push(gen: rm.Generator) -> None:
     for value in state.values():
         value.fill(np.nan)
     assert fingerprint(gen) == before
+
+
+def test_a_call_that_arrives_after_the_end_is_refused() -> None:
+    """Another thread may have passed the check of an open generator before `close` ended it."""
+    generator = make()
+    generator.close()
+    call = Call(lambda: None)
+    generator._loop.post(call)
+    assert call.is_done
+    assert isinstance(call.error, rm.StateError)
+    call.news.get(timeout=1)  # the caller is woken

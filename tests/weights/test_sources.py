@@ -332,6 +332,11 @@ def test_shared_memory_takes_torch_tensors(writer: sources.SharedWriter, want: s
     mixed["model.embed_tokens.weight"] = (
         mixed["model.embed_tokens.weight"].detach().t().contiguous().t()
     )
+
+    class Own(torch.Tensor):  # type: ignore[misc]
+        """A tensor class of the caller's."""
+
+    mixed["model.norm.weight"] = mixed["model.norm.weight"].detach().as_subclass(Own)
     writer.publish(mixed)
     reader = sources.SharedReader(writer.address)
     reader.refresh()
