@@ -57,6 +57,7 @@ FOLDERS = {
     "python/rollmesh/comm.py": "mesh",
     "python/rollmesh/distributed": "mesh",
     "python/rollmesh/grpo": "grpo",
+    "python/rollmesh/model/torchtitan.py": "titan",
     "python/rollmesh/model": "model",
     "python/rollmesh/ops": "kernels",
     "python/rollmesh/request": "request",
@@ -65,6 +66,7 @@ FOLDERS = {
     "python/rollmesh/titan": "titan",
     "python/rollmesh/torch": "torch",
     "python/rollmesh/vllm": "vllm",
+    "python/rollmesh/weights/transport/loans.py": "gpu",
     "python/rollmesh/weights": "weights",
     "python/rollmesh": "engine",
 }
