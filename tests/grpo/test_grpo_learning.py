@@ -104,7 +104,7 @@ def test_it_learns_from_rewards(
     assert lines[-1]["stopped_share"] >= 0.5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_does_not_learn_from_shuffled_rewards(tmp_path: Path) -> None:
     """The same configuration with the rewards of a batch shuffled."""
     assert (

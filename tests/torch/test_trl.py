@@ -80,7 +80,14 @@ def test_every_rollout_is_of_the_weights_that_trl_pushed_last(tmp_path: Path) ->
     assert apart(lines) == 0.0
 
 
-@pytest.mark.parametrize("family", ["llama", full("qwen2"), full("qwen2_moe"), full("mistral")])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        full("qwen2_moe"),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "mistral")),
+    ],
+)
 def test_other_families(family: str, tmp_path: Path) -> None:
     lines = train(tmp_path, 4, 400, "--model", family)
     assert len({line["entropy"] for line in lines}) == 2
