@@ -405,3 +405,10 @@ def test_settings_that_are_refused(changes: list[str], words: str) -> None:
 )
 def test_what_none_stands_for(changes: list[str], kernels: str) -> None:
     assert config.kernels_of(config.load(CONFIGS["moe"], changes)) == kernels
+
+
+def test_the_optimizer_has_the_configs_numbers() -> None:
+    sets = ["train.betas=[0.7, 0.8]", "train.lr=0.01", "train.weight_decay=0.25"]
+    made = Trainer(config.load(CONFIGS["moe"], sets), load_tokenizer(ROOT / "data/chars"))
+    wanted = {"betas": (0.7, 0.8), "lr": 0.01, "weight_decay": 0.25}
+    assert {name: made.optimizer.defaults[name] for name in wanted} == wanted
