@@ -119,11 +119,11 @@ void rm_engine_abort_groups(rm_engine *engine);
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err);
 // Returns the scheduler with the request, or any scheduler if the request does not exist. A view.
 rm_scheduler *rm_engine_scheduler(const rm_engine *engine, uint64_t id);
-// *n_work: rows computed by all replicas here; 0 without requests. external: the
-// step of an external scheduler (external_scheduler.h), which needs one rank per process; NULL: the
-// engine schedules. All ranks of a tp group get the same external steps, and all ranks of a lockstep
-// group make the call, even without requests. RM_E_REQUEST: a request of the external step is not
-// valid, and the engine is unchanged. The results mark failed requests.
+// *n_work: rows computed by all replicas here; 0 without requests. external: the step of an external
+// scheduler (external_scheduler.h), which needs one rank per process; NULL: the engine schedules.
+// All ranks of a tp group get the same external steps, and all ranks of a lockstep group make the
+// call, even without requests. RM_E_REQUEST: a request of the external step is not valid, and the
+// engine is unchanged. The results mark failed requests.
 rm_code rm_engine_step(rm_engine *engine, const rm_external_step *external, int64_t *n_work,
                        rm_error *err);
 int64_t rm_engine_unfinished(const rm_engine *engine); // number of requests of this process

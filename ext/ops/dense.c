@@ -110,11 +110,17 @@ static void gemm_check(rm_op_call *c) {
 }
 
 static const rm_op_argument gemm[] = {
-    SIZE(n, 0),           FLAG(float32_out),
-    IN(x, T, m, k),       OPTIONAL(group_rows, I32, bounds),
-    STEP(gemm_weights),   PACKED(w, elems),
-    OPTIONAL(bias, T, n), {ARRAY_AT(out, y, OUT_T, RM_OP_OUT, m, n), .adjust = gemm_out},
-    STEP(gemm_check),     {0},
+    SIZE(n, 0),
+    FLAG(float32_out),
+    IN(x, T, m, k),
+    OPTIONAL(group_rows, I32, bounds),
+    STEP(gemm_weights),
+    PACKED(w, elems),
+    OPTIONAL(bias, T, n),
+    // float32 with float32_out
+    {ARRAY_AT(out, y, OUT_T, RM_OP_OUT, m, n), .adjust = gemm_out},
+    STEP(gemm_check),
+    {0},
 };
 
 static const rm_op_argument gemm_swiglu[] = {

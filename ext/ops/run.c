@@ -126,8 +126,8 @@ static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
   return out;
 }
 
-// Takes the memory of an array. What the op writes to must belong to no other argument. Two packed
-// arrays may share memory: vLLM's caches of a layer have their pages by turns in one array.
+// Notes the memory of an array, and refuses it if the op writes to it or to another argument that
+// overlaps it. Two packed arrays may overlap: in vLLM, pages of K and V alternate in one array.
 static void take_memory(rm_op_call *c, const rm_op_argument *a, const char *data, size_t bytes) {
   for (int i = 0; i < c->n_taken; i++) {
     const rm_op_taken *other = &c->taken[i];

@@ -106,7 +106,8 @@ def test_what_a_generator_is_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             ["exchange=nccl", "device=cuda"],
-            r'\[generator\] exchange: expected "host" where .* with tp=1 and ep=1, whose ranks',
+            r'\[generator\] exchange: expected "host" where .* with tp=1 and ep=1, whose ranks '
+            r"exchange nothing",
         ),
         (["exchange=gloo"], r"\[generator\] exchange: .*gloo"),
         (

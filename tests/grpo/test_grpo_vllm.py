@@ -74,7 +74,8 @@ needs_vllm = pytest.mark.skipif(not WORKS, reason="needs vllm and rollmesh's ext
         ),
         (
             ["generator.engine=vllm", "generator.comm=shm"],
-            r"\[generator\] comm: expected .auto. or .threads. where .* engine is .vllm.",
+            r'\[generator\] comm: expected "auto" or "threads" where .* engine is "vllm" .*, '
+            r'got "shm"',
         ),
         (
             ["generator.engine=vllm", "generator.tp=2", "generator.dp=2", "generator.ep=2"],

@@ -124,7 +124,9 @@ def test_ignore_leaves_out_tensors_of_a_folder(folder: Path, want: str) -> None:
         with pytest.raises(rm.ConfigError, match="ignore: expected a tuple of names of tensors"):
             sources.SafetensorsFolder(folder, bad)  # type: ignore[arg-type]
     for wrong in (3, None, b"x", np.array(3)):
-        with pytest.raises(rm.ConfigError, match="path: expected that of a folder or a file, got"):
+        with pytest.raises(
+            rm.ConfigError, match="path: expected a path of a folder or a file, got"
+        ):
             sources.SafetensorsFolder(wrong)  # type: ignore[arg-type]
 
 

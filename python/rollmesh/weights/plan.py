@@ -42,7 +42,8 @@ GATHERED_BYTES = 256 << 20
 # that of one part.
 STEP_AFTER_S = 0.004
 PART_BYTES = 8 << 20
-MOST_STEPS_S = 0.05  # if a source takes long to give a tensor: a deadline and Ctrl-C wait for this
+# Most time for steps at once, also after a source that took long: a deadline and Ctrl-C wait.
+MOST_STEPS_S = 0.05
 Faults = dict[type[Error], list[str]]
 # Lets requests take steps for some seconds; None: they wait.
 LetStep = Callable[[float], None] | None

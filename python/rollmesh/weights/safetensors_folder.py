@@ -47,7 +47,7 @@ class SafetensorsFolder(Mapping[str, Any]):
         if not is_list or not all(isinstance(name, str) for name in ignore):
             raise ConfigError(f"ignore: expected a tuple of names of tensors, got {shown(ignore)}")
         if not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(f"path: expected that of a folder or a file, got {shown(path)}")
+            raise ConfigError(f"path: expected a path of a folder or a file, got {shown(path)}")
         self.path = Path(path)
         self._files: dict[Path, Any] = {}
         self._states: dict[Path, tuple[int, ...]] = {}  # state of each file when it was opened

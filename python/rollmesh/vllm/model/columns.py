@@ -32,8 +32,8 @@ class Columns:
         return len(self.places)
 
     def whole(self, part: Array, cut: str, unit: int = 1) -> Array:
-        """Returns the columns of all ranks. cut: the field of Placement that
-        divides the axis; unit: array elements per entry of that field."""
+        """Returns the columns of all ranks. cut: the field of Placement that divides the axis;
+        unit: array elements per entry of that field."""
         if self.size == 1:
             return part
         return self.joined(part, [unit * len(getattr(place, cut)) for place in self.places], 1)
