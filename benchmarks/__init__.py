@@ -6,5 +6,5 @@ python -m benchmarks.generate    decode and prefill of a dense 0.6B and a MoE 1B
                                  transformers
 python -m benchmarks.sync        weight sync beside a plain copy
 python -m benchmarks.gpu         a GPU: decode, prefill, sync, start and ops beside its own limits
-python -m benchmarks.gpu_first   the first hour on a GPU: build, bits, tests, figures, memory
-checkers"""
+python -m benchmarks.gpu_table   its figures as tables
+benchmarks/card_run.sh           fifteen minutes on a GPU: bits, tests, figures, memory checkers"""

@@ -18,7 +18,8 @@
     ops        every op of an 8B and a 30B-A3B model one by one (tests/gpu/simt/bench_mma.cu), and
                torch's matmul beside the large gemms
 
-Without names all parts run, in that order. Limits are measured in the same run; a copy on the
+Without names all parts run, in that order. Limits are measured in the same run, or with --limits
+FILE by the first of several runs; a copy on the
 device is measured again beside every round of decode and sync, and the best of a point's rounds
 counts, because other work can only slow a round down. A point that has used up its --budget is not
 repeated. The results are written after each part, so an interrupt loses at most one part.
@@ -70,7 +71,6 @@ OWN = (
     "spec",
     "device",
     "isa",
-    "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
     "block_size",
@@ -148,12 +148,11 @@ class Served:
             rm.ModelSpec.from_hf(shape.config()),
             device="cuda",
             isa=family,
-            max_model_len=length + PAGE,
             max_num_seqs=sequences,
             max_num_batched_tokens=max(length, sequences),
             block_size=PAGE,
             kv_cache_gib=positions * shape.kv_elements * BF16_BYTES / 2**30 * 1.1,
-            **run.options.set,
+            **{"max_model_len": length + PAGE} | run.options.set,
         )
         weights = DeviceWeights(run.card, self.generator.manifest())
         self.generator.sync_weights(weights.tensors)
@@ -321,9 +320,8 @@ def sync(run: Run) -> None:
     counts."""
     for shape, family in pairs(run.options):
         spec = rm.ModelSpec.from_hf(shape.config())
-        with rm.Generator(
-            spec, device="cuda", isa=family, max_model_len=64, kv_cache_gib=0.1, **run.options.set
-        ) as generator:
+        settings = {"max_model_len": 64, "kv_cache_gib": 0.1} | run.options.set
+        with rm.Generator(spec, device="cuda", isa=family, **settings) as generator:
             manifest = generator.manifest()
             weights = DeviceWeights(run.card, manifest)
             seconds, copies = sync_times(run, generator, weights.tensors)
@@ -414,9 +412,8 @@ def first(card: Card, options: argparse.Namespace) -> None:
     shape, family = pairs(options)[0]
     stages = {"imported": time.time()}
     spec = rm.ModelSpec.from_hf(shape.config())
-    generator = rm.Generator(
-        spec, device="cuda", isa=family, max_model_len=256, kv_cache_gib=0.1, **options.set
-    )
+    settings = {"max_model_len": 256, "kv_cache_gib": 0.1} | options.set
+    generator = rm.Generator(spec, device="cuda", isa=family, **settings)
     stages["created"] = time.time()
     weights = DeviceWeights(card, generator.manifest())
     made = time.time() - stages["created"]
@@ -656,6 +653,12 @@ def parsed() -> argparse.Namespace:
         "--built", type=Path, default=BUILT, help="what tests/support/cuda_build.py gpu has built"
     )
     parser.add_argument(
+        "--limits",
+        type=Path,
+        metavar="FILE",
+        help="read the limits from it if it is there; else measure them and write it",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         help="of the results, JSON (benchmarks/results/gpu-DATE-CARD.json; with --smoke none)",
@@ -681,6 +684,17 @@ def parsed() -> argparse.Namespace:
     return options
 
 
+def limits_of(card: Card, options: argparse.Namespace) -> Limits:
+    """Measures the card's limits, or reads them from --limits if an earlier call wrote them."""
+    path = options.limits
+    if path and path.exists():
+        return Limits(**json.loads(path.read_text()))
+    found = card.limits(options.bytes, options.built)
+    if path:
+        path.write_text(json.dumps(asdict(found)) + "\n")
+    return found
+
+
 def main() -> None:
     options = parsed()
     with open_card() as card:
@@ -692,7 +706,7 @@ def main() -> None:
                 "benchmarks.gpu: the simulated device has no speed; --smoke runs everything on it "
                 "once"
             )
-        about, limits = card.about(), card.limits(options.bytes, options.built)
+        about, limits = card.about(), limits_of(card, options)
         print("\n".join(f"{key:12s} {value}" for key, value in about.items()))
         print(
             "\n".join(

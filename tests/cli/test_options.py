@@ -65,8 +65,6 @@ WRONG_LINES = (
         "gpu --set threads=x",
         "gpu --families cuda",
         "gpu --shapes dense",
-        "gpu_first --within 0",
-        "gpu_first --again x",
     ),
     *(
         "cpu --rounds 0",

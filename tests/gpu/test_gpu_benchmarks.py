@@ -1,17 +1,17 @@
-"""benchmarks.gpu on the simulated device, and the control flow of benchmarks.gpu_first, so that
+"""benchmarks.gpu on the simulated device, and the control flow of benchmarks/card_run.sh, so that
 both work when a GPU is available.
 
-Input: tiny models and few steps; parts that pass, fail, hang and depend on each other. Oracle: the
-rows that the docstring lists, the bytes of the shape's parameters, and the result that each part
-must have. Bound: equality."""
+Input: tiny models and few steps; parts that pass, fail and hang. Oracle: the rows that the
+docstring lists, the bytes of the shape's parameters, and the result that each part must have.
+Bound: equality."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -21,9 +21,10 @@ from native_build import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu_first, shapes
+from benchmarks import gpu as gpu_benchmarks
+from benchmarks import shapes
 from benchmarks.gpu import GEMM, OP
-from benchmarks.gpu_first import Part, State
+from benchmarks.gpu_table import tables
 
 
 def gpu(library: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -112,93 +113,120 @@ def test_a_line_of_bench_mma_is_read() -> None:
     assert GEMM.match("30B-A3B down rows=8 n=2048 k=768 groups=128 ") is None
 
 
-# --------------------------------------------------------------------------- benchmarks.gpu_first
-def options_of(**changes: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"within": 60.0, "again": [], **changes})
+# ------------------------------------------------------------------------- benchmarks/card_run.sh
+SCRIPT = ROOT / "benchmarks" / "card_run.sh"
+PROGRAMS = ("probe_mma", "bench_wgmma", "bench_mma", "check_gpu", "checkops_gpu")
 
 
-def first(plan: list[Part], folder: Path, **changes: object) -> dict[str, str]:
-    state = State.of(folder)
-    gpu_first.run(plan, state, options_of(**changes), gpu_first.environment(folder, 7))
-    return {part.name: state.fate(part) for part in plan}
+class Rehearsal:
+    """A folder in which every program that card_run.sh calls is a stand-in, which notes its
+    arguments in `calls` and passes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "out").mkdir()
+        for name in PROGRAMS:
+            self.program(folder / name)
+        for name in ("python3", "nvidia-smi", "ncu", "compute-sanitizer"):
+            self.program(folder / "bin" / name)
+        (folder / "commit").write_text("abc\n")
+        self.program(folder / "probe_mma", "echo P3 digest")
+        self.program(
+            folder / "bin" / "python3", "echo CUDA kernels for sm_90a, in librollmesh_cuda.so"
+        )
+
+    def program(self, path: Path, words: str = "exit 0") -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'#!/bin/sh\necho "{path.name} $*" >>{self.folder}/calls\n{words}\n')
+        path.chmod(0o755)
+
+    def start(self, *parts: str, within: int = 500) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [SCRIPT, *parts],
+            env={
+                "PATH": f"{self.folder / 'bin'}:/usr/bin:/bin",
+                "CARD_RUN": str(self.folder),
+                "OUT": str(self.folder / "out"),
+                "WITHIN": str(within),
+            },
+            stdout=subprocess.DEVNULL,
+        )
+
+    def report(self) -> dict[str, int]:
+        """The status of each part of report.txt, and the parts whose logs are in logs.tgz."""
+        lines = (self.folder / "out" / "report.txt").read_text().splitlines()
+        found = {line.split()[0]: int(line.split()[2]) for line in lines}
+        with tarfile.open(self.folder / "out" / "logs.tgz") as logs:
+            assert {f"log/{name}.log" for name in found} <= set(logs.getnames())
+        return found
+
+    def calls(self, program: str) -> list[list[str]]:
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [line.split()[1:] for line in lines if line.split()[0] == program]
 
 
-def test_parts_have_a_fate_a_log_and_one_turn(tmp_path: Path) -> None:
-    plan = [
-        Part("good", 20, 'echo "seed $SEED"; echo turn >> "$DIR/turns"'),
-        Part("bad", 20, "echo no; exit 3"),
-        Part("behind", 20, "echo unseen", "bad"),
-        Part("none", 20, "exit 77"),
-        Part("last", 20, "kill -9 $$", "good"),
-    ]
-    fates = {
-        "good": "passed",
-        "bad": "failed",
-        "behind": "left",
-        "none": "absent",
-        "last": "failed",
-    }
-    assert first(plan, tmp_path) == fates
-    assert first(plan, tmp_path) == fates
-    assert (tmp_path / "turns").read_text() == "turn\n"
-    assert (tmp_path / "good.log").read_text() == "seed 7\n"
-    assert json.loads((tmp_path / "state.json").read_text())["bad"]["status"] == 3
-    report = (tmp_path / "report.txt").read_text()
-    assert "=== bad: failed\nno\n" in report
-    assert "unseen" not in report
-    assert first(plan, tmp_path, again=["good"]) == fates
-    assert (tmp_path / "turns").read_text() == "turn\nturn\n"
+@pytest.fixture
+def rehearsal(tmp_path: Path) -> Rehearsal:
+    return Rehearsal(tmp_path)
 
 
-def is_running(process: int) -> bool:
-    """Returns whether the process runs; a zombie does not run."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except FileNotFoundError:
-        return False
+def test_every_part_runs_once_and_asks_for_what_there_is(
+    rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rehearsal.start().wait(60) == 0
+    report = rehearsal.report()
+    assert len(report) > 18
+    assert set(report.values()) == {0}
+    for words in rehearsal.calls("python3"):
+        if words[:2] == ["-m", "benchmarks.gpu"]:
+            monkeypatch.setattr(sys, "argv", words[1:])
+            gpu_benchmarks.parsed()
+        for word in words:
+            assert not word.startswith("tests/") or (ROOT / word).is_file()
+    checked: dict[str, set[str]] = {}
+    for words in rehearsal.calls("checkops_gpu"):
+        checked.setdefault(words[3], set()).add(words[1])
+    assert checked.pop("cuda_fma") == set(test_cuda.OPS)
+    assert checked.pop("cuda_mma") == set(test_cuda.MMA_OPS)
+    assert checked == {tile: {"gemm", "gemm_swiglu"} for tile in test_cuda.TILES}
+    before = len(rehearsal.calls("python3"))
+    assert rehearsal.start().wait(60) == 0
+    assert len(rehearsal.calls("python3")) == before
 
 
 @pytest.mark.full
-def test_a_part_that_hangs_ends_with_all_it_started(tmp_path: Path) -> None:
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-    hangs = Part("hangs", 4, f'echo begun; "$PYTHON" -c "{deaf}" & echo $! > "$DIR/child"; wait')
-    begin = time.monotonic()
-    assert first([hangs, Part("next", 5, "true")], tmp_path) == {
-        "hangs": "failed",
-        "next": "passed",
-    }
-    assert time.monotonic() - begin < 20
-    child = int((tmp_path / "child").read_text())
-    while is_running(child) and time.monotonic() - begin < 40:
+def test_a_part_that_fails_or_hangs_ends_nothing(rehearsal: Rehearsal) -> None:
+    folder = rehearsal.folder
+    rehearsal.program(folder / "bench_wgmma", "kill -9 $$")
+    rehearsal.program(
+        folder / "checkops_gpu", '[ "$2" = gemm ] && { echo "gemm: 3 differ"; exit 1; }; exit 0'
+    )
+    rehearsal.program(folder / "bench_mma", "echo begun; sleep 300")
+    assert rehearsal.start("wgmma", "bits-mma", "ops", "grpo", within=14).wait(60) == 0
+    report = rehearsal.report()
+    assert report.pop("wgmma") not in (0, 124)
+    assert report == {"bits-mma": 1, "ops": 124}  # less than 10 s are left for grpo
+    log = (folder / "log" / "bits-mma.log").read_text()
+    assert "BAD gemm mma 1\ngemm: 3 differ" in log
+    rehearsal.program(folder / "bench_mma")
+    assert rehearsal.start("ops", "grpo").wait(60) == 0
+    assert rehearsal.report()["ops"] == 0
+    assert rehearsal.report()["grpo"] == 0
+
+
+def test_what_was_done_is_kept_when_the_time_ends(rehearsal: Rehearsal) -> None:
+    rehearsal.program(rehearsal.folder / "bench_mma", "sleep 300")
+    running = rehearsal.start("card", "wgmma", "ops")
+    calls, deadline = rehearsal.folder / "calls", time.monotonic() + 30
+    while not calls.exists() or "bench_mma" not in calls.read_text():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not is_running(child)
-    assert (tmp_path / "hangs.log").read_text() == "begun\n"
+    running.kill()
+    running.wait(30)
+    assert rehearsal.report() == {"card": 0, "wgmma": 0}
 
 
-@pytest.mark.full
-def test_what_the_time_cuts_is_run_again(tmp_path: Path) -> None:
-    plan = [
-        Part("long", 10, 'test -e "$DIR/seen" && exit 0; touch "$DIR/seen"; sleep 300'),
-        Part("longer", 1000, "true"),
-    ]
-    assert first(plan, tmp_path, within=3.0) == {"long": "cut", "longer": "left"}
-    assert first(plan, tmp_path, within=3000.0) == {"long": "passed", "longer": "passed"}
-
-
-def test_what_was_built_and_is_gone_is_built_again(tmp_path: Path) -> None:
-    plan = [
-        Part("build", 20, 'echo x >> "$DIR/turns"; touch "$DIR/made"', "", "made"),
-        Part("use", 20, 'test -e "$DIR/made"', "build"),
-    ]
-    for turns in (1, 1, 2):
-        assert first(plan, tmp_path) == {"build": "passed", "use": "passed"}
-        assert (tmp_path / "turns").read_text() == "x\n" * turns
-        if turns == 1 and (tmp_path / "once").exists():
-            (tmp_path / "made").unlink()
-        (tmp_path / "once").touch()
-
-
-def test_figures_become_one_table(tmp_path: Path) -> None:
+def test_figures_become_tables(tmp_path: Path) -> None:
     row = {
         "part": "decode",
         "what": "x",
@@ -208,142 +236,45 @@ def test_figures_become_one_table(tmp_path: Path) -> None:
         "unit": "GB/s",
         "share": 0.75,
     }
-    machine = {
-        "card": "NVIDIA H200",
-        "driver": "580",
-        "date": "2026-01-02",
-        "commit": "abc",
-        "options": "decode",
-    }
+    machine = {"card": "NVIDIA H200", "date": "2026-01-02", "commit": "abc", "options": "decode"}
     one = {
         "machine": machine,
         "limits": {"copy_gb_s": 2000.0, "read_gb_s": None},
         "rows": [row, row | {"rate": None, "share": None}],
     }
     (tmp_path / "decode.json").write_text(json.dumps(one))
-    first([Part("good", 20, "true")], tmp_path)
-    path = gpu_first.collected(tmp_path, tmp_path)
-    assert path.name == "gpu-2026-01-02-nvidia-h200.md"
-    # The earlier file is kept.
-    assert gpu_first.collected(tmp_path, tmp_path).name == "gpu-2026-01-02-nvidia-h200-2.md"
-    text = path.read_text()
+    text = tables([tmp_path / "decode.json"])
+    assert text.startswith("card NVIDIA H200, date 2026-01-02, commit abc\n\n## decode\n")
+    assert "Commit abc. Limits: copy_gb_s 2000.0." in text
     assert (
         "| decode | x | cuda_fma | 12.500 | 3000.0 GB/s | 75.0% |\n| decode | x | cuda_fma | "
         "12.500 |  |  |\n" in text
     )
-    assert "Commit abc. Limits in this run: copy_gb_s 2000.0." in text
-    assert "- good: passed" in text
+
+
+def test_limits_are_measured_once(simt_library: Path, tmp_path: Path) -> None:
+    limits = tmp_path / "limits.json"
+    for copy in (None, 12.5):
+        if copy:
+            limits.write_text(json.dumps(json.loads(limits.read_text()) | {"copy_gb_s": copy}))
+        done = gpu(simt_library, "--smoke", "limits", "--limits", str(limits))
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert "copy_gb_s    12.5\n" in done.stdout
 
 
 @pytest.mark.full
 def test_tests_that_find_no_gpu_fail_where_one_is_needed(tmp_path: Path) -> None:
     """Otherwise a part would pass without using the card."""
-    environment = gpu_first.environment(tmp_path, 1)
-    environment["PATH"] = str(tmp_path)  # without nvcc, so that the test does not wait for it
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    environment.pop("RM_CUDA_BUILD")
-    words = [
-        *gpu_first.PYTEST,
-        str(Path(__file__).with_name("test_cuda_device.py")),
-        "-k",
-        "gpu and poll_ends",
-    ]
-    command = [sys.executable, *words]
+    environment = os.environ | {
+        "PATH": str(tmp_path),  # without nvcc, so that the test does not wait for it
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "RM_NEEDS_GPU": "1",
+    }
+    tests = str(Path(__file__).with_name("test_cuda_device.py"))
+    words = ["-p", "no:cacheprovider", "-q", tests, "-k", "gpu and poll_ends"]
+    command = [sys.executable, "-m", "pytest", *words]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1, done.stdout[-2000:]
     assert "no nvcc here: kernels/cuda not compiled" in done.stdout
-
-
-def test_the_plan_names_what_there_is() -> None:
-    plan = gpu_first.parts()
-    names = [part.name for part in plan]
-    assert len(set(names)) == len(names)
-    for i, part in enumerate(plan):
-        assert not part.needs or part.needs in names[:i]
-        assert 0 < part.limit <= 300
-        subprocess.run(["sh", "-n", "-c", part.words], check=True)
-        for word in part.words.split():
-            assert not word.startswith("tests/") or (ROOT / word).is_file()
-    assert set(gpu_first.OPS) == set(test_cuda.OPS)
-    assert set(gpu_first.MMA_OPS) == set(test_cuda.MMA_OPS)
-    assert [f"cuda_{tile}" for tile in gpu_first.TILES] == test_cuda.TILES
-    behind = (
-        "racecheck",
-        "synccheck",
-        "decode-eager",
-        "gemm",
-        "test-fast",
-        "decode-fast",
-        "test-nccl",
-        "test-torch",
-        "test-slots",
-    )
-    behind += ("test-kernels",)
-    half_an_hour = [part for part in plan if not part.name.startswith(behind)]
-    # Limits are at least twice the expected time of a part.
-    assert sum(part.limit for part in half_an_hour) < 2 * 30 * 60
-
-
-@pytest.mark.parametrize("name", ["build", "programs"])
-@pytest.mark.parametrize(
-    "fails, told, status", [("none", "1", 0), ("1", "1 0", 0), ("[01]", "1 0", 1)]
-)
-def test_a_warning_of_an_untried_compiler_ends_nothing(
-    tmp_path: Path, name: str, fails: str, told: str, status: int
-) -> None:
-    """`compiler` replaces the part's command, and fails with warnings as errors, or as it is
-    told."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        f'#!/bin/sh\necho "$ROLLMESH_WERROR" >> "$DIR/told"\ncase $ROLLMESH_WERROR in {fails}) '
-        "exit 1;; esac\n"
-    )
-    compiler.chmod(0o755)
-    part = next(part for part in gpu_first.parts() if part.name == name)
-    done = subprocess.run(
-        part.command(),
-        env=os.environ | {"DIR": str(tmp_path), "PYTHON": str(compiler)},
-        check=False,
-    )
-    assert (done.returncode, (tmp_path / "told").read_text().split()) == (status, told.split())
-
-
-@pytest.mark.full
-def test_the_figures_of_the_plan_are_asked_for_rightly(simt_library: Path) -> None:
-    """Each line of options is parsed as in a real run, which then ends because there is no
-    device."""
-    lines = [part.words for part in gpu_first.parts() if "benchmarks.gpu " in part.words]
-    assert len(lines) >= 7
-    for line in lines:
-        words = line.partition("benchmarks.gpu ")[2].replace('"', "").split()
-        done = gpu(simt_library, *words)
-        assert (
-            done.stderr
-            == "benchmarks.gpu: the simulated device has no speed; --smoke runs everything on it "
-            "once\n"
-        ), line
-
-
-@pytest.mark.parametrize(
-    "capability, arch", [("8.0", "sm_80"), ("8.9", "sm_89"), ("9.0", "sm_90a"), ("10.0", "sm_100a")]
-)
-def test_a_card_is_compiled_for(capability: str, arch: str) -> None:
-    assert gpu_first.architecture(capability) == arch
-
-
-def test_no_gpu_is_said(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "PATH": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    command = [sys.executable, "-m", "benchmarks.gpu_first", "--to", str(tmp_path / "to")]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
-    assert (
-        done.stderr == "benchmarks.gpu_first: found no GPU: nvidia-smi: No such file or directory\n"
-    )
-    assert not (tmp_path / "to").exists()

@@ -1,0 +1,115 @@
+#!/bin/bash
+# The minutes on a borrowed GPU: bits, tests, figures and memory checkers, the most informative parts
+# first. Everything is built beforehand, on a machine with nvcc:
+#
+#     benchmarks/card_run.sh build              # for Hopper, into build/card_run, below 64 MiB
+#     OUT=DIR benchmarks/card_run.sh [PART …]   # on the card; WITHIN=500 (seconds)
+#
+# Each part has a time limit and a log. A part that has passed is not run again, so a second call
+# continues the first. $OUT gets report.txt, with a line for each part, and logs.tgz, with all logs
+# and figures; both are written after each part.
+cd "$(dirname "$0")/.." || exit
+D=${CARD_RUN:-$PWD/build/card_run}; L=$D/log PY=$(command -v python3)
+export D L
+
+if [ "$1" = build ]; then
+  set -e
+  [ "$OUT" ] || rm -rf "$L"
+  export ROLLMESH_CUDA=1 ROLLMESH_CUDA_ARCHS=${ROLLMESH_CUDA_ARCHS:-sm_90a}
+  $PY setup.py -q build --build-lib "$D/lib" --build-temp "$D/cuda"
+  $PY tests/support/cuda_build.py gpu --into "$D"
+  $PY tests/support/cuda_build.py simt_library --into "$D"
+  cp "$D/lib/rollmesh/librollmesh_cuda.so" "$D/cuda/"
+  find "$D" -name '*.[oa]' -delete -o -name '*.gch' -delete
+  rm -r "$D/reference_gpu"
+  strip "$D"/*_gpu "$D"/*_mma "$D"/bench_wgmma "$D"/*.so
+  git describe --always --dirty=+ >"$D/commit"
+  du -sm "$D"
+  exit
+fi
+
+export OUT=${OUT:-$D} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SEED=${SEED:-1} DIR=$D
+# A test without a GPU fails, and what was carried here is not built again.
+export RM_NEEDS_GPU=1 RM_CUDA_BUILD=$D RM_PREBUILT=1 PYTHONPATH=$D/lib
+ONLY=" $* " END=$((SECONDS + ${WITHIN:-500}))
+mkdir -p "$L"
+
+save() {
+  cp "$L/report.txt" "$OUT/" 2>/dev/null
+  tar czf "$OUT/logs.tgz" -C "$D" log 2>/dev/null
+}
+trap save EXIT TERM
+
+part() { # NAME SECONDS COMMAND…
+  local name=$1 limit=$2 begin=$SECONDS left=$((END - SECONDS)) status
+  shift 2
+  [ "$ONLY" != "  " ] && [ "${ONLY/ $name /}" = "$ONLY" ] && return
+  [ -e "$L/$name.done" ] || [ $left -lt 10 ] && return
+  [ "$limit" -gt $left ] && limit=$left
+  timeout -k 5 "$limit" bash -c "$*" >"$L/$name.log" 2>&1 </dev/null
+  status=$?
+  [ $status = 0 ] && touch "$L/$name.done"
+  printf '%-14s status %-3s %4s s  %s\n' "$name" $status $((SECONDS - begin)) \
+    "$(grep -v '^ *$' "$L/$name.log" | tail -1 | cut -c1-140)" | tee -a "$L/report.txt"
+  save
+}
+
+ops() { # FAMILIES WORDS-BEFORE OPTIONS OP…: all pairs at once
+  local families=$1 before=$2 options=$3
+  shift 3
+  for op in "$@"; do for f in $families; do echo "$op $f"; done; done | xargs -P 14 -L 1 sh -c '
+    timeout 100 '"$before"' $D/checkops_gpu --op $0 --isa cuda_$1 --seed $SEED '"$options"' \
+      >$L/op-$1-$0.txt 2>&1 && echo "ok  $0 $1" || { echo "BAD $0 $1 $?"; tail -3 $L/op-$1-$0.txt; }
+  ' | sort | tee "$L/each.txt"
+  ! grep -q BAD "$L/each.txt"
+}
+export -f ops
+
+FMA="gemm gemm_swiglu attention qk_rope_kv lm_head rms_norm router permute static_dispatch combine"
+FMA="$FMA sample embed gather_rows activate head_squares merge_pairs top_logprobs ranks pack"
+MMA="gemm gemm_swiglu attention lm_head qk_rope_kv router embed pack"
+FIGURES="$PY -m benchmarks.gpu --built $D --families cuda_mma --limits $L/limits.json --rounds 3 --budget 3"
+PYTEST="$PY -m pytest -p no:cacheprovider -W default -q -m 'not slow' --durations=8 --maxfail=40"
+T=tests/gpu
+
+part card 20 "cat $D/commit; nvidia-smi; nvidia-smi -q -d CLOCK,POWER,PERFORMANCE | head -70; uname -a; nproc; free -g;
+  $PY -m pip list 2>/dev/null | grep -iE '^(torch|numpy|transformers|pytest|nvidia-nccl|nvidia-cublas)'; true"
+part runs 40 "$D/probe_mma; $PY -m rollmesh doctor"
+# What was carried may not fit the system libraries there.
+grep -q "P3 digest" "$L/runs.log" && grep -q "CUDA kernels .*librollmesh_cuda" "$L/runs.log" ||
+  part build 200 "$0 build && $D/probe_mma"
+part wgmma 25 "$D/bench_wgmma"
+part bits-mma 80 "ops mma '' '--trials 40' $MMA && ops 'mma_tile0 mma_tile1 mma_tile2 mma_tile3' '' \
+  '--trials 20' gemm gemm_swiglu && $D/check_gpu mma_company $SEED"
+part bits-fma 80 "ops fma '' '--trials 40' $FMA"
+part decode-8b 75 "$FIGURES limits decode --shapes dense-8b --sequences 1,8,64,128 --most dense-8b=128 \
+  --context 1024 --steps 32 --out $L/decode-8b.json"
+part tests 110 "$PYTEST -n 8 --dist loadscope -k 'not simt' $T/test_cuda_device.py \
+  $T/test_cuda_device_faults.py $T/test_cuda_captures.py $T/test_cuda_engine.py $T/test_cuda_graphs.py"
+part prefill 50 "$FIGURES prefill --shapes dense-8b,moe-30b-a3b --prefill 512,2048,8192 \
+  --out $L/prefill.json"
+part decode-moe 50 "$FIGURES decode --shapes moe-30b-a3b --sequences 1,8,64,128 --context 1024 \
+  --steps 32 --out $L/decode-moe.json"
+part company 50 "$FIGURES bits --shapes dense-0.6b,moe-30b-a3b --company 2,7,64,256 \
+  --out $L/company.json"
+part ops 60 "$D/bench_mma mma"
+part torch 60 "$PYTEST -n 6 --dist loadscope $T/test_cuda_torch.py $T/test_cuda_grpo.py"
+part grpo 45 "$PY -m rollmesh grpo configs/qwen3_debug.toml --device cuda --out $D/grpo \
+  --set train.steps=10"
+part parity 60 "RM_TEST_DEVICE=cuda RM_TEST_ISA=cuda_mma $PYTEST -n 8 tests/model/test_parity.py \
+  -k bfloat16"
+# Engines are given a longer max_model_len than they use.
+part long 30 "$FIGURES decode --shapes dense-8b --sequences 1,64 --most dense-8b=64 --context 1024 \
+  --steps 32 --set max_model_len=40960 --out $L/long.json"
+part counters 60 "ncu --clock-control none --section SpeedOfLight --section WarpStateStats \
+  --section MemoryWorkloadAnalysis --section Occupancy -c 24 --kernel-name-base demangled \
+  -k 'regex:(few|rows|gemm|segment|tile|logits)_kernel' $D/bench_mma mma"
+part memcheck 70 "ops mma 'compute-sanitizer --tool memcheck --error-exitcode 9 --print-limit 5' \
+  --touch gemm gemm_swiglu attention lm_head router qk_rope_kv"
+part racecheck 70 "ops mma 'compute-sanitizer --tool racecheck --error-exitcode 9 --print-limit 5' \
+  --touch gemm attention lm_head gemm_swiglu"
+part gemm 60 "$FIGURES gemm --shapes dense-8b --gemm-rows 1,2,3,7,16,64,255,1024 --out $L/gemm.json"
+part sync 60 "$FIGURES sync start --shapes dense-8b,dense-0.6b --out $L/sync.json"
+part decode-fma 60 "${FIGURES/cuda_mma/cuda_fma} decode prefill --shapes dense-8b --sequences 1,64 \
+  --prefill 512 --out $L/decode-fma.json"
+cat "$L/report.txt"
