@@ -1,6 +1,6 @@
 #!/bin/bash
-# The minutes on a borrowed GPU: bits, tests, figures and memory checkers, the most informative parts
-# first. Everything is built beforehand, on a machine with nvcc:
+# The minutes on a borrowed GPU: bits, tests, figures and memory checkers, the most informative
+# parts first. Everything is built beforehand, on a machine with nvcc:
 #
 #     benchmarks/card_run.sh build              # for Hopper, into build/card_run, below 64 MiB
 #     OUT=DIR benchmarks/card_run.sh [PART …]   # on the card; WITHIN=500 (seconds)
@@ -68,24 +68,29 @@ export -f ops
 FMA="gemm gemm_swiglu attention qk_rope_kv lm_head rms_norm router permute static_dispatch combine"
 FMA="$FMA sample embed gather_rows activate head_squares merge_pairs top_logprobs ranks pack"
 MMA="gemm gemm_swiglu attention lm_head qk_rope_kv router embed pack"
-FIGURES="$PY -m benchmarks.gpu --built $D --families cuda_mma --limits $L/limits.json --rounds 3 --budget 3"
+FIGURES="$PY -m benchmarks.gpu --built $D --limits $L/limits.json --rounds 3 --budget 3"
+FIGURES="$FIGURES --families cuda_mma"
 PYTEST="$PY -m pytest -p no:cacheprovider -W default -q -m 'not slow' --durations=8 --maxfail=40"
 T=tests/gpu
 
-part card 20 "cat $D/commit; nvidia-smi; nvidia-smi -q -d CLOCK,POWER,PERFORMANCE | head -70; uname -a; nproc; free -g;
-  $PY -m pip list 2>/dev/null | grep -iE '^(torch|numpy|transformers|pytest|nvidia-nccl|nvidia-cublas)'; true"
+part card 20 "cat $D/commit; nvidia-smi; nvidia-smi -q -d CLOCK,POWER,PERFORMANCE | head -70
+  uname -a; nproc; free -g
+  $PY -m pip list 2>/dev/null | grep -iE '^(torch|numpy|transformers|pytest|nvidia-(nccl|cublas))'
+  true"
 part runs 40 "$D/probe_mma; $PY -m rollmesh doctor"
 # What was carried may not fit the system libraries there.
 grep -q "P3 digest" "$L/runs.log" && grep -q "CUDA kernels .*librollmesh_cuda" "$L/runs.log" ||
   part build 200 "$0 build && $D/probe_mma"
 part wgmma 25 "$D/bench_wgmma"
-part bits-mma 80 "ops mma '' '--trials 40' $MMA && ops 'mma_tile0 mma_tile1 mma_tile2 mma_tile3' '' \
-  '--trials 20' gemm gemm_swiglu && $D/check_gpu mma_company $SEED"
+part bits-mma 80 "ops mma '' '--trials 40' $MMA &&
+  ops 'mma_tile0 mma_tile1 mma_tile2 mma_tile3' '' '--trials 20' gemm gemm_swiglu &&
+  $D/check_gpu mma_company $SEED"
 part bits-fma 80 "ops fma '' '--trials 40' $FMA"
-part decode-8b 75 "$FIGURES limits decode --shapes dense-8b --sequences 1,8,64,128 --most dense-8b=128 \
-  --context 1024 --steps 32 --out $L/decode-8b.json"
+part decode-8b 75 "$FIGURES limits decode --shapes dense-8b --sequences 1,8,64,128 \
+  --most dense-8b=128 --context 1024 --steps 32 --out $L/decode-8b.json"
 part tests 110 "$PYTEST -n 8 --dist loadscope -k 'not simt' $T/test_cuda_device.py \
-  $T/test_cuda_device_faults.py $T/test_cuda_captures.py $T/test_cuda_engine.py $T/test_cuda_graphs.py"
+  $T/test_cuda_device_faults.py $T/test_cuda_captures.py $T/test_cuda_engine.py \
+  $T/test_cuda_graphs.py"
 part prefill 50 "$FIGURES prefill --shapes dense-8b,moe-30b-a3b --prefill 512,2048,8192 \
   --out $L/prefill.json"
 part decode-moe 50 "$FIGURES decode --shapes moe-30b-a3b --sequences 1,8,64,128 --context 1024 \
@@ -94,6 +99,14 @@ part company 50 "$FIGURES bits --shapes dense-0.6b,moe-30b-a3b --company 2,7,64,
   --out $L/company.json"
 part ops 60 "$D/bench_mma mma"
 part torch 60 "$PYTEST -n 6 --dist loadscope $T/test_cuda_torch.py $T/test_cuda_grpo.py"
+# torch's NCCL may be older than 2.30.3, and then ranks cannot share a card. One in $D/nccl, made
+# by `make src.lib ONLY_FUNCS="AllGather * *|SendRecv"` for this architecture, has 4 MB. torch finds
+# its own NCCL by its RPATH, then loads it again by path: both variables are needed.
+[ -e "$D/nccl" ] && part nccl 75 "export NCCL_MAX_CTAS=4 CUDA_DEVICE_MAX_CONNECTIONS=32 \
+  CUDA_MODULE_LOADING=EAGER NCCL_DEBUG=INFO NCCL_DEBUG_FILE=$L/nccl-%p.txt NCCL_IB_DISABLE=1 \
+  LD_PRELOAD=$D/nccl/nvidia/nccl/lib/libnccl.so.2 PYTHONPATH=$D/lib:$D/nccl
+  $PYTEST -v -rs -o faulthandler_timeout=15 -m 'not slow and not full and not processes' \
+  --maxfail=3 $T/test_nccl_engine.py $T/test_nccl_replicas.py"
 part grpo 45 "$PY -m rollmesh grpo configs/qwen3_debug.toml --device cuda --out $D/grpo \
   --set train.steps=10"
 part parity 60 "RM_TEST_DEVICE=cuda RM_TEST_ISA=cuda_mma $PYTEST -n 8 tests/model/test_parity.py \

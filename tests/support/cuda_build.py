@@ -159,15 +159,13 @@ def simt_library(into: Path) -> Path:
     the real library can load this one."""
     target = into / "librollmesh_simt.so"
     flags = ["-shared", "-pthread", "-Wl,-z,noexecstack,-z,defs"]
-    link = [
-        os.environ.get("CXX", "g++"),
-        *flags,
-        *simt_objects(into, simt_sources()),
-        "-lm",
-        "-o",
-        str(target),
-    ]
-    return once(target, lambda: run(link, dict(os.environ)))
+
+    def make() -> None:
+        objects = simt_objects(into, simt_sources())
+        link = [os.environ.get("CXX", "g++"), *flags, *objects, "-lm", "-o", str(target)]
+        run(link, dict(os.environ))
+
+    return once(target, make)
 
 
 def gpu(into: Path) -> Path:
