@@ -81,7 +81,7 @@ __global__ void wgmma_kernel(const problem *problems, result *results, int *ther
   const problem *first = problems + 4 * blockIdx.x, &p = first[warp];
   for (int i = static_cast<int>(threadIdx.x); i < N * 16; i += 128)
     b[i / 128][i / 64 % 2][i / 8 % 8][i % 8] = first->b[i / 64 % 2 * 8 + i % 8][i / 8 % 8];
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
   float d[N / 2];
   for (int i = 0; i < N / 2; i++) d[i] = p.c[g + i % 4 / 2 * 8][t + i % 2];
