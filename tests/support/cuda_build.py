@@ -28,7 +28,7 @@ from native_build import ROOT, once, run
 SIMT = ROOT / "tests" / "gpu" / "simt"
 CHECKOPS = sorted((native_build.FOLDER / "checkops").glob("*.c"))
 PROGRAMS = {
-    "check": [SIMT / "check.cpp", SIMT / "check_mma.cpp"],
+    "check": [SIMT / "check.cpp", SIMT / "check_mma.cpp", SIMT / "check_model.cpp"],
     "checkops": [
         SIMT / "checkops_cuda.cpp",
         *(path for path in CHECKOPS if path.stem not in ("cpu", "machine")),

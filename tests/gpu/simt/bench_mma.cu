@@ -1,6 +1,6 @@
 // bench_mma.cu: the rates of a table's ops on this card, one op at a time: GB/s of weights or of
 // keys and values for few rows, TFLOP/s for many, beside the rate of a kernel that only reads.
-//   bench_mma [mma | fma]
+//   bench_mma [mma | fma] [NAME]   the rates of the ops whose line contains NAME, for a profiler
 //   bench_mma read     only the rate of the reading kernel, GB/s
 #include "rm_cuda.h"
 
@@ -75,7 +75,9 @@ struct bench {
   const rm_kernels *table;
   rm_ctx ctx;
   double limit; // GB/s
+  const char *only; // part of the names of the ops to run
 
+  bool runs(const char *what) const { return strstr(what, only) != nullptr; }
   void say(const char *what, double ms, double bytes, double flops) const {
     const double rate = bytes / ms * 1e-6;
     printf("%-58s %9.1f us %8.0f GB/s %5.1f %% of reading %8.1f TFLOP/s\n", what, ms * 1e3, rate,
@@ -98,6 +100,10 @@ double reading(cudaStream_t stream) {
 // groups: experts; each row goes to top_k of them.
 void gemm(const bench &b, const char *name, int64_t m, int64_t n, int64_t k, bool swiglu,
           int64_t groups = 0) {
+  char what[100];
+  snprintf(what, sizeof what, "%s rows=%ld n=%ld k=%ld groups=%ld", name, static_cast<long>(m),
+           static_cast<long>(n), static_cast<long>(k), static_cast<long>(groups));
+  if (!b.runs(what)) return;
   const int64_t stride = rm_packed_elems(swiglu ? rm_gate_up_rows(n) : n, k),
                 all = stride * rm_max64(1, groups);
   const int64_t copies = rm_max64(1, static_cast<int64_t>(BEYOND_L2 / 2) / all);
@@ -115,15 +121,16 @@ void gemm(const bench &b, const char *name, int64_t m, int64_t n, int64_t k, boo
     a.w = w + i % copies * all;
     (swiglu ? b.table->gemm_swiglu : b.table->gemm)(&b.ctx, &a);
   });
-  char what[100];
-  snprintf(what, sizeof what, "%s rows=%ld n=%ld k=%ld groups=%ld", name, static_cast<long>(m),
-           static_cast<long>(n), static_cast<long>(k), static_cast<long>(groups));
   const double read = static_cast<double>(stride * (groups ? rm_min64(groups, m) : 1)) * 2.0;
   b.say(what, ms, read, 2.0 * static_cast<double>(m * n * k) * (swiglu ? 2.0 : 1.0));
   must(cudaFree(w)), must(cudaFree(x)), must(cudaFree(y)), must(cudaFree(group_rows));
 }
 
 void lm_head(const bench &b, int64_t rows, int64_t vocab, int64_t hidden) {
+  char what[100];
+  snprintf(what, sizeof what, "lm_head rows=%ld vocab=%ld hidden=%ld", static_cast<long>(rows),
+           static_cast<long>(vocab), static_cast<long>(hidden));
+  if (!b.runs(what)) return;
   const size_t elems = static_cast<size_t>(rm_packed_elems(vocab, hidden));
   uint16_t *w = numbers(elems), *x = numbers(static_cast<size_t>(rows * hidden)),
            *out = numbers(static_cast<size_t>(rows) * 8);
@@ -135,9 +142,6 @@ void lm_head(const bench &b, int64_t rows, int64_t vocab, int64_t hidden) {
   a.dtype = RM_BF16;
   const double ms =
       time_of(static_cast<cudaStream_t>(b.ctx.stream), [&](int) { b.table->lm_head(&b.ctx, &a); });
-  char what[100];
-  snprintf(what, sizeof what, "lm_head rows=%ld vocab=%ld hidden=%ld", static_cast<long>(rows),
-           static_cast<long>(vocab), static_cast<long>(hidden));
   b.say(what, ms, static_cast<double>(elems) * 2.0,
         2.0 * static_cast<double>(rows * vocab * hidden));
   must(cudaFree(w)), must(cudaFree(x)), must(cudaFree(out)), must(cudaFree(logits));
@@ -147,6 +151,11 @@ void lm_head(const bench &b, int64_t rows, int64_t vocab, int64_t hidden) {
 void attention(const bench &b, int64_t n_seqs, int64_t each, int64_t context, int64_t heads,
                int64_t kv_heads, int64_t head_dim) {
   const int64_t page_size = 64, pages = (context + page_size - 1) / page_size, rows = n_seqs * each;
+  char what[100];
+  snprintf(what, sizeof what, "attention seqs=%ld rows=%ld context=%ld heads=%ld/%ld",
+           static_cast<long>(n_seqs), static_cast<long>(rows), static_cast<long>(context),
+           static_cast<long>(heads), static_cast<long>(kv_heads));
+  if (!b.runs(what)) return;
   std::vector<int32_t> positions, seqs, tables;
   for (int64_t s = 0; s < n_seqs; s++)
     for (int64_t i = 0; i < each; i++)
@@ -165,10 +174,6 @@ void attention(const bench &b, int64_t n_seqs, int64_t each, int64_t context, in
   a.dtype = RM_BF16;
   const double ms = time_of(static_cast<cudaStream_t>(b.ctx.stream),
                             [&](int) { b.table->attention(&b.ctx, &a); });
-  char what[100];
-  snprintf(what, sizeof what, "attention seqs=%ld rows=%ld context=%ld heads=%ld/%ld",
-           static_cast<long>(n_seqs), static_cast<long>(rows), static_cast<long>(context),
-           static_cast<long>(heads), static_cast<long>(kv_heads));
   const double live = static_cast<double>(rows) *
                       (static_cast<double>(context) - static_cast<double>(each - 1) / 2.0);
   b.say(what, ms, static_cast<double>(cache) * 4.0,
@@ -191,6 +196,7 @@ int main(int argc, char **argv) {
     return 0;
   }
   b.table = argc > 1 && !strcmp(argv[1], "fma") ? rm_kernels_cuda() : rm_kernels_cuda_mma();
+  b.only = argc > 2 ? argv[2] : "";
   rm_limits limits = {};
   limits.max_rows = 4096, limits.max_k = 12288, limits.max_n = 24576, limits.vocab = 151936,
   limits.n_heads = 32, limits.n_kv_heads = 8;

@@ -117,7 +117,7 @@ template <int COLS> __global__ void __launch_bounds__(THREADS, 1) wgmma_kernel(p
 #pragma unroll 1
     for (int at = split; at < split + OF_SPLIT; at++) {
       rm_copies_wait<STAGES - 3>();
-      asm volatile("fence.proxy.async;" ::
+      asm volatile("fence.proxy.async.shared::cta;" ::
                        : "memory"); // copies are threads' writes, which the tensor core reads
       // This stage has arrived, and the stage before the last is no longer multiplied.
       __syncthreads();

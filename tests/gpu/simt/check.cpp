@@ -1,7 +1,7 @@
 // check.cpp: properties of the kernels of kernels/cuda for tensor cores, and faulty kernels for the
 // fibres of simt.h. tests/support/native/checkops compares the ops with the reference.
 //
-//   check mma_places | mma_company SEED
+//   check mma_places | mma_company SEED | mma_model SEED
 //       Prints "OK cases=… elements=…", or the first difference.
 //   check barrier | left | mixed | mma | copies | matrices | matrices_between | unasked | shared |
 //         shared_end | misaligned | buffer | unloaded | race | warp_race
@@ -119,12 +119,15 @@ static int faulty(const char *) { return 2; }
 
 int main(int argc, char **argv) {
   const bool is_places = argc > 1 && !strcmp(argv[1], "mma_places"),
-             is_company = argc > 2 && !strcmp(argv[1], "mma_company");
+             is_company = argc > 2 && !strcmp(argv[1], "mma_company"),
+             is_model = argc > 2 && !strcmp(argv[1], "mma_model");
   if (argc < 2) return 2;
-  if (!is_places && !is_company) return faulty(argv[1]);
+  if (!is_places && !is_company && !is_model) return faulty(argv[1]);
   const uint32_t saved = rm_fp_enter();
-  const bool ok =
-      is_places ? check_mma_places() : check_mma_company(strtoull(argv[2], nullptr, 10));
+  const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 0;
+  const bool ok = is_places    ? check_mma_places()
+                  : is_company ? check_mma_company(seed)
+                               : check_mma_model(seed);
   rm_fp_leave(saved);
   if (ok) printf("OK cases=%ld elements=%ld\n", cases, elements);
   return ok ? 0 : 1;

@@ -10,4 +10,4 @@
 // Compares bits, counts a case of `count` elements, and prints where they differ.
 bool same(const char *what, const void *got, const void *want, size_t bytes, int64_t count);
 
-bool check_mma_places(), check_mma_company(uint64_t seed);
+bool check_mma_places(), check_mma_company(uint64_t seed), check_mma_model(uint64_t seed);

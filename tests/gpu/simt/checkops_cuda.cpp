@@ -56,7 +56,12 @@ int device_variants(variant *out) {
   return n;
 }
 
-int device_open() { return 0; }
+int device_open() {
+#ifndef RM_SIMT
+  gpu_choose_mma_oracle();
+#endif
+  return 0;
+}
 void device_close() {}
 
 // A card chooses its order of the threads itself, in both runs.

@@ -1,18 +1,7 @@
 // gpu.cu: gpu.h over the CUDA runtime, and one output of the family cuda_mma by its instruction,
-// for the oracle.
+// for the oracle on a card that differs from the model.
 #include "gpu.h"
-#include "mma.cuh"
-
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <cuda_runtime.h>
-
-static void must(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  printf("CUDA: %s\n", cudaGetErrorString(error));
-  exit(4);
-}
+#include "mma_cases.cuh"
 
 void simt_order(bool) {}
 
@@ -22,10 +11,22 @@ void simt_finish() {
 }
 
 void *simt_buffer(size_t bytes) {
+  constexpr size_t SMALL = 1 << 20; // managed memory costs page faults at each change of sides
   void *p = nullptr;
-  must(cudaMallocManaged(&p, bytes ? bytes : 1));
+  if (bytes < SMALL) must(cudaHostAlloc(&p, bytes ? bytes : 1, cudaHostAllocMapped));
+  else must(cudaMallocManaged(&p, bytes));
   memset(p, 0xff, bytes);
   return p;
+}
+
+extern "C" int gpu_is_mma_oracle;
+int gpu_is_mma_oracle;
+
+void gpu_choose_mma_oracle() {
+  const bool differs = compare_model(782, 1).differ != 0;
+  const char *chosen = getenv("RM_MMA_ORACLE");
+  gpu_is_mma_oracle = chosen ? !strcmp(chosen, "card") : differs;
+  if (gpu_is_mma_oracle) printf("the oracle of cuda_mma uses the card's instruction\n");
 }
 
 // Row 0 of A and column 0 of B are the operands, the others are zero: the product has one place,

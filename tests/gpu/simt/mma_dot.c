@@ -11,13 +11,16 @@
 
 enum { STEP = 16, SPLIT = 512, MAX_K = 1 << 14 };
 
+#ifdef RM_ON_GPU // gpu.cu
+extern int gpu_is_mma_oracle; // whether sums come from the card's own instruction
+float gpu_mma_chain(const uint16_t *a, const uint16_t *b, int64_t k);
+#endif
+
 // Σ a·b over k, which is a multiple of STEP, in the family's order.
-#ifdef RM_ON_GPU
-float gpu_mma_chain(const uint16_t *a, const uint16_t *b,
-                    int64_t k); // gpu.cu: one output by the instruction itself
-#define mma_chain gpu_mma_chain
-#else
 static float mma_chain(const uint16_t *a, const uint16_t *b, int64_t k) {
+#ifdef RM_ON_GPU
+  if (gpu_is_mma_oracle) return gpu_mma_chain(a, b, k);
+#endif
   float acc = 0.0f;
   for (int64_t k0 = 0; k0 < k; k0 += SPLIT) {
     float s = 0.0f;
@@ -26,7 +29,6 @@ static float mma_chain(const uint16_t *a, const uint16_t *b, int64_t k) {
   }
   return acc;
 }
-#endif
 
 float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total) {
   if (dtype == RM_F32) return fma_dot(dtype, x, w, n, k_total);
@@ -44,9 +46,10 @@ float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_
 float rm_ref_values_dot(rm_dtype dtype, const float *p, const float *v) {
   if (dtype == RM_F32) return fma_values_dot(dtype, p, v);
   uint16_t a[RM_ATTN_BLOCK], b[RM_ATTN_BLOCK];
+  // Both are bfloat16 already. A conversion would flush denormals, which the instruction keeps.
   for (int i = 0; i < RM_ATTN_BLOCK; i++) {
-    a[i] = rm_f32_to_bf16(v[i]);
-    b[i] = rm_f32_to_bf16(p[i]);
+    a[i] = (uint16_t)(rm_bits(v[i]) >> 16);
+    b[i] = (uint16_t)(rm_bits(p[i]) >> 16);
   }
   return mma_chain(a, b, RM_ATTN_BLOCK);
 }

@@ -7,64 +7,28 @@
 //       the position of a product among the 16
 //   P3  a digest of 4096 results, to be compared between cards
 //   P4  the bits of a sum of zeros and NaNs
-//   P5  wgmma m64n8k16 and m64n128k16, A from registers, are bit-identical to mma.sync
+//   P5  wgmma m64nNk16 is bit-identical to mma.sync, with A from registers and from shared memory
 //   P6  whether denormal operands, accumulators and results are kept
 //   P7  the error against exact sums, in units of 2^-23 of the largest term
 //   P8  the result of -ftz for a value just below the smallest normal number, and the result of
 //       this machine's CPU; if they differ, cuda_fma is bit-identical to x86 except for such values
-#include "mma.cuh"
+//   P9  how many of a million results differ from those of the model (mma_model.h), and the
+//       operands of the first ones of each kind
+#include "mma_cases.cuh"
 #include "wgmma.h"
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <immintrin.h>
-#include <vector>
 
 namespace {
 
-constexpr int CASES = 4096, KINDS = 6;
-
-struct problem {
-  uint16_t a[16][16], b[16][8]; // [row][k], [k][col]
-  float c[16][8];
-};
-struct result {
-  float d[16][8];
-};
-
-void must(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  printf("CUDA: %s\n", cudaGetErrorString(error));
-  exit(4);
-}
-
-__device__ uint32_t pair_of(uint16_t even, uint16_t odd) {
-  return even | static_cast<uint32_t>(odd) << 16;
-}
-
-__device__ uint4 load_a(const uint16_t (*a)[16], int lane) {
-  const int g = lane / 4, t = lane % 4 * 2;
-  return {pair_of(a[g][t], a[g][t + 1]), pair_of(a[g + 8][t], a[g + 8][t + 1]),
-          pair_of(a[g][t + 8], a[g][t + 9]), pair_of(a[g + 8][t + 8], a[g + 8][t + 9])};
-}
-
-__global__ void mma_kernel(const problem *problems, result *results) {
-  const problem &p = problems[blockIdx.x];
-  const int lane = static_cast<int>(threadIdx.x), g = lane / 4, t = lane % 4 * 2;
-  float c[4];
-  for (int i = 0; i < 4; i++) c[i] = p.c[g + i / 2 * 8][t + i % 2];
-  rm_mma16(c, load_a(p.a, lane),
-           {pair_of(p.b[t][g], p.b[t + 1][g]), pair_of(p.b[t + 8][g], p.b[t + 9][g])});
-  for (int i = 0; i < 4; i++) results[blockIdx.x].d[g + i / 2 * 8][t + i % 2] = c[i];
-}
+constexpr int CASES = 4096;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// B in shared memory without a swizzle: core matrices of 8 columns × 16 bytes of k, 128 bytes from
-// one k to the next and 256 from 8 columns to the next 8.
-__device__ uint64_t descriptor(const void *b) {
-  const uint64_t at = __cvta_generic_to_shared(b);
+// An operand in shared memory without a swizzle: core matrices of 8 rows of A, or columns of B, by
+// 16 bytes of k, 128 bytes from one k to the next and 256 from one 8 to the next.
+__device__ uint64_t descriptor(const void *operand) {
+  const uint64_t at = __cvta_generic_to_shared(operand);
   return (at & 0x3ffff) >> 4 | static_cast<uint64_t>(128 >> 4) << 16 |
          static_cast<uint64_t>(256 >> 4) << 32;
 }
@@ -72,21 +36,25 @@ __device__ uint64_t descriptor(const void *b) {
 
 // The 4 problems from 4·blockIdx.x on fill the 64 rows; the columns of all of them are those of the
 // first, repeated N / 8 times.
-template <int N>
+template <int N, bool A_IS_SHARED>
 __global__ void wgmma_kernel(const problem *problems, result *results, int *there) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  __shared__ __align__(128) uint16_t b[N / 8][2][8][8];
+  __shared__ __align__(128) uint16_t a[64 / 8][2][8][8], b[N / 8][2][8][8];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
             g = lane / 4, t = lane % 4 * 2;
   const problem *first = problems + 4 * blockIdx.x, &p = first[warp];
+  for (int i = static_cast<int>(threadIdx.x); i < 64 * 16; i += 128)
+    a[i / 128][i / 64 % 2][i / 8 % 8][i % 8] =
+        first[i / 256].a[i / 128 % 2 * 8 + i / 8 % 8][i / 64 % 2 * 8 + i % 8];
   for (int i = static_cast<int>(threadIdx.x); i < N * 16; i += 128)
     b[i / 128][i / 64 % 2][i / 8 % 8][i % 8] = first->b[i / 64 % 2 * 8 + i % 8][i / 8 % 8];
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
   float d[N / 2];
   for (int i = 0; i < N / 2; i++) d[i] = p.c[g + i % 4 / 2 * 8][t + i % 2];
   rm_wgmma_arrive();
-  rm_wgmma(d, load_a(p.a, lane), descriptor(b));
+  if constexpr (A_IS_SHARED) rm_wgmma(d, descriptor(a), descriptor(b));
+  else rm_wgmma(d, load_a(p.a, lane), descriptor(b));
   rm_wgmma_commit();
   rm_wgmma_wait<0>();
   float *out = results[4 * blockIdx.x + warp].d[0];
@@ -97,57 +65,6 @@ __global__ void wgmma_kernel(const problem *problems, result *results, int *ther
 #else
   if (threadIdx.x == 0) *there = -1;
 #endif
-}
-
-uint64_t state = 1;
-uint32_t random_bits() {
-  state = state * 6364136223846793005u + 1442695040888963407u;
-  return static_cast<uint32_t>(state >> 33) ^ static_cast<uint32_t>(state >> 13);
-}
-// Random sign and fraction; exponents: near 1, far apart, huge, denormal, mixed with zeros, or all
-// equal.
-uint16_t number(int kind) {
-  const uint32_t sign = random_bits() & 0x8000u, fraction = random_bits() & 0x7fu;
-  const uint32_t exponent = kind == 1   ? 100 + random_bits() % 56
-                            : kind == 2 ? 180 + random_bits() % 10
-                            : kind == 3 ? random_bits() % 2 * (random_bits() % 140)
-                            : kind == 4 ? random_bits() % 3 * 60
-                            : kind == 5 ? 127
-                                        : 124 + random_bits() % 4;
-  return static_cast<uint16_t>(kind == 4 && exponent == 0 ? sign : sign | exponent << 7 | fraction);
-}
-
-problem random_problem(int kind) {
-  problem p;
-  for (auto &row : p.a)
-    for (uint16_t &x : row) x = number(kind);
-  for (auto &row : p.b)
-    for (uint16_t &x : row) x = number(kind == 2 ? 0 : kind);
-  for (auto &row : p.c)
-    for (float &x : row)
-      x = rm_bf16_to_f32(number(kind)) * (random_bits() % 2 ? 1.0f : 0x1.234568p0f);
-  if (kind == 5) // the second eight products nearly cancel the first eight
-    for (auto &row : p.a)
-      for (int k = 0; k < 8; k++)
-        row[k + 8] = static_cast<uint16_t>(row[k] ^ 0x8000u ^ (random_bits() % 8 == 0));
-  if (kind == 5)
-    for (int k = 0; k < 8; k++) memcpy(p.b[k + 8], p.b[k], sizeof p.b[k]);
-  return p;
-}
-
-std::vector<result> run(const std::vector<problem> &problems) {
-  problem *p;
-  result *r;
-  must(cudaMallocManaged(&p, problems.size() * sizeof *p));
-  must(cudaMallocManaged(&r, problems.size() * sizeof *r));
-  memcpy(p, problems.data(), problems.size() * sizeof *p);
-  mma_kernel<<<static_cast<unsigned>(problems.size()), 32>>>(p, r);
-  must(cudaGetLastError());
-  must(cudaDeviceSynchronize());
-  std::vector<result> results(r, r + problems.size());
-  must(cudaFree(p));
-  must(cudaFree(r));
-  return results;
 }
 
 // Equal bits, or two NaNs.
@@ -230,6 +147,25 @@ int zeros(const std::vector<problem> &all, const std::vector<result> &want) {
     snprintf(line, sizeof line, "P2 a step of %s leaves the sum as it is", names[how]);
     wrong |= say(line, differing(got, sums));
   }
+  // The smallest and the largest number beside zeros, against sums where both would be seen.
+  std::vector<problem> small = all;
+  std::vector<result> kept = want;
+  for (size_t i = 0; i < all.size(); i++) {
+    for (int k = 0; k < 16; k++) {
+      const bool a_is_zero = random_bits() % 2;
+      const auto operand = [](bool is_zero) {
+        const uint32_t x = is_zero ? 0 : random_bits() % 2 ? 0x7f7fu : 0x0001u;
+        return static_cast<uint16_t>(x | (random_bits() & 0x8000u));
+      };
+      for (auto &row : small[i].a) row[k] = operand(a_is_zero);
+      for (uint16_t &x : small[i].b[k]) x = operand(!a_is_zero);
+    }
+    for (int at = 0; at < OUTPUTS; at++)
+      kept[i].d[at / 8][at % 8] = small[i].c[at / 8][at % 8] =
+          rm_float((random_bits() & 0x807fffffu) | (1 + random_bits() % 27) << 23);
+  }
+  wrong |= say("P2 ... and zeros against 0x7f7f and 0x0001 a sum of 2^-126 to 2^-100",
+               differing(run(small), kept));
   std::vector<problem> turned = all, half = all, low = all;
   for (size_t i = 0; i < all.size(); i++)
     for (int k = 0; k < 16; k++) {
@@ -246,35 +182,50 @@ int zeros(const std::vector<problem> &all, const std::vector<result> &want) {
                      differing(run(half), run(low)), false);
 }
 
+struct wide_operands {
+  problem *p;
+  result *r;
+  int *there;
+};
+
+// Returns whether this card has wgmma.
+template <int N, bool A_IS_SHARED>
+bool is_like(const wide_operands &o, const std::vector<result> &want) {
+  int there = 1;
+  std::vector<result> got(want.size());
+  must(cudaMemcpy(o.there, &there, sizeof there, cudaMemcpyHostToDevice));
+  wgmma_kernel<N, A_IS_SHARED><<<static_cast<unsigned>(want.size() / 4), 128>>>(o.p, o.r, o.there);
+  must(cudaGetLastError());
+  must(cudaMemcpy(&there, o.there, sizeof there, cudaMemcpyDeviceToHost));
+  must(cudaMemcpy(got.data(), o.r, got.size() * sizeof *o.r, cudaMemcpyDeviceToHost));
+  if (there < 0) return false;
+  char line[90];
+  snprintf(line, sizeof line, "P5 wgmma m64n%dk16, A from %s, gives the bits of mma.sync", N,
+           A_IS_SHARED ? "shared memory" : "registers");
+  say(line, differing(got, want) + !there, false);
+  return true;
+}
+
+template <int N> bool is_like(const wide_operands &o, const std::vector<result> &want) {
+  return is_like<N, false>(o, want) && is_like<N, true>(o, want);
+}
+
 void wide(const std::vector<problem> &all) {
   std::vector<problem> same_columns = all;
   for (size_t i = 0; i < all.size(); i++)
     memcpy(same_columns[i].b, all[i / 4 * 4].b, sizeof all[i].b);
   const std::vector<result> want = run(same_columns);
-  problem *p;
-  result *r;
-  int *there;
-  must(cudaMallocManaged(&p, all.size() * sizeof *p));
-  must(cudaMallocManaged(&r, all.size() * sizeof *r));
-  must(cudaMallocManaged(&there, sizeof *there));
-  memcpy(p, same_columns.data(), all.size() * sizeof *p);
-  for (int n = 8; n <= 128; n += 120) {
-    *there = 1;
-    if (n == 8) wgmma_kernel<8><<<static_cast<unsigned>(all.size() / 4), 128>>>(p, r, there);
-    else wgmma_kernel<128><<<static_cast<unsigned>(all.size() / 4), 128>>>(p, r, there);
-    must(cudaGetLastError());
-    must(cudaDeviceSynchronize());
-    if (*there < 0) {
-      printf("P5 no wgmma here\n");
-      break;
-    }
-    char line[60];
-    snprintf(line, sizeof line, "P5 wgmma m64n%dk16 gives the bits of mma.sync", n);
-    say(line, differing(std::vector<result>(r, r + all.size()), want) + !*there, false);
-  }
-  must(cudaFree(p));
-  must(cudaFree(r));
-  must(cudaFree(there));
+  wide_operands o = {};
+  must(cudaMalloc(&o.p, all.size() * sizeof *o.p));
+  must(cudaMalloc(&o.r, all.size() * sizeof *o.r));
+  must(cudaMalloc(&o.there, sizeof *o.there));
+  must(cudaMemcpy(o.p, same_columns.data(), all.size() * sizeof *o.p, cudaMemcpyHostToDevice));
+  if (!(is_like<8>(o, want) && is_like<64>(o, want) && is_like<128>(o, want) &&
+        is_like<256>(o, want)))
+    printf("P5 no wgmma here\n");
+  must(cudaFree(o.p));
+  must(cudaFree(o.r));
+  must(cudaFree(o.there));
 }
 
 uint64_t digest(const std::vector<result> &results) {
@@ -328,39 +279,47 @@ void errors(const std::vector<problem> &all, const std::vector<result> &got, int
 }
 
 // [0]: 24 bits below 2^-126, tiny before rounding and after; [1]: rounds to 2^-126, and is tiny
-// only before rounding.
+// only before rounding. A quotient cannot be that near: [1] is the nearest one, half of the
+// smallest denormal below 2^-126. A square root is tiny only for a denormal operand.
 struct flushed {
-  float fma[2], product[2];
+  float fma[2], product[2], quotient[2], root[2];
 };
 __host__ __device__ void make_flushed(flushed *out, const volatile float *in) {
   for (int i = 0; i < 2; i++) {
-    const float a = in[2 * i], b = in[2 * i + 1];
+    const float a = in[2 * i], b = in[2 * i + 1], x = in[4 + 2 * i], y = in[5 + 2 * i];
     out->fma[i] = fmaf(a, b, 0.0f);
     out->product[i] = a * b;
+    out->quotient[i] = x / y;
+    out->root[i] = sqrtf(in[8 + i]);
   }
 }
 __global__ void flush_kernel(flushed *out, const float *in) { make_flushed(out, in); }
 
 void flushes() {
-  const float operands[4] = {1.0f - 0x1p-24f, 0x1p-126f, 1.0f - 0x1p-13f,
-                             (1.0f + 0x1p-13f) * 0x1p-126f};
+  const float operands[10] = {1.0f - 0x1p-24f,  0x1p-126f,
+                              1.0f - 0x1p-13f,  (1.0f + 0x1p-13f) * 0x1p-126f,
+                              1.0f - 0x1p-23f,  (1.0f - 0x1p-24f) * 0x1p126f,
+                              1.0f - 0x1p-24f,  0x1p126f,
+                              0x0.fffffep-126f, 0x1p-126f};
   float *in;
-  flushed *out, here;
-  must(cudaMallocManaged(&in, sizeof operands));
-  must(cudaMallocManaged(&out, sizeof *out));
-  memcpy(in, operands, sizeof operands);
+  flushed *out, here, card;
+  must(cudaMalloc(&in, sizeof operands));
+  must(cudaMalloc(&out, sizeof *out));
+  must(cudaMemcpy(in, operands, sizeof operands, cudaMemcpyHostToDevice));
   const unsigned saved = _mm_getcsr();
   // Denormal results and operands become zero, as in the CPU's kernels.
   _mm_setcsr(saved | 0x8040);
-  make_flushed(&here, in);
+  make_flushed(&here, operands);
   _mm_setcsr(saved);
   flush_kernel<<<1, 1>>>(out, in);
   must(cudaGetLastError());
-  must(cudaDeviceSynchronize());
+  must(cudaMemcpy(&card, out, sizeof card, cudaMemcpyDeviceToHost));
   for (int i = 0; i < 2; i++)
-    printf("P8 %s 2^-126, here | on the card: fma %08x | %08x, product %08x | %08x\n",
-           i ? "rounded to" : "just below", rm_bits(here.fma[i]), rm_bits(out->fma[i]),
-           rm_bits(here.product[i]), rm_bits(out->product[i]));
+    printf("P8 %s 2^-126, here | on the card: fma %08x | %08x, product %08x | %08x, quotient %08x "
+           "| %08x, root %08x | %08x\n",
+           i ? "rounded to" : "just below", rm_bits(here.fma[i]), rm_bits(card.fma[i]),
+           rm_bits(here.product[i]), rm_bits(card.product[i]), rm_bits(here.quotient[i]),
+           rm_bits(card.quotient[i]), rm_bits(here.root[i]), rm_bits(card.root[i]));
   must(cudaFree(in));
   must(cudaFree(out));
 }
@@ -378,5 +337,6 @@ int main() {
   wide(all);
   for (int kind = 0; kind < KINDS; kind++) errors(all, want, kind);
   flushes();
+  compare_model(8192, 3);
   return wrong;
 }
