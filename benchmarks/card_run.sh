@@ -19,10 +19,11 @@ if [ "$1" = build ]; then
   $PY setup.py -q build --build-lib "$D/lib" --build-temp "$D/cuda"
   $PY tests/support/cuda_build.py gpu --into "$D"
   $PY tests/support/cuda_build.py simt_library --into "$D"
+  cp "$($PY tests/support/native_build.py checkops)" "$D/"
   cp "$D/lib/rollmesh/librollmesh_cuda.so" "$D/cuda/"
   find "$D" -name '*.[oa]' -delete -o -name '*.gch' -delete
   rm -r "$D/reference_gpu"
-  strip "$D"/*_gpu "$D"/*_mma "$D"/bench_wgmma "$D"/*.so
+  strip "$D"/checkops "$D"/*_gpu "$D"/*_mma "$D"/bench_wgmma "$D"/*.so
   git describe --always --dirty=+ >"$D/commit"
   du -sm "$D"
   exit
@@ -46,7 +47,7 @@ part() { # NAME SECONDS COMMAND…
   [ "$ONLY" != "  " ] && [ "${ONLY/ $name /}" = "$ONLY" ] && return
   [ -e "$L/$name.done" ] || [ $left -lt 10 ] && return
   [ "$limit" -gt $left ] && limit=$left
-  timeout -k 5 "$limit" bash -c "$*" >"$L/$name.log" 2>&1 </dev/null
+  PART=$name timeout -k 5 "$limit" bash -c "$*" >"$L/$name.log" 2>&1 </dev/null
   status=$?
   [ $status = 0 ] && touch "$L/$name.done"
   printf '%-14s status %-3s %4s s  %s\n' "$name" $status $((SECONDS - begin)) \
@@ -59,7 +60,8 @@ ops() { # FAMILIES WORDS-BEFORE OPTIONS OP…: all pairs at once
   shift 3
   for op in "$@"; do for f in $families; do echo "$op $f"; done; done | xargs -P 14 -L 1 sh -c '
     timeout 100 '"$before"' $D/checkops_gpu --op $0 --isa cuda_$1 --seed $SEED '"$options"' \
-      >$L/op-$1-$0.txt 2>&1 && echo "ok  $0 $1" || { echo "BAD $0 $1 $?"; tail -3 $L/op-$1-$0.txt; }
+      >$L/$PART-$1-$0.txt 2>&1 && echo "ok  $0 $1" ||
+      { echo "BAD $0 $1 $?"; tail -n 3 $L/$PART-$1-$0.txt; }
   ' | sort | tee "$L/each.txt"
   ! grep -q BAD "$L/each.txt"
 }
@@ -82,15 +84,14 @@ part runs 40 "$D/probe_mma; $PY -m rollmesh doctor"
 grep -q "P3 digest" "$L/runs.log" && grep -q "CUDA kernels .*librollmesh_cuda" "$L/runs.log" ||
   part build 200 "$0 build && $D/probe_mma"
 part wgmma 25 "$D/bench_wgmma"
-part bits-mma 80 "ops mma '' '--trials 40' $MMA &&
-  ops 'mma_tile0 mma_tile1 mma_tile2 mma_tile3' '' '--trials 20' gemm gemm_swiglu &&
+part bits-mma 80 "ops mma '' '' $MMA &&
+  ops 'mma_tile0 mma_tile1 mma_tile2 mma_tile3' '' '--trials 100' gemm gemm_swiglu &&
   $D/check_gpu mma_company $SEED"
-part bits-fma 80 "ops fma '' '--trials 40' $FMA"
+part bits-fma 80 "ops fma '' '' $FMA"
 part decode-8b 75 "$FIGURES limits decode --shapes dense-8b --sequences 1,8,64,128 \
   --most dense-8b=128 --context 1024 --steps 32 --out $L/decode-8b.json"
-part tests 110 "$PYTEST -n 8 --dist loadscope -k 'not simt' $T/test_cuda_device.py \
-  $T/test_cuda_device_faults.py $T/test_cuda_captures.py $T/test_cuda_engine.py \
-  $T/test_cuda_graphs.py"
+part tests 150 "$PYTEST -n 10 --dist loadscope -k 'not simt' $T \
+  --ignore=$T/test_gpu_benchmarks.py --ignore-glob=$T/test_nccl_*"
 part prefill 50 "$FIGURES prefill --shapes dense-8b,moe-30b-a3b --prefill 512,2048,8192 \
   --out $L/prefill.json"
 part decode-moe 50 "$FIGURES decode --shapes moe-30b-a3b --sequences 1,8,64,128 --context 1024 \
@@ -98,7 +99,6 @@ part decode-moe 50 "$FIGURES decode --shapes moe-30b-a3b --sequences 1,8,64,128 
 part company 50 "$FIGURES bits --shapes dense-0.6b,moe-30b-a3b --company 2,7,64,256 \
   --out $L/company.json"
 part ops 60 "$D/bench_mma mma"
-part torch 60 "$PYTEST -n 6 --dist loadscope $T/test_cuda_torch.py $T/test_cuda_grpo.py"
 # torch's NCCL may be older than 2.30.3, and then ranks cannot share a card. One in $D/nccl, made
 # by `make src.lib ONLY_FUNCS="AllGather * *|SendRecv"` for this architecture, has 4 MB. torch finds
 # its own NCCL by its RPATH, then loads it again by path: both variables are needed.
@@ -114,6 +114,12 @@ part parity 60 "RM_TEST_DEVICE=cuda RM_TEST_ISA=cuda_mma $PYTEST -n 8 tests/mode
 # Engines are given a longer max_model_len than they use.
 part long 30 "$FIGURES decode --shapes dense-8b --sequences 1,64 --most dense-8b=64 --context 1024 \
   --steps 32 --set max_model_len=40960 --out $L/long.json"
+part profile 45 "ncu --clock-control none --section SpeedOfLight --print-summary per-kernel \
+  --kernel-name-base demangled -s 300 -c 500 $FIGURES decode --shapes dense-8b \
+  --layers dense-8b=4 --sequences 1 --context 1024 --steps 8 --rounds 1 --set enforce_eager=True"
+part profile-sync 45 "ncu --clock-control none --section SpeedOfLight --section WarpStateStats \
+  --kernel-name-base demangled -k 'regex:pack_kernel' -c 16 $FIGURES sync --shapes dense-0.6b \
+  --rounds 1"
 part counters 60 "ncu --clock-control none --section SpeedOfLight --section WarpStateStats \
   --section MemoryWorkloadAnalysis --section Occupancy -c 24 --kernel-name-base demangled \
   -k 'regex:(few|rows|gemm|segment|tile|logits)_kernel' $D/bench_mma mma"
@@ -125,4 +131,10 @@ part gemm 60 "$FIGURES gemm --shapes dense-8b --gemm-rows 1,2,3,7,16,64,255,1024
 part sync 60 "$FIGURES sync start --shapes dense-8b,dense-0.6b --out $L/sync.json"
 part decode-fma 60 "${FIGURES/cuda_mma/cuda_fma} decode prefill --shapes dense-8b --sequences 1,64 \
   --prefill 512 --out $L/decode-fma.json"
+# The processor beside the card may be one without figures too.
+part cpu-bits 60 "$D/checkops --elements 100000000 --seconds 50"
+part cpu-tests 150 "$PYTEST -n 14 --dist loadfile -m 'not full and not slow' tests --ignore=$T \
+  --ignore=tests/docs"
+part cpu-suite 120 "$PY -m benchmarks.cpu --rounds 2 --budget 5 --points 'decode 1' \
+  --points 'decode 8' --points 'decode 64' --points 'prefill 512' --json $L/cpu.json"
 cat "$L/report.txt"

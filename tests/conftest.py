@@ -35,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch's float32 pow takes 16 elements at a time with AVX2 and 32 with AVX-512, the rest by
     # powf: inv_freq would differ by machine.
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+    # With AMX, torch's attention calls AVX-512 code that the line above turns off, and raises.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -66,7 +66,7 @@ def test_a_spoilt_recording_forgives_no_fault(
         device.zero_2d(block, 4, 4, 1)
         device.embed(block, block, block, (1 << 32) - 1, 1)
         assert device.end_capture() == (FAULT, None)
-        assert device.message() == "a launch: invalid configuration argument"
+        assert device.message() == "a launch: invalid argument"
 
 
 def test_what_another_thread_captures_in_global_mode(library: Library) -> None:

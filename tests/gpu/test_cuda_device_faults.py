@@ -80,7 +80,7 @@ def test_a_refused_launch_is_seen_by_the_next_status(device: Device) -> None:
     assert device.wait() == OK
     device.embed(device.alloc(4), device.alloc(4), device.alloc(4), (1 << 32) - 1, 1)
     assert device.poll() == FAULT
-    assert device.message() == "a launch: invalid configuration argument"
+    assert device.message() == "a launch: invalid argument"
 
 
 def test_a_refused_launch_is_its_own_devices(library: Library) -> None:
@@ -92,7 +92,7 @@ def test_a_refused_launch_is_its_own_devices(library: Library) -> None:
         broken.leave(saved)
         assert library.loaded.rm_cuda_error() is None
         assert (device.wait(), broken.wait()) == (OK, FAULT)
-        assert broken.message() == "a launch: invalid configuration argument"
+        assert broken.message() == "a launch: invalid argument"
 
 
 def test_host_memory_is_no_place_on_the_device(simt: Library) -> None:

@@ -115,7 +115,7 @@ def test_a_line_of_bench_mma_is_read() -> None:
 
 # ------------------------------------------------------------------------- benchmarks/card_run.sh
 SCRIPT = ROOT / "benchmarks" / "card_run.sh"
-PROGRAMS = ("probe_mma", "bench_wgmma", "bench_mma", "check_gpu", "checkops_gpu")
+PROGRAMS = ("probe_mma", "bench_wgmma", "bench_mma", "check_gpu", "checkops_gpu", "checkops")
 
 
 class Rehearsal:

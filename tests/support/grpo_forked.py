@@ -27,6 +27,7 @@ SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 SETTINGS |= {"TF_CPP_MIN_LOG_LEVEL": "3", "ATEN_CPU_CAPABILITY": "avx2"}
+SETTINGS |= {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}  # as in conftest.py
 os.environ.update(SETTINGS)  # before NumPy is imported, which starts threads
 
 from helpers import TIMES  # noqa: E402

@@ -47,7 +47,6 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaErrorDeviceUninitialized: return "invalid device context";
     case cudaErrorMapBufferObjectFailed: return "mapping of buffer object failed";
     case cudaErrorAlreadyMapped: return "resource already mapped";
-    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidDeviceFunction: return "invalid device function";
     case cudaErrorInsufficientDriver:
       return "CUDA driver version is insufficient for CUDA runtime version";

@@ -44,7 +44,7 @@ void simt_enqueue(std::unique_ptr<simt_launch> launch, void *stream) {
   if (stream) {
     simt_stream *s = static_cast<simt_stream *>(stream);
     check_loaded(s, *launch);
-    said(refused ? cudaErrorInvalidConfiguration : enqueue(s, {.launch = std::move(launch)}));
+    said(refused ? cudaErrorInvalidValue : enqueue(s, {.launch = std::move(launch)}));
     return;
   }
   if (refused) simt_fault(refused);

@@ -55,7 +55,6 @@ enum cudaError_t {
   cudaErrorDeviceUninitialized = 201,
   cudaErrorMapBufferObjectFailed = 205,
   cudaErrorAlreadyMapped = 208,
-  cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDeviceFunction = 98,
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
