@@ -55,7 +55,7 @@ def test_a_device_group_does_not_race(native: Build, pytestconfig: pytest.Config
     note(
         pytestconfig,
         "TSan, 0 reports",
-        passes([program, "--cases", "6"], **beside(program, "thread")),
+        passes([program, "--cases", "3"], **beside(program, "thread")),
     )
 
 

@@ -612,9 +612,8 @@ def test_each_line_has_the_shares(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------- long ones
-@pytest.mark.parametrize(
-    "level, steps", [full(1, 80), pytest.param(2, 100, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("level, steps", [(1, 80), (2, 100)])
 def test_it_learns_from_rollouts_that_are_behind(level: int, steps: int, tmp_path: Path) -> None:
     """tests/grpo/test_grpo_learning.py runs the same at level 0 and requires 0.5 after 80 steps;
     level 2 needs some more."""

@@ -81,7 +81,7 @@ def test_emulated_variants_give_the_bits_of_the_reference(
 ) -> None:
     """Runs the sources of every variant with emulated instructions, which any machine can
     execute."""
-    output = check(native("checkops", emulate=True), "--trials", "60")
+    output = check(native("checkops", emulate=True), "--trials", "30")
     summarize(pytestconfig, "emulated", output)
     assert "did not run" not in output
 

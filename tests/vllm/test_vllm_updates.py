@@ -445,7 +445,7 @@ def test_a_push_during_generation(mesh: dict[str, Any], tmp_path: Path) -> None:
             await push(1)
             await hold("first")
             cut = 0
-            for version in range(2, 6):
+            for version in (2, 3):
                 cut += await keep(
                     llm,
                     lambda version=version: push(version),
