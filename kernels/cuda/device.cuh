@@ -72,7 +72,7 @@ void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 RM_MMA_OPS(RM_DECLARE)
 #undef RM_DECLARE
 void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
-// of: index of the tiles' shape (gemm_mma.cuh). x is wide (rm_is_wide), and so is k.
+// of: index of the tiles' shape (gemm_mma.cuh). x is wide (rm_is_wide).
 void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of);
 // For few rows, or for an x that the tiles cannot read.
 void rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);

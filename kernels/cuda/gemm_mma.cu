@@ -241,7 +241,7 @@ int64_t processors() {
 
 void gemm(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
   // Copies of the tiles are 16 bytes of x.
-  const bool is_wide = rm_is_wide(a->x, a->ldx) && a->k % 8 == 0;
+  const bool is_wide = rm_is_wide(a->x, a->ldx, a->k);
   if (!is_wide || a->m <= RM_FEW_ROWS * rm_groups(a)) rm_cuda_gemm_mma_rows(ctx, a, swiglu);
   else
     rm_cuda_gemm_mma_tiles(

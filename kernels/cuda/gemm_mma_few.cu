@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int MAX_WARPS = 8, STAGE = 256, STAGED_WORDS = RM_STAGED_WORDS<1, STAGE>,
+constexpr int MAX_WARPS = 8, STAGE = 128, STAGED_WORDS = RM_STAGED_WORDS<1, STAGE>,
               SUMS = RM_MMA_ROWS * RM_MMA_COLS;
 constexpr int MAX_SHARED = 48 << 10; // the default limit of a kernel
 static_assert(RM_PUT_WORDS<1> <= STAGED_WORDS);

@@ -35,8 +35,7 @@ __device__ void put_parts(float *parts, int64_t pitch, const float (&acc)[NT][4]
 }
 
 template <bool SWIGLU, int NT>
-__global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
-    rows_kernel(rm_gemm_args a, float *parts) {
+__global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a, float *parts) {
   RM_SHARED(shared);
   const int64_t splits = parts ? rm_mma_splits(a.k) : 1,
                 tile_rows = rm_mma_tile_rows(rm_mma_w_rows(a.n, SWIGLU));

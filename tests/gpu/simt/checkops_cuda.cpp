@@ -15,7 +15,7 @@ namespace {
 
 template <int TILE, bool SWIGLU> void gemm_of_tile(const rm_ctx *ctx, const rm_gemm_args *a) {
   const rm_kernels *mma = rm_kernels_cuda_mma();
-  if (a->dtype == RM_BF16 && a->k % 8 == 0 && rm_is_wide(a->x, a->ldx))
+  if (a->dtype == RM_BF16 && rm_is_wide(a->x, a->ldx, a->k))
     rm_cuda_gemm_mma_tiles(ctx, a, SWIGLU, TILE);
   else (SWIGLU ? mma->gemm_swiglu : mma->gemm)(ctx, a);
 }
