@@ -19,6 +19,7 @@ constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, AT_ONCE = 64, BLOCKS = AT_ON
 constexpr int COLS = RM_MMA_COLS; // columns of a block
 constexpr int EACH = COLS / WARPS; // columns whose softmax a warp computes
 constexpr int LANES = RM_WARP / EACH; // lanes per column for values with one number per column
+constexpr int AHEAD = 8; // loads of K before the first product
 // In floats and in words, padded so that lanes use different banks.
 constexpr int SCORE_PITCH = AT_ONCE + 4, P_PITCH = AT_ONCE / 2 + 4;
 
@@ -84,19 +85,22 @@ __device__ void make_scores(columns &c, const rm_attention_args &a, const tiles 
   const uint4 *k =
       static_cast<const uint4 *>(a.k_cache) + __shfl_sync(RM_ALL_LANES, t.at.k, warp) + lane;
   if (!t.has(warp)) return;
-  float acc[4] = {};
-  for (int step0 = 0; step0 < steps; step0 += RM_MMA_STEPS) {
-    float sums[4] = {};
-#pragma unroll 4
-    // The number of steps is even.
-    for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS; step += 2) {
-      const uint4 even = k[step * RM_WARP], odd = k[(step + 1) * RM_WARP],
-                  q = load_columns_of(c.q, pitch, step);
-      rm_mma16(sums, even, {q.x, q.y});
-      rm_mma16(sums, odd, {q.z, q.w});
-    }
+  float acc[4] = {}, sums[4] = {};
+  for (int step0 = 0; step0 < steps; step0 += AHEAD) {
+    uint4 of[AHEAD];
 #pragma unroll
-    for (int i = 0; i < 4; i++) acc[i] = acc[i] + sums[i];
+    for (int i = 0; i < AHEAD; i++)
+      of[i] = step0 + i < steps ? k[(step0 + i) * RM_WARP] : uint4{0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < AHEAD; i += 2) {
+      if (step0 + i >= steps) break; // the number of steps is even
+      const uint4 q = load_columns_of(c.q, pitch, step0 + i);
+      rm_mma16(sums, of[i], {q.x, q.y});
+      rm_mma16(sums, of[i + 1], {q.z, q.w});
+    }
+    if ((step0 + AHEAD) % RM_MMA_STEPS && step0 + AHEAD < steps) continue;
+#pragma unroll
+    for (int i = 0; i < 4; i++) acc[i] = acc[i] + sums[i], sums[i] = 0.0f;
   }
 #pragma unroll
   for (int i = 0; i < 4; i++)
