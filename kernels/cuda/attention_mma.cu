@@ -279,7 +279,9 @@ __global__ void __launch_bounds__(THREADS, AT_LEAST<DT>)
     split_kernel(rm_attention_args a, shape s, float *states) {
   RM_SHARED(shared);
   const int64_t row = rm_row_of(s.pass.list, a, s.pass.row0 + blockIdx.x);
-  if (row < 0) return; // the whole block returns, here and below
+  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SPLIT);
+  if (row < 0 || !rm_is_live(rm_live_span(a, row), begin, RM_ATTN_SPLIT))
+    return; // the whole block returns, here and below
   const rm_attn_work w = rm_attn_work_of(a, row, row + 1, s.heads, s.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
   split_of_row<DT>(*reinterpret_cast<columns *>(shared), a, w, s, states);
