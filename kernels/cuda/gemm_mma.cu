@@ -230,15 +230,6 @@ template <bool SWIGLU> void launch_as(const rm_ctx *ctx, const rm_gemm_args *a, 
   LAUNCHES[of](ctx, a);
 }
 
-// The number of multiprocessors of the current device.
-int64_t processors() {
-  int ordinal = 0, n = 0;
-  if (cudaGetDevice(&ordinal) != cudaSuccess ||
-      cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, ordinal) != cudaSuccess)
-    return 1;
-  return n;
-}
-
 void gemm(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
   // Copies of the tiles are 16 bytes of x.
   const bool is_wide = rm_is_wide(a->x, a->ldx, a->k);
@@ -246,10 +237,18 @@ void gemm(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
   else
     rm_cuda_gemm_mma_tiles(
         ctx, a, swiglu,
-        rm_choose_tile(rm_mma_w_rows(a->n, swiglu), a->m, rm_groups(a), processors()));
+        rm_choose_tile(rm_mma_w_rows(a->n, swiglu), a->m, rm_groups(a), rm_cuda_processors()));
 }
 
 } // namespace
+
+int64_t rm_cuda_processors() {
+  int ordinal = 0, n = 0;
+  if (cudaGetDevice(&ordinal) != cudaSuccess ||
+      cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, ordinal) != cudaSuccess)
+    return 1;
+  return n;
+}
 
 void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of) {
   if (swiglu) launch_as<true>(ctx, a, of);

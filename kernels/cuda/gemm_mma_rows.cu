@@ -1,11 +1,11 @@
 // gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, whose time is that of
 // reading W once. A block multiplies 64 rows of W, 16 per warp, by up to 64 tokens (gemm_mma_few.cu
-// takes up to 8 tokens). If there are too few such blocks for the GPU, each block takes only one
+// takes up to 8 tokens). If these are fewer than two blocks per multiprocessor, each takes one
 // split of k and writes its sums to the workspace; a second launch adds them in the order of the
-// splits, the same order as in a block with all of k. So the split and the number of tokens do
-// not change the result. Rejected: a counter and the last block instead of the second launch,
-// because it needs memory that is zero between ops; and a cluster of blocks over the splits,
-// because it needs sm_90.
+// splits, the same order as in a block with all of k. So the split and the number of tokens do not
+// change the result. Rejected: a counter and the last block instead of the second launch, because
+// it needs memory that is zero between ops; and a cluster of blocks over the splits, because it
+// needs sm_90.
 //
 // Groups without rows take no time: a block finds the group of its slot among the groups that have
 // rows, so there are at most as many slots as rows.
@@ -17,8 +17,7 @@ namespace {
 constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, MAX_GRID = 65535;
 static_assert(WARPS * RM_PUT_WORDS<8> <= RM_STAGED_WORDS<8> &&
               WARPS * RM_PUT_WORDS<2> <= RM_STAGED_WORDS<2>);
-constexpr int64_t ENOUGH_BLOCKS = 512, ADD_THREADS = 128;
-constexpr int64_t MAX_WORKSPACE = 64 << 20;
+constexpr int64_t ADD_THREADS = 128, MAX_WORKSPACE = 64 << 20;
 
 // parts: [split][row of y][row of W]
 template <int NT>
@@ -86,7 +85,8 @@ template <bool SWIGLU, int NT> void launch(const rm_ctx *ctx, const rm_gemm_args
   const bool fits =
       static_cast<uint64_t>(splits * a->m * rows) * sizeof(float) <= ctx->workspace_bytes &&
       slots * splits <= MAX_GRID;
-  const bool is_split = splits > 1 && x * y * slots < ENOUGH_BLOCKS && fits && a->m <= MAX_GRID;
+  const bool is_split =
+      splits > 1 && x * y * slots < 2 * rm_cuda_processors() && fits && a->m <= MAX_GRID;
   float *parts = is_split ? static_cast<float *>(ctx->workspace) : nullptr;
   const dim3 grid = rm_grid(x, y, slots * (is_split ? splits : 1));
   RM_LAUNCH((rows_kernel<SWIGLU, NT>), grid, THREADS, RM_STAGED_WORDS<NT> * sizeof(uint32_t),
