@@ -372,8 +372,11 @@ const rm_listed_kernel *listed; // head of the list; NULL: empty
 const char *make(cuda_device *d, cudaError_t *error) {
   TRY(cudaSetDevice, d->ordinal);
   cudaFuncAttributes attributes;
-  for (const rm_listed_kernel *l = listed; l; l = l->next)
+  for (const rm_listed_kernel *l = listed; l; l = l->next) {
     TRY(cudaFuncGetAttributes, &attributes, l->kernel);
+    TRY(cudaFuncSetAttribute, l->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+        RM_MAX_SHARED);
+  }
   TRY(cudaStreamCreateWithFlags, &d->stream, cudaStreamNonBlocking);
   for (cudaEvent_t &event : d->events)
     TRY(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);

@@ -219,7 +219,6 @@ template <int TILE, bool SWIGLU> void launch(const rm_ctx *ctx, const rm_gemm_ar
   using T = tile<TILE>;
   const unsigned tiles =
       rm_blocks(rm_mma_w_rows(a->n, SWIGLU), T::ROWS) * rm_row_blocks(a, T::COLS);
-  rm_allow_shared(gemm_kernel<TILE, SWIGLU>);
   RM_LAUNCH((gemm_kernel<TILE, SWIGLU>), rm_grid(tiles, 1, rm_groups(a)), THREADS, T::SHARED,
             ctx->stream, *a);
 }
