@@ -59,7 +59,7 @@ __device__ inline uint32_t rm_transposed(uint32_t pair) {
   return (even >> half & 0xffffu) | (odd >> half & 0xffffu) << 16;
 #else
   uint32_t turned;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
   return turned;
 #endif
 }
