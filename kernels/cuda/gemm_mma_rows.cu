@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a, float 
   const int steps = static_cast<int>(parts ? rm_split_steps(a.k, split) : rm_mma_steps(a.k));
   constexpr int64_t ROWS = RM_MMA_COLS * NT;
   for (int64_t row0 = begin + blockIdx.y * ROWS; row0 < end; row0 += gridDim.y * ROWS) {
-    float acc[NT][4];
+    float acc[NT][4] = {};
     rm_mma_rows<NT, THREADS>(acc, reinterpret_cast<uint32_t *>(shared),
                              rm_tokens_of(a.x, a.ldx, a.k, row0, end), w, live, step0, steps);
     __syncthreads(); // the outputs overwrite the staged tokens

@@ -49,7 +49,7 @@ __device__ inline void rm_stage_tokens(uint32_t *to, const rm_tokens &t, int64_t
 
 // Multiplies steps [step0, step0 + steps) of W's row of tiles at w by NT × 8 tokens, in each warp;
 // step0 begins a split. live: the warp has such a row. THREADS threads stage together: the whole
-// block, or each warp on its own. The sums have the layout of rm_mma16.
+// block, or each warp on its own. The sums have the layout of rm_mma16, and acc begins as zeros.
 template <int NT, int THREADS, int STAGE = RM_STAGE<NT>>
 __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const rm_tokens &t,
                                    const uint4 *w, bool live, int step0, int steps) {
@@ -68,10 +68,6 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
     if constexpr (THREADS == RM_WARP) __syncwarp();
     else __syncthreads();
   };
-  const auto clear = [](float (&of)[NT][4]) {
-#pragma unroll
-    for (int n = 0; n < NT; n++) of[n][0] = of[n][1] = of[n][2] = of[n][3] = 0.0f;
-  };
   uint4 a[AHEAD], next[AHEAD];
   load(a, 0);
   const auto stage = [&](int at) {
@@ -79,8 +75,7 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
       rm_stage_tokens<NT, THREADS, STAGE>(staged + at / OF_STAGE % 2 * WORDS, t,
                                           static_cast<int64_t>(step0 + at) * RM_MMA_K);
   };
-  float sums[NT][4];
-  clear(acc);
+  float sums[NT][4] = {};
   sync(); // before the staged tokens are overwritten
   stage(0);
   for (int at = 0; at < steps; at += OF_STAGE) {
@@ -88,7 +83,6 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
     sync(); // all have this stage, and have read the previous one
     stage(at + OF_STAGE);
     const uint32_t *tokens = staged + at / OF_STAGE % 2 * WORDS;
-    if (at % RM_MMA_STEPS == 0) clear(sums);
     for (int from = 0; from < OF_STAGE && at + from < steps; from += AHEAD) {
       load(next, at + from + AHEAD);
 #pragma unroll
@@ -108,7 +102,7 @@ __device__ inline void rm_mma_rows(float (&acc)[NT][4], uint32_t *staged, const 
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) acc[n][i] = acc[n][i] + sums[n][i];
+      for (int i = 0; i < 4; i++) acc[n][i] = acc[n][i] + sums[n][i], sums[n][i] = 0.0f;
   }
 }
 
