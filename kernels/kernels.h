@@ -238,7 +238,8 @@ typedef struct rm_attention_args {
   const void *k_cache, *v_cache;
   const int32_t *positions; // [rows]
   const int32_t *seq_of_row; // [rows]
-  const int32_t *block_tables; // [n_seqs][max_pages] page ids
+  const int32_t *block_tables; // [max seq_of_row + 1][max_pages] page ids
+  // n_seqs: at least the number of sequences that the rows belong to; as many as rows in decode
   int64_t rows, n_seqs, max_pages, n_heads, n_kv_heads, head_dim, page_size;
   // Query heads of a kv head in the whole model; 0: n_heads / n_kv_heads, with head0 = 0.
   int64_t group;

@@ -34,13 +34,13 @@ typedef struct rm_model_options {
 // row_flags are written on the device only.
 typedef struct rm_batch {
   const rm_mirrored_buffer *mirrored;
-  int64_t n_rows, n_seqs, max_pages;
+  int64_t n_rows, n_seqs, max_pages; // n_seqs: as in rm_attention_args
   int64_t most_rows; // the largest n_rows of the ranks of an ep group; ignored without one
   const int32_t *ids; // [n_rows]
   const int32_t *positions; // [n_rows]
   const int32_t *seq_of_row; // [n_rows]
   const int64_t *slots; // [n_rows]
-  const int32_t *block_tables; // [n_seqs][max_pages]
+  const int32_t *block_tables; // [max seq_of_row + 1][max_pages]
   int64_t n_out;
   const int32_t *out_rows; // [n_out] rows whose hidden state is requested, ascending
   int16_t *routed; // [n_rows][n_moe_layers][top_k], out; NULL in a dense model

@@ -135,7 +135,8 @@ static rm_batch batch_of(const rm_runner *runner) {
       .mirrored = &runner->mirrored,
       .n_rows = runner->shape.n_rows,
       .most_rows = runner->shape.most_rows,
-      .n_seqs = runner->options.max_num_seqs,
+      // Each row of a padded step is the only one of its sequence.
+      .n_seqs = runner->shape.padded ? runner->shape.padded : runner->plan->n_scheduled,
       .max_pages = runner->options.max_pages,
       .ids = b->ids,
       .positions = b->positions,

@@ -19,6 +19,7 @@ constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, AT_ONCE = 64, BLOCKS = AT_ON
 constexpr int COLS = RM_MMA_COLS; // columns of a block
 constexpr int EACH = COLS / WARPS; // columns whose softmax a warp computes
 constexpr int LANES = RM_WARP / EACH; // lanes per column for values with one number per column
+constexpr int AHEAD = 8; // loads of K before the first product
 // In floats and in words, padded so that lanes use different banks.
 constexpr int SCORE_PITCH = AT_ONCE + 4, P_PITCH = AT_ONCE / 2 + 4;
 
@@ -29,42 +30,29 @@ struct shape {
   int d_tile0; // first row of V's tiles; a head_dim of more than WARPS × DT takes several launches
 };
 
-// In shared memory. An unused column has no live position.
+// In shared memory. All columns have the live positions of the block's row; an unused column has a
+// query of zeros and is not stored.
 struct columns {
   float scores[COLS][SCORE_PITCH];
   uint32_t p[COLS][P_PITCH]; // pairs of bf16
   float alpha[BLOCKS][COLS];
-  rm_span live[COLS];
   alignas(16) uint32_t q[]; // [COLS][rm_q_pitch] pairs of bf16
 };
-
-// Loads the queries and live positions of the columns.
-__device__ void load_columns(columns &c, const rm_attention_args &a, const rm_attn_work &w) {
-  rm_load_queries<COLS, THREADS>(c.q, a, w, static_cast<int>(rm_mma_steps(a.head_dim)));
-  if (threadIdx.x >= COLS) return;
-  const rm_attn_owner o = rm_attn_owner_of(w, rm_thread());
-  c.live[threadIdx.x] = o.some ? rm_live_span(a, o.row) : rm_span{0, -1};
-}
-
-// Whether one of `n` positions from t on is live for some column. Called by a whole warp.
-__device__ bool is_wanted(rm_span of_lane, int t, int n) {
-  return __ballot_sync(RM_ALL_LANES, rm_is_live(of_lane, t, n)) != 0;
-}
 
 // The tiles of 16 positions among AT_ONCE positions; lane l holds the address of tile l % TILES.
 constexpr int TILES = AT_ONCE / RM_MMA_ROWS;
 struct tiles {
-  unsigned wanted; // bits: the tile has a live position
+  rm_span live;
+  int t0;
   rm_attn_tile at;
-  __device__ bool has(int tile) const { return wanted >> tile & 1; }
+  __device__ bool has(int tile) const {
+    return rm_is_live(live, t0 + tile * RM_MMA_ROWS, RM_MMA_ROWS);
+  }
 };
-__device__ tiles tiles_of(rm_span of_lane, const rm_attention_args &a, const rm_attn_work &w,
+__device__ tiles tiles_of(rm_span live, const rm_attention_args &a, const rm_attn_work &w,
                           const int32_t *pages, int t0) {
   const int mine = rm_thread() % TILES;
-  tiles found = {};
-#pragma unroll
-  for (int i = 0; i < TILES; i++)
-    if (is_wanted(of_lane, t0 + i * RM_MMA_ROWS, RM_MMA_ROWS)) found.wanted |= 1u << i;
+  tiles found = {live, t0, {}};
   if (!found.has(mine)) return found; // its page may not exist
   found.at = rm_attn_tile_of(a, w.kv_head, pages, t0 + mine * RM_MMA_ROWS);
   return found;
@@ -84,19 +72,22 @@ __device__ void make_scores(columns &c, const rm_attention_args &a, const tiles 
   const uint4 *k =
       static_cast<const uint4 *>(a.k_cache) + __shfl_sync(RM_ALL_LANES, t.at.k, warp) + lane;
   if (!t.has(warp)) return;
-  float acc[4] = {};
-  for (int step0 = 0; step0 < steps; step0 += RM_MMA_STEPS) {
-    float sums[4] = {};
-#pragma unroll 4
-    // The number of steps is even.
-    for (int step = step0; step < steps && step < step0 + RM_MMA_STEPS; step += 2) {
-      const uint4 even = k[step * RM_WARP], odd = k[(step + 1) * RM_WARP],
-                  q = load_columns_of(c.q, pitch, step);
-      rm_mma16(sums, even, {q.x, q.y});
-      rm_mma16(sums, odd, {q.z, q.w});
-    }
+  float acc[4] = {}, sums[4] = {};
+  for (int step0 = 0; step0 < steps; step0 += AHEAD) {
+    uint4 of[AHEAD];
 #pragma unroll
-    for (int i = 0; i < 4; i++) acc[i] = acc[i] + sums[i];
+    for (int i = 0; i < AHEAD; i++)
+      of[i] = step0 + i < steps ? k[(step0 + i) * RM_WARP] : uint4{0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < AHEAD; i += 2) {
+      if (step0 + i >= steps) break; // the number of steps is even
+      const uint4 q = load_columns_of(c.q, pitch, step0 + i);
+      rm_mma16(sums, of[i], {q.x, q.y});
+      rm_mma16(sums, of[i + 1], {q.z, q.w});
+    }
+    if ((step0 + AHEAD) % RM_MMA_STEPS && step0 + AHEAD < steps) continue;
+#pragma unroll
+    for (int i = 0; i < 4; i++) acc[i] = acc[i] + sums[i], sums[i] = 0.0f;
   }
 #pragma unroll
   for (int i = 0; i < 4; i++)
@@ -124,37 +115,35 @@ template <class F> __device__ float over_columns(float (&v)[EACH], F both) {
   return v[0];
 }
 
-// The running state of the lane's column, and its live positions.
+// The running state of the lane's column.
 struct running {
   float m, l;
-  rm_span live;
 };
 
 // Computes P, alpha and the running m and l of one block of 32 positions for a warp's columns, with
-// one lane for each position. ALL: every position is live for every column.
+// one lane for each position. ALL: every position is live.
 template <bool ALL>
-__device__ void soften(columns &c, int column0, int t0, int block, running &own) {
+__device__ void soften(columns &c, rm_span live, int column0, int t0, int block, running &own) {
   const int lane = rm_lane(), in = block * RM_ATTN_BLOCK + lane;
   const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK), t = from + lane;
   float scores[EACH], v[EACH];
-  bool live[EACH];
+  const bool is_live = ALL || rm_is_live(live, t, 1);
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    live[i] = ALL || rm_is_live(c.live[column0 + i], t, 1);
     scores[i] = c.scores[column0 + i][in];
-    v[i] = live[i] ? rm_max_f32(scores[i], RM_LOWEST) : RM_LOWEST;
+    v[i] = is_live ? rm_max_f32(scores[i], RM_LOWEST) : RM_LOWEST;
   }
   const float next = rm_max_f32(over_columns(v, rm_max_f32), own.m);
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const float top = __shfl_sync(RM_ALL_LANES, next, i * LANES);
-    v[i] = live[i] ? rm_exp(scores[i] - top) : 0.0f;
+    v[i] = is_live ? rm_exp(scores[i] - top) : 0.0f;
     reinterpret_cast<uint16_t *>(c.p[column0 + i])[in] = rm_f32_to_bf16(v[i]);
   }
   // p_j + p_{j+16}, then the tree over 16.
   const float sum = over_columns(v, [](float a, float b) { return a + b; });
   float scaled = 1.0f;
-  if (rm_is_live(own.live, from, RM_ATTN_BLOCK)) { // else the state does not change
+  if (rm_is_live(live, from, RM_ATTN_BLOCK)) { // else the state does not change
     scaled = rm_bits(own.m) == rm_bits(RM_LOWEST) ? 0.0f : rm_exp(own.m - next);
     own.l = fmaf(own.l, scaled, sum);
     own.m = next;
@@ -212,56 +201,51 @@ __device__ void add_values(float (&acc)[DT][4], const columns &c, const values<D
   }
 }
 
-__device__ float *state_of(const columns &c, const rm_attention_args &a, const rm_attn_work &w,
-                           const shape &s, float *states, int column) {
-  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SPLIT);
-  if (!rm_is_live(c.live[column], begin, RM_ATTN_SPLIT)) return nullptr;
+__device__ float *state_of(const rm_attention_args &a, const rm_attn_work &w, const shape &s,
+                           float *states, int column) {
   const rm_attn_owner o = rm_attn_owner_of(w, column);
-  return states + ((blockIdx.x * a.n_heads + o.head) * s.pass.n_splits + blockIdx.z) *
-                      rm_state_floats(a.head_dim);
+  return o.some ? states + ((blockIdx.x * a.n_heads + o.head) * s.pass.n_splits + blockIdx.z) *
+                               rm_state_floats(a.head_dim)
+                : nullptr;
 }
 
 // Computes a split of one row's columns.
 template <int DT>
 __device__ void split_of_row(columns &c, const rm_attention_args &a, const rm_attn_work &w,
-                             const shape &s, float *states) {
-  const int warp = rm_warp(), lane = rm_lane();
-  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SPLIT),
-            end = begin + RM_ATTN_SPLIT;
+                             rm_span live, int begin, const shape &s, float *states) {
+  const int warp = rm_warp(), lane = rm_lane(), end = begin + static_cast<int>(RM_ATTN_SPLIT);
   const int32_t *pages = a.block_tables + a.seq_of_row[w.row0] * a.max_pages;
-  load_columns(c, a, w);
+  rm_load_queries<COLS, THREADS>(c.q, a, w, static_cast<int>(rm_mma_steps(a.head_dim)));
   __syncthreads();
   float acc[DT][4] = {};
   const int column0 = warp * EACH, column = column0 + lane / LANES;
-  const rm_span of_lane = lane < COLS ? c.live[lane] : rm_span{0, -1};
-  running own = {RM_LOWEST, 0.0f, c.live[column]};
+  running own = {RM_LOWEST, 0.0f};
   for (int t0 = begin; t0 < end; t0 += AT_ONCE) {
-    if (!is_wanted(of_lane, t0, AT_ONCE)) continue; // the same for all warps
-    const tiles at = tiles_of(of_lane, a, w, pages, t0);
+    if (!rm_is_live(live, t0, AT_ONCE)) continue;
+    const tiles at = tiles_of(live, a, w, pages, t0);
     make_scores(c, a, at);
     values<DT> v;
     load_values<DT>(v, a, at, s.d_tile0);
     __syncthreads();
     for (int block = 0; block < BLOCKS; block++) {
       const int from = t0 + block * static_cast<int>(RM_ATTN_BLOCK);
-      const bool whole = own.live.first <= from && own.live.last >= from + RM_ATTN_BLOCK - 1;
-      if (__ballot_sync(RM_ALL_LANES, whole) == RM_ALL_LANES)
-        soften<true>(c, column0, t0, block, own);
-      else soften<false>(c, column0, t0, block, own);
+      if (live.first <= from && live.last >= from + RM_ATTN_BLOCK - 1)
+        soften<true>(c, live, column0, t0, block, own);
+      else soften<false>(c, live, column0, t0, block, own);
     }
     __syncthreads(); // P is read until the next scores' barrier, and written after it
     add_values<DT>(acc, c, v);
   }
 #pragma unroll
   for (int j = 0; j < 4; j++) {
-    float *state = state_of(c, a, w, s, states, lane % 4 * 2 + j % 2);
+    float *state = state_of(a, w, s, states, lane % 4 * 2 + j % 2);
 #pragma unroll
     for (int i = 0; i < DT; i++) {
       const int64_t d = (s.d_tile0 + warp + i * WARPS) * RM_MMA_ROWS + lane / 4 + j / 2 * 8;
       if (state && d < a.head_dim) state[d] = acc[i][j];
     }
   }
-  float *state = lane % LANES == 0 ? state_of(c, a, w, s, states, column) : nullptr;
+  float *state = lane % LANES == 0 ? state_of(a, w, s, states, column) : nullptr;
   if (!state) return;
   state[a.head_dim] = own.m;
   state[a.head_dim + 1] = own.l;
@@ -275,10 +259,13 @@ __global__ void __launch_bounds__(THREADS, AT_LEAST<DT>)
     split_kernel(rm_attention_args a, shape s, float *states) {
   RM_SHARED(shared);
   const int64_t row = rm_row_of(s.pass.list, a, s.pass.row0 + blockIdx.x);
+  const int begin = static_cast<int>(blockIdx.z) * static_cast<int>(RM_ATTN_SPLIT);
   if (row < 0) return; // the whole block returns, here and below
+  const rm_span live = rm_live_span(a, row);
+  if (!rm_is_live(live, begin, RM_ATTN_SPLIT)) return;
   const rm_attn_work w = rm_attn_work_of(a, row, row + 1, s.heads, s.head_tiles, blockIdx.y);
   if (w.head0 >= w.head_end) return;
-  split_of_row<DT>(*reinterpret_cast<columns *>(shared), a, w, s, states);
+  split_of_row<DT>(*reinterpret_cast<columns *>(shared), a, w, live, begin, s, states);
 }
 
 template <int DT>

@@ -424,7 +424,6 @@ void launch(const rm_ctx *ctx, const rm_attention_args *a, tiles t, int64_t n_ti
             float *states) {
   const dim3 grid = rm_grid(n_tiles, a->n_kv_heads * t.head_tiles);
   const size_t shared = static_cast<size_t>(shared_bytes<S>(a->head_dim));
-  rm_allow_shared(tile_kernel<S>);
   for (; t.d_tile0 < rm_mma_tile_rows(a->head_dim); t.d_tile0 += S::DT)
     RM_LAUNCH((tile_kernel<S>), grid, THREADS, shared, ctx->stream, *a, t, states);
 }

@@ -233,8 +233,9 @@ void make_stream_wait(void *self, void *stream) {
   make_wait(of(self), static_cast<cudaStream_t>(stream), of(self)->stream);
 }
 
-// CUDA dereferences stream handles, so small numbers are rejected first. Waiting for a stream that
-// is being captured would join this stream to that capture and invalidate both.
+// CUDA dereferences stream handles, so small numbers are rejected first. The default streams are
+// those of the current device, which is this one. Waiting for a stream that is being captured would
+// join this stream to that capture and invalidate both.
 const char *check_stream(void *self, void *stream) {
   const cudaStream_t other = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
@@ -242,7 +243,7 @@ const char *check_stream(void *self, void *stream) {
   const uintptr_t handle = reinterpret_cast<uintptr_t>(stream);
   if (handle >= FIRST_HANDLE && handle < FIRST_ADDRESS) return "it is not a stream handle";
   cudaError_t error = cudaStreamIsCapturing(other, &capturing);
-  if (error == cudaSuccess) error = cudaStreamGetDevice(other, &ordinal);
+  if (error == cudaSuccess && handle >= FIRST_HANDLE) error = cudaStreamGetDevice(other, &ordinal);
   if (error != cudaSuccess) cudaGetLastError();
   return error != cudaSuccess                       ? cudaGetErrorString(error)
          : capturing != cudaStreamCaptureStatusNone ? "it is being captured"
@@ -372,8 +373,11 @@ const rm_listed_kernel *listed; // head of the list; NULL: empty
 const char *make(cuda_device *d, cudaError_t *error) {
   TRY(cudaSetDevice, d->ordinal);
   cudaFuncAttributes attributes;
-  for (const rm_listed_kernel *l = listed; l; l = l->next)
+  for (const rm_listed_kernel *l = listed; l; l = l->next) {
     TRY(cudaFuncGetAttributes, &attributes, l->kernel);
+    TRY(cudaFuncSetAttribute, l->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+        RM_MAX_SHARED);
+  }
   TRY(cudaStreamCreateWithFlags, &d->stream, cudaStreamNonBlocking);
   for (cudaEvent_t &event : d->events)
     TRY(cudaEventCreateWithFlags, &event, cudaEventDisableTiming);

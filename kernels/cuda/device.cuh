@@ -72,7 +72,7 @@ void rm_cuda_pack(const rm_ctx *ctx, rm_pack_args *a);
 RM_MMA_OPS(RM_DECLARE)
 #undef RM_DECLARE
 void rm_cuda_mma_pack(const rm_ctx *ctx, rm_pack_args *a);
-// of: index of the tiles' shape (gemm_mma.cuh). x is wide (rm_is_wide), and so is k.
+// of: index of the tiles' shape (gemm_mma.cuh). x is wide (rm_is_wide).
 void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of);
 // For few rows, or for an x that the tiles cannot read.
 void rm_cuda_gemm_mma_rows(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu);
@@ -110,13 +110,9 @@ size_t rm_cuda_gemm_mma_workspace(const rm_limits *limits);
 size_t rm_cuda_mma_attention_workspace(const rm_limits *limits);
 size_t rm_cuda_mma_router_workspace(const rm_limits *limits);
 
-// Bytes of shared memory that every architecture has for a block: those of sm_86 and sm_89.
+// Bytes of dynamic shared memory that rm_cuda_open allows every kernel, above CUDA's default: those
+// that every architecture has for a block, as sm_86 and sm_89.
 constexpr int RM_MAX_SHARED = 99 << 10;
-// Raises a kernel's limit of dynamic shared memory on the current device above the default. Called
-// before each launch, since the current device may differ.
-template <class KERNEL> void rm_allow_shared(KERNEL *kernel) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, RM_MAX_SHARED);
-}
 
 constexpr int RM_WARP = 32;
 constexpr unsigned RM_ALL_LANES = 0xffffffffu;

@@ -219,7 +219,6 @@ template <int TILE, bool SWIGLU> void launch(const rm_ctx *ctx, const rm_gemm_ar
   using T = tile<TILE>;
   const unsigned tiles =
       rm_blocks(rm_mma_w_rows(a->n, SWIGLU), T::ROWS) * rm_row_blocks(a, T::COLS);
-  rm_allow_shared(gemm_kernel<TILE, SWIGLU>);
   RM_LAUNCH((gemm_kernel<TILE, SWIGLU>), rm_grid(tiles, 1, rm_groups(a)), THREADS, T::SHARED,
             ctx->stream, *a);
 }
@@ -230,26 +229,25 @@ template <bool SWIGLU> void launch_as(const rm_ctx *ctx, const rm_gemm_args *a, 
   LAUNCHES[of](ctx, a);
 }
 
-// The number of multiprocessors of the current device.
-int64_t processors() {
+void gemm(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
+  // Copies of the tiles are 16 bytes of x.
+  const bool is_wide = rm_is_wide(a->x, a->ldx, a->k);
+  if (!is_wide || a->m <= RM_FEW_ROWS * rm_groups(a)) rm_cuda_gemm_mma_rows(ctx, a, swiglu);
+  else
+    rm_cuda_gemm_mma_tiles(
+        ctx, a, swiglu,
+        rm_choose_tile(rm_mma_w_rows(a->n, swiglu), a->m, rm_groups(a), rm_cuda_processors()));
+}
+
+} // namespace
+
+int64_t rm_cuda_processors() {
   int ordinal = 0, n = 0;
   if (cudaGetDevice(&ordinal) != cudaSuccess ||
       cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, ordinal) != cudaSuccess)
     return 1;
   return n;
 }
-
-void gemm(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu) {
-  // Copies of the tiles are 16 bytes of x.
-  const bool is_wide = rm_is_wide(a->x, a->ldx) && a->k % 8 == 0;
-  if (!is_wide || a->m <= RM_FEW_ROWS * rm_groups(a)) rm_cuda_gemm_mma_rows(ctx, a, swiglu);
-  else
-    rm_cuda_gemm_mma_tiles(
-        ctx, a, swiglu,
-        rm_choose_tile(rm_mma_w_rows(a->n, swiglu), a->m, rm_groups(a), processors()));
-}
-
-} // namespace
 
 void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of) {
   if (swiglu) launch_as<true>(ctx, a, of);

@@ -5,6 +5,9 @@
 
 #include "mma.cuh"
 
+// The number of multiprocessors of the current device.
+int64_t rm_cuda_processors();
+
 // Up to this many rows gemm_mma_rows.cu is faster; with groups, the average rows of a group.
 constexpr int64_t RM_FEW_ROWS = 64;
 

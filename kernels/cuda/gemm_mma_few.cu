@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int MAX_WARPS = 8, STAGE = 256, STAGED_WORDS = RM_STAGED_WORDS<1, STAGE>,
+constexpr int MAX_WARPS = 8, STAGE = 128, STAGED_WORDS = RM_STAGED_WORDS<1, STAGE>,
               SUMS = RM_MMA_ROWS * RM_MMA_COLS;
 constexpr int MAX_SHARED = 48 << 10; // the default limit of a kernel
 static_assert(RM_PUT_WORDS<1> <= STAGED_WORDS);
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args
   for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(RM_MMA_COLS); row0 < end;
        row0 += gridDim.y * static_cast<int64_t>(RM_MMA_COLS)) {
     const rm_tokens x = rm_tokens_of(a.x, a.ldx, a.k, row0, end);
-    float acc[1][4];
     for (int split = warp; split < splits; split += warps) {
+      float acc[1][4] = {};
       rm_mma_rows<1, RM_WARP, STAGE>(acc, reinterpret_cast<uint32_t *>(mine), x, w, true,
                                      split * RM_MMA_STEPS,
                                      static_cast<int>(rm_split_steps(a.k, split)));
@@ -39,12 +39,11 @@ __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args
     }
     __syncthreads();
     if (warp == 0) {
+      float acc[1][4] = {};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        acc[0][i] = 0.0f;
+      for (int i = 0; i < 4; i++)
         for (int split = 0; split < splits; split++)
           acc[0][i] = acc[0][i] + parts[split * SUMS + i * RM_WARP];
-      }
       rm_mma_put_outputs<SWIGLU, 1>(a, mine, acc, blockIdx.x, row0, end);
     }
     __syncthreads(); // before the next rows' sums

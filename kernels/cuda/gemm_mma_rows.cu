@@ -1,11 +1,11 @@
 // gemm_mma_rows.cu: the bf16 gemm of the family cuda_mma for few rows, whose time is that of
 // reading W once. A block multiplies 64 rows of W, 16 per warp, by up to 64 tokens (gemm_mma_few.cu
-// takes up to 8 tokens). If there are too few such blocks for the GPU, each block takes only one
+// takes up to 8 tokens). If these are fewer than two blocks per multiprocessor, each takes one
 // split of k and writes its sums to the workspace; a second launch adds them in the order of the
-// splits, the same order as in a block with all of k. So the split and the number of tokens do
-// not change the result. Rejected: a counter and the last block instead of the second launch,
-// because it needs memory that is zero between ops; and a cluster of blocks over the splits,
-// because it needs sm_90.
+// splits, the same order as in a block with all of k. So the split and the number of tokens do not
+// change the result. Rejected: a counter and the last block instead of the second launch, because
+// it needs memory that is zero between ops; and a cluster of blocks over the splits, because it
+// needs sm_90.
 //
 // Groups without rows take no time: a block finds the group of its slot among the groups that have
 // rows, so there are at most as many slots as rows.
@@ -17,8 +17,7 @@ namespace {
 constexpr int WARPS = 4, THREADS = WARPS * RM_WARP, MAX_GRID = 65535;
 static_assert(WARPS * RM_PUT_WORDS<8> <= RM_STAGED_WORDS<8> &&
               WARPS * RM_PUT_WORDS<2> <= RM_STAGED_WORDS<2>);
-constexpr int64_t ENOUGH_BLOCKS = 512, ADD_THREADS = 128;
-constexpr int64_t MAX_WORKSPACE = 64 << 20;
+constexpr int64_t ADD_THREADS = 128, MAX_WORKSPACE = 64 << 20;
 
 // parts: [split][row of y][row of W]
 template <int NT>
@@ -35,8 +34,7 @@ __device__ void put_parts(float *parts, int64_t pitch, const float (&acc)[NT][4]
 }
 
 template <bool SWIGLU, int NT>
-__global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
-    rows_kernel(rm_gemm_args a, float *parts) {
+__global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a, float *parts) {
   RM_SHARED(shared);
   const int64_t splits = parts ? rm_mma_splits(a.k) : 1,
                 tile_rows = rm_mma_tile_rows(rm_mma_w_rows(a.n, SWIGLU));
@@ -51,7 +49,7 @@ __global__ void __launch_bounds__(THREADS, NT <= 4 ? 3 : 2)
   const int steps = static_cast<int>(parts ? rm_split_steps(a.k, split) : rm_mma_steps(a.k));
   constexpr int64_t ROWS = RM_MMA_COLS * NT;
   for (int64_t row0 = begin + blockIdx.y * ROWS; row0 < end; row0 += gridDim.y * ROWS) {
-    float acc[NT][4];
+    float acc[NT][4] = {};
     rm_mma_rows<NT, THREADS>(acc, reinterpret_cast<uint32_t *>(shared),
                              rm_tokens_of(a.x, a.ldx, a.k, row0, end), w, live, step0, steps);
     __syncthreads(); // the outputs overwrite the staged tokens
@@ -87,7 +85,8 @@ template <bool SWIGLU, int NT> void launch(const rm_ctx *ctx, const rm_gemm_args
   const bool fits =
       static_cast<uint64_t>(splits * a->m * rows) * sizeof(float) <= ctx->workspace_bytes &&
       slots * splits <= MAX_GRID;
-  const bool is_split = splits > 1 && x * y * slots < ENOUGH_BLOCKS && fits && a->m <= MAX_GRID;
+  const bool is_split =
+      splits > 1 && x * y * slots < 2 * rm_cuda_processors() && fits && a->m <= MAX_GRID;
   float *parts = is_split ? static_cast<float *>(ctx->workspace) : nullptr;
   const dim3 grid = rm_grid(x, y, slots * (is_split ? splits : 1));
   RM_LAUNCH((rows_kernel<SWIGLU, NT>), grid, THREADS, RM_STAGED_WORDS<NT> * sizeof(uint32_t),

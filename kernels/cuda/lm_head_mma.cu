@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_l
   const int64_t col0 = blockIdx.x * static_cast<int64_t>(COLS),
                 first = t.row0 + blockIdx.y * static_cast<int64_t>(ROWS), end = t.row0 + t.rows,
                 tile_row = col0 / RM_MMA_ROWS + warp;
-  float acc[NT][4];
+  float acc[NT][4] = {};
   rm_mma_rows<NT, THREADS>(acc, staged, rm_tokens_of(a.x, a.ldx, a.hidden, first, end),
                            rm_mma_row(a.w, 0, tile_row, a.hidden), tile_row * RM_MMA_ROWS < a.vocab,
                            0, static_cast<int>(rm_mma_steps(a.hidden)));

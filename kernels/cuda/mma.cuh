@@ -59,7 +59,7 @@ __device__ inline uint32_t rm_transposed(uint32_t pair) {
   return (even >> half & 0xffffu) | (odd >> half & 0xffffu) << 16;
 #else
   uint32_t turned;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
   return turned;
 #endif
 }
@@ -129,16 +129,17 @@ __device__ inline const uint4 *rm_mma_row(const void *w, int64_t first, int64_t 
 struct rm_tokens {
   const uint16_t *x;
   int64_t ldx, k, row0, end;
-  bool wide; // every row may be read 16 bytes at a time
+  bool wide; // rm_is_wide
 };
 
-RM_INLINE bool rm_is_wide(const void *x, int64_t ldx) {
-  return ldx % 8 == 0 && reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0;
+// Whether every row of x may be read 16 bytes at a time, up to k.
+RM_INLINE bool rm_is_wide(const void *x, int64_t ldx, int64_t k) {
+  return (ldx | k) % 8 == 0 && reinterpret_cast<uintptr_t>(x) % sizeof(uint4) == 0;
 }
 
 __device__ inline rm_tokens rm_tokens_of(const void *x, int64_t ldx, int64_t k, int64_t row0,
                                          int64_t end) {
-  return {static_cast<const uint16_t *>(x), ldx, k, row0, end, rm_is_wide(x, ldx)};
+  return {static_cast<const uint16_t *>(x), ldx, k, row0, end, rm_is_wide(x, ldx, k)};
 }
 
 // Loads k … k + 7 of row row0 + r.
@@ -146,7 +147,7 @@ __device__ inline uint4 rm_load_tokens(const rm_tokens &t, int r, int64_t k) {
   const int64_t row = t.row0 + r;
   if (row >= t.end) return {0, 0, 0, 0};
   const uint16_t *from = t.x + row * t.ldx + k;
-  if (t.wide && k + 8 <= t.k) return *reinterpret_cast<const uint4 *>(from);
+  if (t.wide && k < t.k) return *reinterpret_cast<const uint4 *>(from);
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {

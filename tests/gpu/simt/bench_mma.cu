@@ -188,6 +188,12 @@ void attention(const bench &b, int64_t n_seqs, int64_t each, int64_t context, in
 
 int main(int argc, char **argv) {
   bench b = {};
+  rm_device opened;
+  char why[256];
+  if (rm_cuda_open(0, nullptr, &opened, why) != RM_DEVICE_OPENED) {
+    printf("rm_cuda_open: %s\n", why);
+    return 1;
+  }
   cudaStream_t stream;
   must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   must(cudaDeviceSynchronize());

@@ -101,10 +101,10 @@ template <class F> bool no_conflict(F word_of) {
 bool banks() {
   for (int word = 0; word < 2; word++)
     for (int step = 0; step < 2; step++) {
-      if (!no_conflict([&](int lane) { return rm_staged_word<256>(0, step, lane, word); }))
+      if (!no_conflict([&](int lane) { return rm_staged_word<128>(0, step, lane, word); }))
+        return fails("banks, 128", step, word);
+      if (!no_conflict([&](int lane) { return rm_staged_word<256>(8, step, lane, word); }))
         return fails("banks, 256", step, word);
-      if (!no_conflict([&](int lane) { return rm_staged_word<512>(8, step, lane, word); }))
-        return fails("banks, 512", step, word);
     }
   return true;
 }

@@ -5,6 +5,8 @@
 #include "gemm_mma.cuh"
 #include "native/checkops/device.h"
 #include "rm_cuda.h"
+
+#include <cstdio>
 #ifndef RM_SIMT
 #include "gpu.h"
 #endif
@@ -15,7 +17,7 @@ namespace {
 
 template <int TILE, bool SWIGLU> void gemm_of_tile(const rm_ctx *ctx, const rm_gemm_args *a) {
   const rm_kernels *mma = rm_kernels_cuda_mma();
-  if (a->dtype == RM_BF16 && a->k % 8 == 0 && rm_is_wide(a->x, a->ldx))
+  if (a->dtype == RM_BF16 && rm_is_wide(a->x, a->ldx, a->k))
     rm_cuda_gemm_mma_tiles(ctx, a, SWIGLU, TILE);
   else (SWIGLU ? mma->gemm_swiglu : mma->gemm)(ctx, a);
 }
@@ -57,6 +59,12 @@ int device_variants(variant *out) {
 }
 
 int device_open() {
+  rm_device opened;
+  char why[256];
+  if (rm_cuda_open(0, nullptr, &opened, why) != RM_DEVICE_OPENED) {
+    printf("rm_cuda_open: %s\n", why);
+    return 1;
+  }
 #ifndef RM_SIMT
   gpu_choose_mma_oracle();
 #endif
