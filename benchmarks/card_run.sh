@@ -132,7 +132,7 @@ part sync 60 "$FIGURES sync start --shapes dense-8b,dense-0.6b --out $L/sync.jso
 part decode-fma 60 "${FIGURES/cuda_mma/cuda_fma} decode prefill --shapes dense-8b --sequences 1,64 \
   --prefill 512 --out $L/decode-fma.json"
 # The processor beside the card may be one without figures too.
-part cpu-bits 60 "$D/checkops --elements 100000000 --seconds 50"
+part cpu-bits 60 "$D/checkops --elements 100000000 --seconds 30"
 part cpu-tests 150 "$PYTEST -n 14 --dist loadfile -m 'not full and not slow' tests --ignore=$T \
   --ignore=tests/docs"
 part cpu-suite 120 "$PY -m benchmarks.cpu --rounds 2 --budget 5 --points 'decode 1' \
