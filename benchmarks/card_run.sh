@@ -90,8 +90,11 @@ part bits-mma 80 "ops mma '' '' $MMA &&
 part bits-fma 80 "ops fma '' '' $FMA"
 part decode-8b 75 "$FIGURES limits decode --shapes dense-8b --sequences 1,8,64,128 \
   --most dense-8b=128 --context 1024 --steps 32 --out $L/decode-8b.json"
-part tests 150 "$PYTEST -n 10 --dist loadscope -k 'not simt' $T \
-  --ignore=$T/test_gpu_benchmarks.py --ignore-glob=$T/test_nccl_*"
+# Without the files that need no card, and the tests that others must not run beside, or that have
+# ranks on one card.
+part tests 120 "$PYTEST -n 10 --dist loadscope $T --ignore-glob=$T/test_nccl*.py \
+  --ignore=$T/test_gpu_benchmarks.py --ignore=$T/test_exchanged.py --ignore=$T/test_device_comm.py \
+  -k 'not simt and not gives_everything_back and not gpu_gives and not ranks_replay'"
 part prefill 50 "$FIGURES prefill --shapes dense-8b,moe-30b-a3b --prefill 512,2048,8192 \
   --out $L/prefill.json"
 part decode-moe 50 "$FIGURES decode --shapes moe-30b-a3b --sequences 1,8,64,128 --context 1024 \
@@ -106,7 +109,8 @@ part ops 60 "$D/bench_mma mma"
   CUDA_MODULE_LOADING=EAGER NCCL_DEBUG=INFO NCCL_DEBUG_FILE=$L/nccl-%p.txt NCCL_IB_DISABLE=1 \
   LD_PRELOAD=$D/nccl/nvidia/nccl/lib/libnccl.so.2 PYTHONPATH=$D/lib:$D/nccl
   $PYTEST -v -rs -o faulthandler_timeout=15 -m 'not slow and not full and not processes' \
-  --maxfail=3 $T/test_nccl_engine.py $T/test_nccl_replicas.py"
+  --maxfail=3 $T/test_nccl_engine.py $T/test_nccl_replicas.py $T/test_cuda_families.py \
+  $T/test_cuda_engine.py -k 'nccl or ranks_replay or gives_everything_back'"
 part grpo 45 "$PY -m rollmesh grpo configs/qwen3_debug.toml --device cuda --out $D/grpo \
   --set train.steps=10"
 part parity 60 "RM_TEST_DEVICE=cuda RM_TEST_ISA=cuda_mma $PYTEST -n 8 tests/model/test_parity.py \
@@ -115,8 +119,10 @@ part parity 60 "RM_TEST_DEVICE=cuda RM_TEST_ISA=cuda_mma $PYTEST -n 8 tests/mode
 part long 30 "$FIGURES decode --shapes dense-8b --sequences 1,64 --most dense-8b=64 --context 1024 \
   --steps 32 --set max_model_len=40960 --out $L/long.json"
 part profile 45 "ncu --clock-control none --section SpeedOfLight --print-summary per-kernel \
-  --kernel-name-base demangled -s 300 -c 500 $FIGURES decode --shapes dense-8b \
-  --layers dense-8b=4 --sequences 1 --context 1024 --steps 8 --rounds 1 --set enforce_eager=True"
+  --kernel-name-base demangled -c 300 \
+  -k 'regex:(few|rows|add|split|merge|norm|rope|logits|sample|embed|squares)_kernel' \
+  $FIGURES decode --shapes dense-8b --layers dense-8b=4 --sequences 1 --context 1024 --steps 8 \
+  --rounds 1 --set enforce_eager=True"
 part profile-sync 45 "ncu --clock-control none --section SpeedOfLight --section WarpStateStats \
   --kernel-name-base demangled -k 'regex:pack_kernel' -c 16 $FIGURES sync --shapes dense-0.6b \
   --rounds 1"

@@ -498,7 +498,7 @@ RM_EXPORT rm_device_opened rm_cuda_open(int ordinal, const rm_kernels *kernels, 
   if (counted != cudaSuccess || ordinal < 0 || ordinal >= n) {
     if (counted != cudaSuccess)
       snprintf(why, 256, "no CUDA device: %s", cudaGetErrorString(counted));
-    else snprintf(why, 256, "cuda:%d: the driver shows %d devices, counted from 0", ordinal, n);
+    else snprintf(why, 256, "expected one of the driver's %d devices, got cuda:%d", n, ordinal);
     return RM_DEVICE_NOT_FOUND;
   }
   cuda_device *d = new (std::nothrow) cuda_device();

@@ -75,6 +75,12 @@ def simt(library: Path) -> None:
         pytest.skip("a stand-in's settings mean nothing to a GPU")
 
 
+@pytest.fixture
+def two_gpus(library: Path) -> None:
+    if _core.cuda_count(str(library)) < 2:
+        pytest.skip("needs two GPUs, or the simulated device")
+
+
 def bits(value: Any) -> Any:
     """Returns the contents of a value, with arrays as bytes."""
     if isinstance(value, np.ndarray):

@@ -19,7 +19,7 @@ from typing import Any
 import helpers
 import pytest
 from marks import full
-from test_cuda_engine import DENSE, MOE, everything, free, library, simt, slack, told  # noqa: F401  (fixtures)
+from test_cuda_engine import DENSE, MOE, everything, free, library, simt, slack, told, two_gpus  # noqa: F401  (fixtures)
 from test_mesh_processes import Server, results
 
 import rollmesh as rm
@@ -171,6 +171,7 @@ def test_ranks_of_a_host_without_room_for_all_of_them_stay_awake(
     )
 
 
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     "changes", [{}, {"dtype": "float32"}, TWO, {"device": "cpu"}, {"device": "cpu", **TWO}], ids=str
 )
@@ -312,6 +313,7 @@ def test_what_cannot_be_kept_is_refused(make: Make, parts: str, keep: Any, words
 
 
 # ---------------------------------------------------------------------------------------- no room
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("changes", [full({}), TWO], ids=str)
 def test_no_room_in_the_host(make: Make, library: Path, changes: dict[str, Any]) -> None:
     """Any allocation of any rank fails: all ranks stay awake and keep their weights."""
