@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from marks import SUMMARY
+from marks import SUMMARY, full
 
 Build = Callable[..., Path]
 MEMORY = "address,undefined"
@@ -108,13 +108,14 @@ def test_second_lines_of_defence(native: Build) -> None:
     assert passes([native("second_line")]) == "3 guards hold\n"
 
 
-def test_the_scheduler_alone(native: Build, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("sanitize", ["", full(MEMORY)])
+def test_the_scheduler_alone(native: Build, pytestconfig: pytest.Config, sanitize: str) -> None:
     """Runs random requests, limits and page counts, without a model or a device; the head of the
     driver states oracle and faults."""
-    program = native("scheduler", MEMORY)
+    program = native("scheduler", sanitize)
     for fault in ("1", "2"):
         assert run([program, "--plant", fault]).returncode == 1
-    note(pytestconfig, "ASan and UBSan", passes([program]))
+    note(pytestconfig, "ASan and UBSan" if sanitize else "no sanitizer", passes([program]))
 
 
 @pytest.mark.full

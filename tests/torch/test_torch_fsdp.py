@@ -73,6 +73,7 @@ def sharded_as_a_whole(rank: int) -> None:
                     parameter.mul_(0.5)
 
 
+@pytest.mark.full
 def test_a_model_sharded_as_a_whole_follows_its_weights(tmp_path: Path) -> None:
     """The layers are not sharded separately. FSDP2 may gather weights into memory that an earlier
     pass used, without a change of the version counter."""
