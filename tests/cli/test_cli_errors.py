@@ -190,6 +190,33 @@ def test_runs_that_cannot_be_read(text: str, tmp_path: Path) -> None:
     assert said[:-1].isprintable()
 
 
+def test_ranges_of_the_options_of_plan() -> None:
+    """The ends of a range are accepted, the next numbers are refused."""
+    for option, inside, outside in (
+        ("--rows", (1, 2**20), (0, 2**20 + 1)),
+        ("--kv-cache-gib", (0, 2**20 - 1), (-1, 2**20, "nan")),
+    ):
+        for value in inside:
+            rollmesh("plan", MOE, f"{option}={value}")
+        for value in outside:
+            assert f"{option} " in refused("plan", MOE, f"{option}={value}")
+
+
+def test_more_keys_than_a_line_holds_are_not_suggested(tmp_path: Path) -> None:
+    """The error ends with the options that ignore its keys, unless these have more than 2,000
+    characters."""
+    from helpers import tiny_config
+
+    def said(*lengths: int) -> str:
+        keys = {f"x{i}".ljust(length, "y"): 1 for i, length in enumerate(lengths)}
+        (tmp_path / "config.json").write_text(json.dumps(tiny_config() | keys))
+        return rollmesh("plan", tmp_path, status=2)
+
+    assert "--ignore x0yy --ignore x1yy" in said(4, 4)
+    assert "--ignore" in said(1000, 1000)
+    assert "--ignore" not in said(1000, 1001)
+
+
 @pytest.mark.full
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     rollmesh("grpo", MOE, "--tp", "3", "--out", tmp_path / "new", status=2)

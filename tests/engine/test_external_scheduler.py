@@ -422,6 +422,21 @@ def test_the_host_edits_and_the_engine_draws(engine: Any, oracles: list[Any]) ->
     )
 
 
+def test_the_host_draws_for_several_requests(engine: Any, oracles: list[Any]) -> None:
+    """Each request has the logprob that the model gives its token."""
+    prompts = [[5, 6, 7], [40, 41, 42], [90, 91, 92]]
+    numbers = [add(engine, ids, seed=11, external_draws=True) for ids in prompts]
+    logits, stats = np.empty((3, 151), np.float32), np.empty((3, 2), np.float32)
+    rows = [(number, 0, 3, [1 + i], True) for i, number in enumerate(numbers)]
+    step(engine, *rows, logits=(logits, stats))
+    tokens, logprobs, *_ = engine.external_draw(
+        np.array(numbers, np.uint64), logits, stats, logits.copy()
+    )
+    for i, ids in enumerate(prompts):
+        want = oracles[0].score([[*ids, int(tokens[i])]])[0][-1:]
+        assert logprobs[i : i + 1].tobytes() == want.tobytes()
+
+
 @pytest.mark.parametrize("spoiled", [slice(None), 0, 77, 150])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_edited_row_that_is_not_finite_ends_its_request(

@@ -284,6 +284,8 @@ def test_where_a_part_of_a_parameter_may_begin() -> None:
     for cols, index0 in ((32, 1), (32, 33), (32, -32), (33, -1), (33, 2**63 - 1)):
         with pytest.raises(errors.ShapeError, match="index0"):
             pack(cols, index0)
+    with pytest.raises(errors.ShapeError, match="expected even, such as 32, got 33"):
+        pack(32, 33)
     for cols, index0 in ((32, 2), (33, 1), (33, 2**40)):
         assert pack(cols, index0).tolist() == [0, -1, -1]
 

@@ -30,6 +30,24 @@ print("attached", flush=True)
 time.sleep(30)
 """
 
+# Two ranks attach and are freed; then new files take the numbers of their descriptors.
+END = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+import rollmesh as rm
+connect = lambda rank: rm.comm.shm(sys.argv[1], rank, 2, timeout=20).connect(rm.Mesh(tp=2))
+with ThreadPoolExecutor() as pool:
+    list(pool.map(connect, (0, 1)))
+files = [os.memfd_create("file") for _ in range(16)]
+child = os.fork()
+if child == 0:
+    for file in files:
+        os.write(file, b"word")
+    os._exit(0)
+os.waitpid(child, 0)
+print([os.fstat(file).st_size for file in files])
+"""
+
 
 def attach(name: str, rank: int, timeout: float = 20.0) -> Any:
     return rm.comm.shm(name, rank, 2, timeout=timeout).connect(rm.Mesh(tp=2))
@@ -96,3 +114,11 @@ def test_a_child_does_not_hide_the_end_of_a_rank(name: str) -> None:
             assert time.monotonic() - began < 5
         finally:
             os.killpg(other.pid, signal.SIGKILL)
+
+
+def test_a_child_keeps_files_that_were_opened_after_the_ranks_ended(name: str) -> None:
+    """A forked child closes its copies of the ranks' files, and no others."""
+    done = subprocess.run(
+        [sys.executable, "-c", END, name], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"{[4] * 16}\n"

@@ -1,7 +1,10 @@
-"""The configuration of a run: wrong keys, overrides, and rules that join several keys."""
+"""The configuration of a run: wrong keys, bounds, overrides, and rules that join several keys."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from rollmesh.model.families import FAMILIES  # noqa: E402
 from rollmesh.run import (  # noqa: E402
     config,
 )
+from rollmesh.run.tables import read_table  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
@@ -91,6 +95,86 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 def test_a_wrong_key_is_an_error_that_names_its_path(change: str, message: str) -> None:
     with pytest.raises(rm.ConfigError, match=f"^{message}"):
         config.load(MOE, [change])
+
+
+# The numbers of a run: key, default and range. inf: no upper bound.
+NUMBERS = """
+data.heldout_share 0.05 (0, 0.5]
+rollout.prompts 32 [1, 1048576]
+rollout.samples 16 [2, 1048576]
+rollout.max_tokens 128 [1, inf)
+rollout.temperature 1.0 (0, inf)
+rollout.top_k 0 [0, inf)
+rollout.top_p 1.0 (0, 1]
+rollout.min_p 0.0 [0, 1]
+rollout.log_completions 16 [0, inf)
+rollout.num_completions_to_print 0 [0, inf)
+rollout.max_assistant_turns 8 [2, inf)
+rollout.max_num_gen_batches 10 [1, inf)
+rollout.async_level 0 [0, 64]
+generator.threads 0 [0, 256]
+generator.max_model_len 4096 [2, inf)
+generator.max_num_seqs 256 [1, 65536]
+generator.kv_cache_gib 1.0 (0, inf)
+generator.tp 1 [1, inf)
+generator.dp 1 [1, inf)
+generator.ep 1 [1, inf)
+generator.comm_timeout 1800.0 (0, inf)
+sync.self_test 0.0 [0, inf)
+loss.clip_low 0.2 (0, 1]
+loss.clip_high 0.2 (0, 1e18]
+loss.entropy 0.0 [0, inf)
+loss.kl 0.0 [0, inf)
+correction.cap 2.0 [1, inf)
+correction.mask_low 0.5 [0, 1]
+correction.mask_high 5.0 [1, inf)
+train.steps 100 [1, inf)
+train.updates 1 [1, 1048576]
+train.micro_batch 0 [0, inf)
+train.lr 1e-06 (0, 1e18]
+train.warmup_steps 0 [0, inf)
+train.weight_decay 0.0 [0, inf)
+train.grad_clip 1.0 (0, inf)
+train.threads 0 [0, 1024]
+eval.every 10 [1, inf)
+eval.prompts 256 [1, inf)
+eval.temperature 0.0 [0, inf)
+checkpoint.every 50 [0, inf)
+checkpoint.keep 2 [1, inf)
+"""
+
+
+def test_every_number_has_its_default_and_its_range() -> None:
+    """Each end of a range is accepted if it belongs to the range; the next number is refused."""
+    found = re.findall(r"(\w+)\.(\w+) (\S+) ([\[(])(\S+), (\S+)[])]", NUMBERS)
+    assert {(table, key) for table, key, *_ in found} == {
+        (table.name, row.name)
+        for table in dataclasses.fields(config.Config)
+        if dataclasses.is_dataclass(table.default) and table.name != "model"
+        for row in dataclasses.fields(table.default)
+        if row.metadata
+    }
+    for table, key, default, bracket, *ends in found:
+        is_real = "." in default or "e" in default
+        low, high = map(float, ends)
+        assert repr(getattr(getattr(config.Config(), table), key)) == default
+
+        def after(value: float, towards: float, is_real: bool = is_real) -> float:
+            return math.nextafter(value, towards) if is_real else value + math.copysign(1, towards)
+
+        inside = [low if bracket == "[" else after(low, math.inf)]
+        outside = [after(low, -math.inf) if bracket == "[" else low]
+        if high < math.inf:
+            inside.append(high)
+            outside.append(after(high, math.inf))
+        for value in inside:
+            given = value if is_real else int(value)
+            read = read_table(config.Config, {table: {key: given}})
+            assert getattr(getattr(read, table), key) == given
+        for value in outside:
+            given = value if is_real else int(value)
+            with pytest.raises(rm.ConfigError, match=rf"^\[{table}\] {key}: expected a"):
+                read_table(config.Config, {table: {key: given}})
 
 
 def test_minibatches_must_divide_the_prompts() -> None:

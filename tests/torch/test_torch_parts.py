@@ -517,6 +517,20 @@ def test_a_hook_around_the_model_that_changes_the_tokens() -> None:
         rm.torch.logprobs(model, IDS)
 
 
+def test_a_call_of_logprobs_inside_another() -> None:
+    model = model_of(DENSE)
+    want = rm.torch.logprobs(model, IDS).logprobs
+
+    def call_again(*_: Any) -> None:
+        handle.remove()
+        rm.torch.logprobs(model, IDS)
+
+    handle = model.register_forward_hook(call_again)
+    with pytest.raises(rm.StateError, match="expected one call of logprobs at a time"):
+        rm.torch.logprobs(model, IDS)
+    assert (rm.torch.logprobs(model, IDS).logprobs == want).all()
+
+
 def test_more_threads_than_an_op_takes() -> None:
     model, before = model_of(DENSE), torch.get_num_threads()
     want = model(IDS).logits
@@ -600,6 +614,18 @@ def test_a_push_to_a_generator_of_another_function(name: str) -> None:
             rm.ConfigError,
             match=f"generator: expected the settings of the patched model.*{words}",
         ):
+            rm.torch.push(model, generator)
+        assert generator.version is None
+
+
+def test_a_push_to_a_fast_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fast=True needs a GPU, so this test changes what the generator reports with it."""
+    model = model_of(DENSE)
+    with generator_of(DENSE) as generator:
+        reported = generator.metrics()
+        assert reported["invariant"] is True
+        monkeypatch.setattr(generator, "metrics", lambda: reported | {"invariant": False})
+        with pytest.raises(rm.ConfigError, match=r"got others .*: fast=False and True; make both"):
             rm.torch.push(model, generator)
         assert generator.version is None
 

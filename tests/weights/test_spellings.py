@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,53 @@ def test_rows_of_no_known_order_are_refused(model_type: str, kind: str) -> None:
         ):
             gen.sync_weights({name if key == hf_name else key: x for key, x in state.items()})
         gen.sync_weights(state)
+
+
+LLAMA = {
+    key: value
+    for key, value in helpers.tiny_config().items()
+    if key not in ("attention_bias", "use_sliding_window")
+} | {"model_type": "llama"}
+# Names that a model does not have, and what it lacks.
+ABSENT = {
+    "dense": (
+        helpers.tiny_config(),
+        {
+            "layers.2.mlp.up_proj.weight": ": layer 2; the model has 2",
+            "layers.0.mlp.gate.weight": ": layer 0 has no experts",
+            "layers.1.mlp.experts.0.gate_proj.weight": ": layer 1 has no experts",
+            "layers.0.self_attn.q_proj.bias": ": the model has no bias there (attention_bias=False",
+            "layers.0.post_feedforward_layernorm.weight": ": the model norms a block's input",
+            "embed_positions.weight": " is not a parameter of this model",
+        },
+    ),
+    "moe": (
+        helpers.tiny_config(True),
+        {
+            "layers.1.mlp.experts.8.up_proj.weight": ": expert 8; the model has 8",
+            "layers.1.mlp.gate_proj.weight": ": layer 1 is a mixture of experts",
+            "layers.1.mlp.shared_expert_gate.weight": ": the model has no shared expert",
+        },
+    ),
+    "llama": (
+        LLAMA,
+        {
+            "layers.0.self_attn.q_norm.weight": ": the model does not norm q and k",
+            "layers.1.self_attn.k_norm.weight": ": the model does not norm q and k",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("model", ABSENT)
+def test_the_error_of_a_name_says_what_the_model_lacks(model: str) -> None:
+    config, names = ABSENT[model]
+    tensor = np.zeros(1, np.float32)
+    with generator_of(config, MESHES[0]) as generator:
+        for name, lacks in names.items():
+            message = re.escape(f"1 of the weights: model.{name}{lacks}")
+            with pytest.raises(rollmesh.UnexpectedKeyError, match=f"^{message}"):
+                generator.sync_weights({f"model.{name}": tensor})
 
 
 @pytest.mark.parametrize("case", helpers.CASES, ids=lambda case: case.name)
