@@ -1,5 +1,5 @@
 #!/bin/bash
-# The minutes on a borrowed GPU: bits, tests, figures and memory checkers, the most informative
+# A short run on a borrowed GPU: bits, tests, figures and memory checkers, the most informative
 # parts first. Everything is built beforehand, on a machine with nvcc:
 #
 #     benchmarks/card_run.sh build              # for Hopper, into build/card_run, below 64 MiB
@@ -80,7 +80,7 @@ part card 20 "cat $D/commit; nvidia-smi; nvidia-smi -q -d CLOCK,POWER,PERFORMANC
   $PY -m pip list 2>/dev/null | grep -iE '^(torch|numpy|transformers|pytest|nvidia-(nccl|cublas))'
   true"
 part runs 40 "$D/probe_mma; $PY -m rollmesh doctor"
-# What was carried may not fit the system libraries there.
+# Builds here if the carried programs do not run with this machine's libraries.
 grep -q "P3 digest" "$L/runs.log" && grep -q "CUDA kernels .*librollmesh_cuda" "$L/runs.log" ||
   part build 200 "$0 build && $D/probe_mma"
 part wgmma 25 "$D/bench_wgmma"
@@ -90,8 +90,7 @@ part bits-mma 80 "ops mma '' '' $MMA &&
 part bits-fma 80 "ops fma '' '' $FMA"
 part decode-8b 75 "$FIGURES limits decode --shapes dense-8b --sequences 1,8,64,128 \
   --most dense-8b=128 --context 1024 --steps 32 --out $L/decode-8b.json"
-# Without the files that need no card, and the tests that others must not run beside, or that have
-# ranks on one card.
+# Leaves out files that need no card, tests that must run alone, and tests with ranks on one card.
 part tests 120 "$PYTEST -n 10 --dist loadscope $T --ignore-glob=$T/test_nccl*.py \
   --ignore=$T/test_gpu_benchmarks.py --ignore=$T/test_exchanged.py --ignore=$T/test_device_comm.py \
   -k 'not simt and not gives_everything_back and not gpu_gives and not ranks_replay'"
@@ -102,9 +101,9 @@ part decode-moe 50 "$FIGURES decode --shapes moe-30b-a3b --sequences 1,8,64,128 
 part company 50 "$FIGURES bits --shapes dense-0.6b,moe-30b-a3b --company 2,7,64,256 \
   --out $L/company.json"
 part ops 60 "$D/bench_mma mma"
-# torch's NCCL may be older than 2.30.3, and then ranks cannot share a card. One in $D/nccl, made
-# by `make src.lib ONLY_FUNCS="AllGather * *|SendRecv"` for this architecture, has 4 MB. torch finds
-# its own NCCL by its RPATH, then loads it again by path: both variables are needed.
+# torch's NCCL may be older than 2.30.3, and then ranks cannot share a card. A copy in $D/nccl,
+# built by `make src.lib ONLY_FUNCS="AllGather * *|SendRecv"` for this architecture, has 4 MB.
+# torch finds its own NCCL by its RPATH, then loads it again by path: both variables are needed.
 [ -e "$D/nccl" ] && part nccl 75 "export NCCL_MAX_CTAS=4 CUDA_DEVICE_MAX_CONNECTIONS=32 \
   CUDA_MODULE_LOADING=EAGER NCCL_DEBUG=INFO NCCL_DEBUG_FILE=$L/nccl-%p.txt NCCL_IB_DISABLE=1 \
   LD_PRELOAD=$D/nccl/nvidia/nccl/lib/libnccl.so.2 PYTHONPATH=$D/lib:$D/nccl
@@ -115,7 +114,7 @@ part grpo 45 "$PY -m rollmesh grpo configs/qwen3_debug.toml --device cuda --out 
   --set train.steps=10"
 part parity 60 "RM_TEST_DEVICE=cuda RM_TEST_ISA=cuda_mma $PYTEST -n 8 tests/model/test_parity.py \
   -k bfloat16"
-# Engines are given a longer max_model_len than they use.
+# Decode with a much larger max_model_len than needed.
 part long 30 "$FIGURES decode --shapes dense-8b --sequences 1,64 --most dense-8b=64 --context 1024 \
   --steps 32 --set max_model_len=40960 --out $L/long.json"
 part profile 45 "ncu --clock-control none --section SpeedOfLight --print-summary per-kernel \
@@ -137,7 +136,7 @@ part gemm 60 "$FIGURES gemm --shapes dense-8b --gemm-rows 1,2,3,7,16,64,255,1024
 part sync 60 "$FIGURES sync start --shapes dense-8b,dense-0.6b --out $L/sync.json"
 part decode-fma 60 "${FIGURES/cuda_mma/cuda_fma} decode prefill --shapes dense-8b --sequences 1,64 \
   --prefill 512 --out $L/decode-fma.json"
-# The processor beside the card may be one without figures too.
+# The processor beside the card may have no figures yet.
 part cpu-bits 60 "$D/checkops --elements 100000000 --seconds 30"
 part cpu-tests 150 "$PYTEST -n 14 --dist loadfile -m 'not full and not slow' tests --ignore=$T \
   --ignore=tests/docs"
