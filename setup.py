@@ -360,6 +360,17 @@ class BuildExt(build_ext):
             raise LinkError(message)
         self.build_cuda_beside(target)
 
+    def copy_extensions_to_source(self) -> None:
+        """Also copies what is beside the extension, for builds in place."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            folder = Path(self.get_ext_fullpath(ext.name)).parent
+            for name in (CUDA_LIBRARY, CUDA_ABSENT):
+                built = Path(self.build_lib, self.get_ext_filename(ext.name)).with_name(name)
+                (folder / name).unlink(missing_ok=True)
+                if built.exists():
+                    shutil.copy2(built, folder)
+
     def build_cuda_beside(self, extension: Path) -> None:
         wanted, folder = os.environ.get("ROLLMESH_CUDA", "auto"), extension.parent
         (folder / CUDA_LIBRARY).unlink(missing_ok=True)

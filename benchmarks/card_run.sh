@@ -7,9 +7,16 @@
 #
 # Each part has a time limit and a log. A part that has passed is not run again, so a second call
 # continues the first. $OUT gets report.txt, with a line for each part, and logs.tgz, with all logs
-# and figures; both are written after each part.
-cd "$(dirname "$0")/.." || exit
+# and figures; both are written after each part. The status is 1 if a part failed, 2 for a part that
+# is unknown.
+SELF=$(realpath "$0") ONLY=" $* "
+[ -z "$OUT" ] || { mkdir -p "$OUT" && OUT=$(realpath "$OUT"); } || exit
+cd "$(dirname "$SELF")/.." || exit
 D=${CARD_RUN:-$PWD/build/card_run}; L=$D/log PY=$(command -v python3)
+for part in $ONLY; do
+  [ "$part" = build ] || grep -q "part $part " "$SELF" ||
+    { echo "card_run.sh: expected 'build' or parts of this script, got '$part'" >&2; exit 2; }
+done
 export D L
 
 if [ "$1" = build ]; then
@@ -32,14 +39,15 @@ fi
 export OUT=${OUT:-$D} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SEED=${SEED:-1} DIR=$D
 # A test without a GPU fails, and what was carried here is not built again.
 export RM_NEEDS_GPU=1 RM_CUDA_BUILD=$D RM_PREBUILT=1 PYTHONPATH=$D/lib
-ONLY=" $* " END=$((SECONDS + ${WITHIN:-500}))
-mkdir -p "$L"
+END=$((SECONDS + ${WITHIN:-500})) FAILED=0
+mkdir -p "$L" || exit
 
 save() {
   cp "$L/report.txt" "$OUT/" 2>/dev/null
   tar czf "$OUT/logs.tgz" -C "$D" log 2>/dev/null
 }
-trap save EXIT TERM
+trap save EXIT
+trap 'exit 143' TERM
 
 part() { # NAME SECONDS COMMAND…
   local name=$1 limit=$2 begin=$SECONDS left=$((END - SECONDS)) status
@@ -49,7 +57,7 @@ part() { # NAME SECONDS COMMAND…
   [ "$limit" -gt $left ] && limit=$left
   PART=$name timeout -k 5 "$limit" bash -c "$*" >"$L/$name.log" 2>&1 </dev/null
   status=$?
-  [ $status = 0 ] && touch "$L/$name.done"
+  [ $status = 0 ] && touch "$L/$name.done" || FAILED=1
   printf '%-14s status %-3s %4s s  %s\n' "$name" $status $((SECONDS - begin)) \
     "$(grep -v '^ *$' "$L/$name.log" | tail -1 | cut -c1-140)" | tee -a "$L/report.txt"
   save
@@ -81,8 +89,8 @@ part card 20 "cat $D/commit; nvidia-smi; nvidia-smi -q -d CLOCK,POWER,PERFORMANC
   true"
 part runs 40 "$D/probe_mma; $PY -m rollmesh doctor"
 # Builds here if the carried programs do not run with this machine's libraries.
-grep -q "P3 digest" "$L/runs.log" && grep -q "CUDA kernels .*librollmesh_cuda" "$L/runs.log" ||
-  part build 200 "$0 build && $D/probe_mma"
+grep -qs "P3 digest" "$L/runs.log" && grep -q "CUDA kernels .*librollmesh_cuda" "$L/runs.log" ||
+  part build 200 "$SELF build && $D/probe_mma"
 part wgmma 25 "$D/bench_wgmma"
 part bits-mma 80 "ops mma '' '' $MMA &&
   ops 'mma_tile0 mma_tile1 mma_tile2 mma_tile3' '' '--trials 100' gemm gemm_swiglu &&
@@ -143,3 +151,4 @@ part cpu-tests 150 "$PYTEST -n 14 --dist loadfile -m 'not full and not slow' tes
 part cpu-suite 120 "$PY -m benchmarks.cpu --rounds 2 --budget 5 --points 'decode 1' \
   --points 'decode 8' --points 'decode 64' --points 'prefill 512' --json $L/cpu.json"
 cat "$L/report.txt"
+exit $FAILED

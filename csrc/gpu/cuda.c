@@ -57,8 +57,8 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
         err, RM_E_CONFIG,
         "device=\"cuda\": expected an NVIDIA driver 580 or later (CUDA 13), got an older one");
   if (ordinal < 0 || ordinal >= count)
-    return rm_fail(err, RM_E_CONFIG, "device: expected one of the driver's %d, got cuda:%d", count,
-                   ordinal);
+    return rm_fail(err, RM_E_CONFIG, "device: expected one of the driver's %d devices, got cuda:%d",
+                   count, ordinal);
   const rm_device_opened opened = call(ordinal, kernels, out, why);
   if (opened == RM_DEVICE_OPENED) return RM_OK;
   code = opened == RM_DEVICE_NOT_FOUND ? RM_E_CONFIG

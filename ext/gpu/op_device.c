@@ -146,8 +146,8 @@ int rm_op_device_check_stream(PyObject *module, rm_op_device *self, void *stream
   const char *why = self->device.check_stream(self->device.self, stream);
   rm_op_device_leave(self, saved);
   if (!why) return 0;
-  return rm_refuse(module, RM_E_CONFIG, "expected a stream of %s, got %llu: %s", self->device.name,
-                   (unsigned long long)(uintptr_t)stream, why);
+  return rm_refuse(module, RM_E_CONFIG, "stream: expected one of %s, got %llu: %s",
+                   self->device.name, (unsigned long long)(uintptr_t)stream, why);
 }
 
 static PyMethodDef op_device_methods[] = {

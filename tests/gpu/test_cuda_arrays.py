@@ -296,7 +296,7 @@ def test_streams_that_ops_cannot_be_ordered_with(
     before = ops.gemm(mine, weights, 17)
 
     def is_refused(stream: int, why: str) -> None:
-        whole = f"expected a stream of cuda:0, got {stream}: {why}"
+        whole = f"stream: expected one of cuda:0, got {stream}: {why}"
         with ops.on_stream(stream, "cuda:0"), pytest.raises(errors.ConfigError, match=whole):
             ops.gemm(mine, weights, 17)
         with pytest.raises(errors.ConfigError, match=f"got {stream}: {why}"):

@@ -171,7 +171,7 @@ def test_values_of_another_gpu_that_are_refused(
         (
             "a GPU that is not there",
             rm.UnsupportedTensorError,
-            r"norm\.weight: .*got one on cuda:63: .* one of the driver's 8, got cuda:63",
+            r"norm\.weight: .*got one on cuda:63: .* one of the driver's 8 devices, got cuda:63",
         ),
         (
             "no GPU's number",

@@ -124,7 +124,6 @@ class Rehearsal:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "out").mkdir()
         for name in PROGRAMS:
             self.program(folder / name)
         for name in ("python3", "nvidia-smi", "ncu", "compute-sanitizer"):
@@ -202,7 +201,7 @@ def test_a_part_that_fails_or_hangs_ends_nothing(rehearsal: Rehearsal) -> None:
         folder / "checkops_gpu", '[ "$2" = gemm ] && { echo "gemm: 3 differ"; exit 1; }; exit 0'
     )
     rehearsal.program(folder / "bench_mma", "echo begun; sleep 300")
-    assert rehearsal.start("wgmma", "bits-mma", "ops", "grpo", within=14).wait(60) == 0
+    assert rehearsal.start("wgmma", "bits-mma", "ops", "grpo", within=14).wait(60) == 1
     report = rehearsal.report()
     assert report.pop("wgmma") not in (0, 124)
     assert report == {"bits-mma": 1, "ops": 124}  # less than 10 s are left for grpo
@@ -212,6 +211,11 @@ def test_a_part_that_fails_or_hangs_ends_nothing(rehearsal: Rehearsal) -> None:
     assert rehearsal.start("ops", "grpo").wait(60) == 0
     assert rehearsal.report()["ops"] == 0
     assert rehearsal.report()["grpo"] == 0
+
+
+def test_a_part_that_there_is_not_is_refused(rehearsal: Rehearsal) -> None:
+    assert rehearsal.start("card", "bogus").wait(60) == 2
+    assert not (rehearsal.folder / "calls").exists()
 
 
 def test_what_was_done_is_kept_when_the_time_ends(rehearsal: Rehearsal) -> None:
