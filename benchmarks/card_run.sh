@@ -13,9 +13,9 @@ SELF=$(realpath "$0") ONLY=" $* "
 [ -z "$OUT" ] || { mkdir -p "$OUT" && OUT=$(realpath "$OUT"); } || exit
 cd "$(dirname "$SELF")/.." || exit
 D=${CARD_RUN:-$PWD/build/card_run}; L=$D/log PY=$(command -v python3)
-for part in $ONLY; do
-  [ "$part" = build ] || grep -q "part $part " "$SELF" ||
-    { echo "card_run.sh: expected 'build' or parts of this script, got '$part'" >&2; exit 2; }
+for name in $ONLY; do
+  [ "$name" = build ] || grep -q "part $name " "$SELF" ||
+    { echo "card_run.sh: expected 'build' or parts of this script, got '$name'" >&2; exit 2; }
 done
 export D L
 
@@ -36,7 +36,7 @@ if [ "$1" = build ]; then
   exit
 fi
 
-export OUT=${OUT:-$D} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SEED=${SEED:-1} DIR=$D
+export OUT=${OUT:-$D} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SEED=${SEED:-1}
 # A test without a GPU fails, and what was carried here is not built again.
 export RM_NEEDS_GPU=1 RM_CUDA_BUILD=$D RM_PREBUILT=1 PYTHONPATH=$D/lib
 END=$((SECONDS + ${WITHIN:-500})) FAILED=0
@@ -135,7 +135,7 @@ part profile-sync 45 "ncu --clock-control none --section SpeedOfLight --section 
   --rounds 1"
 part counters 60 "ncu --clock-control none --section SpeedOfLight --section WarpStateStats \
   --section MemoryWorkloadAnalysis --section Occupancy -c 24 --kernel-name-base demangled \
-  -k 'regex:(few|rows|gemm|segment|tile|logits)_kernel' $D/bench_mma mma"
+  -k 'regex:(few|rows|gemm|split|tile|logits)_kernel' $D/bench_mma mma"
 part memcheck 70 "ops mma 'compute-sanitizer --tool memcheck --error-exitcode 9 --print-limit 5' \
   --touch gemm gemm_swiglu attention lm_head router qk_rope_kv"
 part racecheck 70 "ops mma 'compute-sanitizer --tool racecheck --error-exitcode 9 --print-limit 5' \

@@ -19,10 +19,10 @@
                torch's matmul beside the large gemms
 
 Without names all parts run, in that order. Limits are measured in the same run, or with --limits
-FILE by the first of several runs; a copy on the
-device is measured again beside every round of decode and sync, and the best of a point's rounds
-counts, because other work can only slow a round down. A point that has used up its --budget is not
-repeated. The results are written after each part, so an interrupt loses at most one part.
+FILE in the first of several runs. A copy on the device is measured again beside every round of
+decode and sync, and the best of a point's rounds counts, because other work can only slow a round
+down. A point that has used up its --budget is not repeated. The results are written after each
+part, so an interrupt loses at most one part.
 
 Needs the library for GPUs beside the extension, and a GPU. With --smoke the simulated device of the
 tests is enough, at sizes whose figures are meaningless. Run `python tests/support/cuda_build.py

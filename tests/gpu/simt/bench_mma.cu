@@ -2,6 +2,7 @@
 // keys and values for few rows, TFLOP/s for many, beside the rate of a kernel that only reads.
 //   bench_mma [mma | fma] [NAME]   the rates of the ops whose line contains NAME, for a profiler
 //   bench_mma read     only the rate of the reading kernel, GB/s
+#include "open_kernels.h"
 #include "rm_cuda.h"
 
 #include <cstdio>
@@ -188,12 +189,7 @@ void attention(const bench &b, int64_t n_seqs, int64_t each, int64_t context, in
 
 int main(int argc, char **argv) {
   bench b = {};
-  rm_device opened;
-  char why[256];
-  if (rm_cuda_open(0, nullptr, &opened, why) != RM_DEVICE_OPENED) {
-    printf("rm_cuda_open: %s\n", why);
-    return 1;
-  }
+  if (!open_kernels()) return 1;
   cudaStream_t stream;
   must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   must(cudaDeviceSynchronize());

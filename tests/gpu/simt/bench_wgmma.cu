@@ -7,6 +7,7 @@
 // the same, one warp for every 16 of 64 rows. The tensor core reads x directly from shared memory,
 // in rows of 64 k whose eight chunks of 16 bytes are swizzled by the row.
 #include "gemm_mma.cuh"
+#include "open_kernels.h"
 #include "rm_cuda.h"
 #include "wgmma.h"
 
@@ -247,6 +248,7 @@ int main() {
     printf("no wgmma here\n");
     return 0;
   }
+  if (!open_kernels()) return 1;
   const rm_ctx ctx = {}; // the legacy stream; k is not split without a workspace
   shape(ctx, 200, 256, 512);
   for (const int64_t m : {512, 4096, 16384}) {

@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "mma.cuh"
+#include "open_kernels.h"
 
 static int64_t cases, elements;
 
@@ -123,12 +124,7 @@ int main(int argc, char **argv) {
              is_model = argc > 2 && !strcmp(argv[1], "mma_model");
   if (argc < 2) return 2;
   if (!is_places && !is_company && !is_model) return faulty(argv[1]);
-  rm_device opened;
-  char why[256];
-  if (rm_cuda_open(0, nullptr, &opened, why) != RM_DEVICE_OPENED) {
-    printf("rm_cuda_open: %s\n", why);
-    return 1;
-  }
+  if (!open_kernels()) return 1;
   const uint32_t saved = rm_fp_enter();
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 0;
   const bool ok = is_places    ? check_mma_places()

@@ -12,6 +12,7 @@
 #include "gemm_mma.cuh"
 #include "mma_places.h"
 #include "mma_rows.cuh"
+#include "random_bits.h"
 
 namespace {
 
@@ -181,12 +182,6 @@ bool tiles() {
   return true;
 }
 
-uint64_t state;
-
-uint32_t random_bits() {
-  state = state * 6364136223846793005u + 1442695040888963407u;
-  return static_cast<uint32_t>(state >> 33) ^ static_cast<uint32_t>(state >> 13);
-}
 int64_t pick(int64_t n) { return static_cast<int64_t>(random_bits() % static_cast<uint32_t>(n)); }
 
 // Numbers of −1 to 1 in bf16.

@@ -2,6 +2,7 @@
 // against the properties that the family cuda_mma needs of the instruction.
 #include "check.h"
 #include "mma_model.h"
+#include "random_bits.h"
 
 #include <cmath>
 #include <cstdio>
@@ -60,13 +61,6 @@ constexpr edge EDGES[] = {{1.0f, {INF}, {ONE}, INFINITY},
                           {NAN, {ONE}, {ONE}, NAN},
                           {0x1p-149f, {0}, {MOST}, 0x1p-149f},
                           {0.0f, {TINY}, {TINY}, 0.0f}};
-
-uint64_t state;
-
-uint32_t random_bits() {
-  state = state * 6364136223846793005u + 1442695040888963407u;
-  return static_cast<uint32_t>(state >> 33) ^ static_cast<uint32_t>(state >> 13);
-}
 
 bool is_same(const char *what, float got, float want) {
   const bool both = rm_is_nan(got) && rm_is_nan(want);

@@ -4,9 +4,8 @@
 #include "device.cuh"
 #include "gemm_mma.cuh"
 #include "native/checkops/device.h"
+#include "open_kernels.h"
 #include "rm_cuda.h"
-
-#include <cstdio>
 #ifndef RM_SIMT
 #include "gpu.h"
 #endif
@@ -59,12 +58,7 @@ int device_variants(variant *out) {
 }
 
 int device_open() {
-  rm_device opened;
-  char why[256];
-  if (rm_cuda_open(0, nullptr, &opened, why) != RM_DEVICE_OPENED) {
-    printf("rm_cuda_open: %s\n", why);
-    return 1;
-  }
+  if (!open_kernels()) return 1;
 #ifndef RM_SIMT
   gpu_choose_mma_oracle();
 #endif

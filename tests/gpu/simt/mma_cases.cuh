@@ -4,6 +4,7 @@
 
 #include "mma.cuh"
 #include "mma_model.h"
+#include "random_bits.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -64,12 +65,6 @@ std::vector<result> run(const std::vector<problem> &problems) {
   must(cudaFree(p));
   must(cudaFree(r));
   return results;
-}
-
-uint64_t state = 1;
-uint32_t random_bits() {
-  state = state * 6364136223846793005u + 1442695040888963407u;
-  return static_cast<uint32_t>(state >> 33) ^ static_cast<uint32_t>(state >> 13);
 }
 
 // Random sign and fraction; exponents of the first kinds: near 1, far apart, huge, denormal, mixed
