@@ -41,7 +41,7 @@ static const rm_attribute fields[] = {
     SPEC(BOOL, sigmoid_scores),  SPEC(I32, qk_norm),    SPEC(I32, wq_rows),
     SPEC(BOOL, rope_neighbours), SPEC(I32, activation), SPEC(F32, rope_scale),
 };
-enum { LAYER_COLUMNS = 3 }; // is_moe, rotates, window
+enum { LAYER_COLUMNS = 4 }; // is_moe, rotates, window, kind
 
 // Reads `names`, a tuple of (kind, name); both are views of the caller's strings.
 static int read_names(PyObject *module, PyObject *names, rm_spec *values) {
@@ -62,7 +62,10 @@ static rm_layer_spec *layers_of(const int64_t *rows, int64_t n) {
   rm_layer_spec *layers = PyMem_Calloc((size_t)n + 1, sizeof *layers);
   if (!layers) PyErr_NoMemory();
   for (int64_t i = 0; layers && i < n; i++, rows += LAYER_COLUMNS)
-    layers[i] = (rm_layer_spec){.is_moe = rows[0] != 0, .rotates = rows[1] != 0, .window = rows[2]};
+    layers[i] = (rm_layer_spec){.is_moe = rows[0] != 0,
+                                .rotates = rows[1] != 0,
+                                .window = rows[2],
+                                .kind = (rm_layer_kind)rows[3]};
   return layers;
 }
 

@@ -211,7 +211,8 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   if (!code) code = rm_run_workers(engine, rm_worker_create, NULL, err);
   if (!code) code = check_families(engine, err);
   for (int d = 0; d < engine->n_replicas && !code; d++)
-    code = rm_scheduler_open_pages(&engine->schedulers[d], engine->workers[0].runner.n_pages, err);
+    code = rm_scheduler_open_pages(&engine->schedulers[d], engine->workers[0].runner.cache.n_pages,
+                                   err);
   for (int w = engine->n_workers - 1; w >= 0 && !code; w--) {
     const rm_device *gpu = &engine->workers[w].gpu;
     if (gpu->self && gpu->ordinal < RM_MAX_GPUS) engine->ready_streams.own[gpu->ordinal] = gpu;
@@ -283,7 +284,7 @@ static void add_worker(const rm_worker *worker, rm_engine_stats *out) {
   rm_traffic traffic = rm_rank_traffic(&worker->runner.rank);
   rm_graphs_add_traffic(worker->runner.graphs, &traffic);
   out->weight_bytes += worker->params->bytes;
-  out->kv_bytes += worker->runner.kv ? worker->kv_bytes : 0;
+  out->kv_bytes += worker->runner.cache.pages ? worker->kv_bytes : 0;
   out->workspace_bytes += rm_runner_workspace(&worker->runner);
   out->n_threads += rm_team_threads(worker->team);
   out->forward_seconds = fmax(out->forward_seconds, worker->forward_seconds);

@@ -27,7 +27,7 @@ typedef struct rm_worker { // one rank of this process
   rm_model *model;
   rm_store *store;
   rm_runner runner;
-  size_t kv_bytes; // bytes of runner.kv
+  size_t kv_bytes; // bytes of runner.cache.pages
   double forward_seconds; // since creation
   // of the last job
   rm_code code;

@@ -176,8 +176,8 @@ static rm_code sleep_worker(rm_worker *worker, void *arg) {
     else rm_store_discard(worker->store);
   }
   if (parts & RM_PART_KV) {
-    rm_device_free(worker->device, worker->runner.kv, worker->kv_bytes);
-    worker->runner.kv = NULL;
+    rm_device_free(worker->device, worker->runner.cache.pages, worker->kv_bytes);
+    worker->runner.cache.pages = NULL;
   }
   return RM_OK;
 }
@@ -208,8 +208,8 @@ static rm_code wake_worker(rm_worker *worker, void *arg) {
   rm_code code = RM_OK;
   if (parts & RM_PART_WEIGHTS) code = rm_store_restore(worker->store, &worker->err);
   if (parts & RM_PART_KV && !code)
-    code = rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &worker->runner.kv,
-                           &worker->err);
+    code = rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache",
+                           &worker->runner.cache.pages, &worker->err);
   return code;
 }
 

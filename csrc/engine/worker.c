@@ -60,10 +60,10 @@ static rm_code create_team(rm_worker *worker) {
 
 static rm_code create_cache(rm_worker *worker) {
   rm_runner *runner = &worker->runner;
-  const rm_code code = rm_kv_pages(worker, &runner->n_pages, &worker->err);
+  const rm_code code = rm_kv_pages(worker, &runner->cache.n_pages, &worker->err);
   if (code) return code;
-  worker->kv_bytes = (size_t)runner->n_pages * rm_model_page_bytes(worker->model);
-  return rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &runner->kv,
+  worker->kv_bytes = (size_t)runner->cache.n_pages * rm_model_page_bytes(worker->model);
+  return rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &runner->cache.pages,
                          &worker->err);
 }
 
@@ -118,7 +118,7 @@ rm_code rm_worker_destroy(rm_worker *worker, void *unused) {
   (void)unused;
   if (!worker->device) return RM_OK;
   rm_runner_destroy(&worker->runner);
-  rm_device_free(worker->device, worker->runner.kv, worker->kv_bytes);
+  rm_device_free(worker->device, worker->runner.cache.pages, worker->kv_bytes);
   rm_store_destroy(worker->store);
   rm_model_destroy(worker->model);
   rm_params_destroy(worker->params);

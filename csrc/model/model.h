@@ -47,25 +47,33 @@ typedef struct rm_batch {
   uint8_t *row_flags; // [n_rows], out: ops or their flags into it
 } rm_batch;
 
+// Views of what sequences keep between steps, in the device's memory. Layers follow one another: a
+// layer with KV pages has the parts of all pages (K, then V), a layer with a state has all states.
+typedef struct rm_cache {
+  void *pages;
+  int64_t n_pages;
+  void *states;
+  int64_t n_slots;
+} rm_cache;
+
 rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_team *team,
                         const rm_model_options *options, rm_model **out, rm_error *err);
 void rm_model_destroy(rm_model *model);
-// Bytes of one KV page over all layers, on the rank of the tp group whose page is largest, so that
-// all ranks have the same number of pages. The KV cache holds, layer by layer, the K pages and then
-// the V pages.
+// Bytes of one KV page, and of the state of one sequence, over all layers, on the rank of the tp
+// group whose page or state is largest, so that all ranks have the same number of them.
 size_t rm_model_page_bytes(const rm_model *model);
+size_t rm_model_state_bytes(const rm_model *model); // 0 if no layer has a state
 // Bytes of activations, rope table and the ops' scratch.
 size_t rm_model_workspace_bytes(const rm_model *model);
 // Copies a page over another, or zeroes it (from −1).
-void rm_model_write_page(const rm_model *model, void *kv, int64_t n_pages, int32_t to,
-                         int32_t from);
+void rm_model_write_page(const rm_model *model, const rm_cache *cache, int32_t to, int32_t from);
 // Computes the ops' indices on the host (host_indices.c). Called before each forward and each
 // replay, outside of a capture. First waits until the previous forward has read its indices. Reads
 // only host arrays of the batch.
 rm_code rm_model_prepare(rm_model *model, const rm_batch *batch, rm_error *err);
 // Called after rm_model_prepare with the same batch. *hidden: T [n_out][hidden], a view of the
 // model's memory until the next forward.
-rm_code rm_model_forward(rm_model *model, const void *weights, void *kv, int64_t n_pages,
+rm_code rm_model_forward(rm_model *model, const void *weights, const rm_cache *cache,
                          const rm_batch *batch, const void **hidden, rm_error *err);
 // Whether a forward of this many rows (most_rows or n_rows) can be captured: it only enqueues work,
 // and the same work for every batch with the same n_rows and n_out.

@@ -1,10 +1,13 @@
-// model_internal.h: the struct of a model, shared by model.c (the forward), linear.c (linear
-// layers), host_indices.c (indices computed on the host) and head.c (lm_head).
+// model_internal.h: the struct of a model, shared by create.c, model.c (the forward), the kinds of
+// layers (layer_kinds.h), linear.c (linear layers), host_indices.c (indices computed on the host)
+// and head.c (lm_head).
 #pragma once
 
 #include "model/model.h"
 #include "model/moe/moe.h"
 #include "model/shard.h"
+
+enum { RM_PAGE_PARTS = 2 }; // parts of a KV page in one layer
 
 struct rm_model {
   const rm_params *params; // view
@@ -83,6 +86,19 @@ typedef struct rm_pass {
   const rm_layer_params *layer;
   rm_error *err;
 } rm_pass;
+
+static inline size_t rm_row_bytes(const rm_model *model) {
+  return (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype);
+}
+static inline void *rm_on_device(const rm_pass *pass, const void *here) {
+  return rm_mirrored_on_device(pass->batch->mirrored, here);
+}
+
+// model.c. Completes x: all rows on every rank.
+rm_code rm_complete_rows(const rm_pass *pass);
+// Completes the rows of a matrix of which each rank has its columns: all rows in place, or with
+// sequence parallelism the home rows in `home`.
+rm_code rm_complete_columns(const rm_pass *pass, char *matrix, char *home);
 
 // linear.c. y ← x · the layer's matrix `kind` (q: q, k and v), for this rank's columns of y; the
 // matrix y is whole, but that of q, k and v has this rank's columns only. For a gate the matrix is

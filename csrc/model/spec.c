@@ -114,6 +114,9 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
       return rm_fail(err, RM_E_CONFIG,
                      "sliding_window of layer %lld: expected at least 0, got %lld", (long long)i,
                      (long long)s->layers[i].window);
+    if (s->layers[i].kind < 0 || s->layers[i].kind >= RM_N_LAYER_KIND)
+      return rm_fail(err, RM_E_CONFIG, "kind of layer %lld: expected 0 to %d, got %d", (long long)i,
+                     RM_N_LAYER_KIND - 1, (int)s->layers[i].kind);
     if (s->layers[i].is_moe && s->n_experts == 0)
       return rm_fail(err, RM_E_CONFIG,
                      "layer %lld: expected a dense MLP with num_experts=0, got experts",

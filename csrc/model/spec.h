@@ -30,7 +30,11 @@ typedef enum rm_qk_norm { RM_QK_NORM_NONE, RM_QK_NORM_HEAD, RM_QK_NORM_WHOLE } r
 // rope rotates neighbouring elements.
 typedef enum rm_wq_rows { RM_WQ_NONE, RM_WQ_HALVES, RM_WQ_NEIGHBOURS } rm_wq_rows;
 
+// The kinds of a layer's first block (layer_kinds.h).
+typedef enum rm_layer_kind { RM_LAYER_ATTENTION, RM_N_LAYER_KIND } rm_layer_kind;
+
 typedef struct rm_layer_spec {
+  rm_layer_kind kind;
   int is_moe;
   int rotates; // rope rotates its q and k
   int64_t window; // sliding window in positions, 0: full attention

@@ -124,8 +124,7 @@ static void put_tables(const rm_runner *runner) {
 static void write_pages(const rm_runner *runner) {
   const rm_plan *plan = runner->plan;
   for (int64_t i = 0; i < plan->n_writes; i++)
-    rm_model_write_page(runner->model, runner->kv, runner->n_pages, plan->writes[i].to,
-                        plan->writes[i].from);
+    rm_model_write_page(runner->model, &runner->cache, plan->writes[i].to, plan->writes[i].from);
 }
 
 // ----------------------------------------------------------------------------------------- a step
@@ -171,8 +170,8 @@ rm_code rm_step_enqueue(void *self, rm_error *err) {
   const void *hidden;
   rm_mirrored_copy_to_device(&runner->mirrored, b->slots,
                              (size_t)(tokens - (const char *)b->slots));
-  rm_code code = rm_model_forward(runner->model, runner->store->serving.block, runner->kv,
-                                  runner->n_pages, &batch, &hidden, err);
+  rm_code code = rm_model_forward(runner->model, runner->store->serving.block, &runner->cache,
+                                  &batch, &hidden, err);
   if (!code && !runner->shape.padded) code = rm_compare_forward(&runner->rank, err);
   if (!code) code = rm_sample_outs(runner, hidden, err);
   rm_mirrored_copy_to_host(&runner->mirrored, b->output.row_flags, (size_t)(b->end - flags));

@@ -51,8 +51,7 @@ typedef struct rm_runner {
   const rm_plan *plan; // the scheduler's
   rm_store *store;
   rm_model *model;
-  void *kv; // view: [n_pages] in the device's memory; NULL while asleep
-  int64_t n_pages;
+  rm_cache cache; // pages are NULL while asleep
   rm_rank rank; // device_tp and device_ep are owned (gpu/device_comms.c), the rest views
   // ld_logits: number of elements from one row of logits to the next
   int64_t routed_per_token, max_out_rows, ld_logits;

@@ -6,6 +6,7 @@ that an error names.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -478,6 +479,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
                                    r"num_hidden_layers=2, got \[0, -1\]"),
     ({"sliding_windows": [0, False]}, "^sliding_windows: expected an integer"),
     ({"sliding_windows": "00"}, "^sliding_windows: expected an integer"),
+    ({"layer_kinds": ["attention"]}, "^layer_kinds: expected attention.* for each of num_hidden"),
+    ({"layer_kinds": ["attention", "none"]}, "^layer_kinds: expected attention"),
+    ({"layer_kinds": None}, "^layer_kinds: expected attention"),
     ({"num_hidden_layers": 3}, "^is_moe_layer: expected a bool for each of num_hidden_layers=3"),
     ({"eos_token_ids": 3}, "^eos_token_ids: expected a list of token ids, got 3"),
     ({"eos_token_ids": [151]}, r"^eos_token_id=151 is not in \[0, vocab_size=151\)"),
@@ -541,19 +545,12 @@ def test_what_is_no_dict_of_a_spec() -> None:
     for bad in (None, 3, [1], "x"):
         with pytest.raises(rm.ConfigError, match=r"^spec: expected a dict, got"):
             rm.ModelSpec.from_dict(bad)  # type: ignore[arg-type]
+    later = {
+        f.name for f in dataclasses.fields(rm.ModelSpec) if f.default is not dataclasses.MISSING
+    }
+    assert {"router_bias", "norm_before", "layer_kinds"} <= later
     for key in spec(MOE).to_dict():
-        if key in (
-            "router_bias",
-            "score_func",
-            "n_group",
-            "topk_group",
-            "routed_scaling_factor",
-            "shared_intermediate_size",
-            "shared_switch",
-            "activation",
-            "norm_before",
-            "ungated",
-        ):
+        if key in later:
             assert rm.ModelSpec.from_dict(without(key)) == spec(MOE)
         else:
             with pytest.raises(rm.ConfigError, match=f"got none for {key}$"):

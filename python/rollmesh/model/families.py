@@ -16,6 +16,7 @@ from rollmesh.model.reader import MAX_POSITION, Reader
 from rollmesh.runtime.messages import shown
 
 PerLayer = Callable[[Reader, int], tuple[int, ...]]  # of a config and its number of layers
+LayerKinds = Callable[[Reader, int], tuple[str, ...]]
 Switch = str | bool | Callable[[Reader], bool]
 HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the config has none
 
@@ -27,6 +28,10 @@ def none(c: Reader, layers: int) -> tuple[int, ...]:
 
 def every(c: Reader, layers: int) -> tuple[int, ...]:
     return (1,) * layers
+
+
+def attention_layers(c: Reader, layers: int) -> tuple[str, ...]:
+    return ("attention",) * layers
 
 
 def _window(c: Reader, default: int | None) -> int:
@@ -224,6 +229,7 @@ class Family:
         "attention_bias"  # of q, k and v: the key that says it, or always, or never
     )
     o_bias: Switch = "attention_bias"
+    layer_kinds: LayerKinds = attention_layers  # of LAYER_KINDS
     windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
     rope_layers: PerLayer = every  # 1 where rope turns q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
@@ -243,6 +249,8 @@ class Family:
         return self.moe_layers is not none
 
 
+# Kinds of csrc/model/layer_kinds.c.
+LAYER_KINDS: tuple[str, ...] = ("attention",)
 WQ_ROWS = (
     "none",
     "halves",

@@ -27,7 +27,7 @@ from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
 from rollmesh.model.adapters import refuse_adapter
-from rollmesh.model.families import FAMILIES, QK_NORMS, WQ_ROWS, Experts, Family
+from rollmesh.model.families import FAMILIES, LAYER_KINDS, QK_NORMS, WQ_ROWS, Experts, Family
 from rollmesh.model.reader import MAX_LAYERS, MAX_POSITION, Reader, key_name, without
 from rollmesh.runtime.arguments import ACTIVATIONS, choice, fields_of
 from rollmesh.runtime.messages import listed, plain, shown
@@ -112,7 +112,8 @@ class EngineValues:
     activation: int
     rope_scale: float
     inv_freq: NDArray[np.float32]  # half of the elements of a head that rope turns
-    layers: NDArray[np.int64]  # [num_hidden_layers][is MoE, rope turns q and k, window (0: none)]
+    # [num_hidden_layers][is MoE, rope turns q and k, window (0: none), kind]
+    layers: NDArray[np.int64]
     names: tuple[tuple[str, str], ...]  # (kind of parameter, the family's own name for it)
 
 
@@ -162,6 +163,7 @@ class ModelSpec:
     )
     ungated: bool = False  # dense MLPs have no gate: down(activation(up(x)))
     norm_before: bool = True  # norms are of a block's input; with norm_after of both
+    layer_kinds: tuple[str, ...] = ()  # of each layer, of LAYER_KINDS; (): all "attention"
 
     def __post_init__(self) -> None:
         _core.placement(self.engine_values(1), 1, 1, 1)  # ConfigError by the engine's rules
@@ -231,7 +233,8 @@ class ModelSpec:
     def engine_values(self, max_model_len: int) -> EngineValues:
         inv_freq, scale = self.rope(max_model_len)
         family = FAMILIES[self.model_type]
-        layers = zip(self.is_moe_layer, self.rope_layers, self.sliding_windows, strict=True)
+        kinds = map(LAYER_KINDS.index, self.layer_kinds or ("attention",) * self.num_hidden_layers)
+        layers = zip(self.is_moe_layer, self.rope_layers, self.sliding_windows, kinds, strict=True)
         return EngineValues(
             spec=self,
             sigmoid_scores=self.score_func == "sigmoid",
@@ -311,6 +314,7 @@ def _from_dict(values: Any) -> ModelSpec:
         whole,
         lambda value: type(value) is int and 0 <= value <= MAX_POSITION,
     )
+    read["layer_kinds"] = _layer_kinds(c.values["layer_kinds"], layers)
     eos = c.values["eos_token_ids"]
     if not isinstance(eos, (list, tuple)):
         raise ConfigError(f"eos_token_ids: expected a list of token ids, got {shown(eos)}")
@@ -323,6 +327,14 @@ def _from_dict(values: Any) -> ModelSpec:
     )
     _check_layers(spec)
     return spec
+
+
+def _layer_kinds(kinds: Any, layers: int) -> tuple[str, ...]:
+    """Returns () if all layers are attention, so that equal models have equal specs."""
+    words = " or ".join(LAYER_KINDS)
+    if kinds not in ((), []):
+        kinds = _tuple_of("layer_kinds", kinds, layers, words, LAYER_KINDS.__contains__)
+    return () if set(kinds) <= {"attention"} else kinds
 
 
 def _tuple_of(
@@ -498,6 +510,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
         sliding_windows=family.windows(c, layers),
+        layer_kinds=_layer_kinds(family.layer_kinds(c, layers), layers),
         eos_token_ids=_eos(
             c.values.get(
                 "eos_token_id", [token for token in _ids_of(family.eos_token_id) if token < vocab]

@@ -1,0 +1,125 @@
+// attention.c: the kind "attention": multi-head attention with grouped KV heads. A page has the K
+// and then the V of this rank's KV heads.
+#include "model/layer_kinds.h"
+
+void rm_attention_page_bytes(const rm_model *model, const rm_placement *here,
+                             size_t bytes[RM_PAGE_PARTS]) {
+  const int64_t page_size = model->options.page_size, head_dim = model->spec->head_dim;
+  const size_t heads = (size_t)here->kv_heads.n * rm_dtype_bytes(model->options.dtype);
+  bytes[0] = heads * (size_t)rm_k_page_elems(page_size, head_dim);
+  bytes[1] = heads * (size_t)rm_v_page_elems(page_size, head_dim);
+}
+
+// Computes the sums of squares of all heads of q and of k, for a norm over all heads; NULL in other
+// models.
+static rm_code gather_squares(const rm_pass *pass, const float **q, const float **k) {
+  rm_model *model = pass->model;
+  const rm_spec *spec = model->spec;
+  const rm_placement *here = &model->params->placement;
+  rm_shard *shard = &model->shard;
+  const int64_t rows = pass->rows, kv_heads = here->kv_heads.n;
+  *q = *k = NULL;
+  if (spec->qk_norm != RM_QK_NORM_WHOLE) return RM_OK;
+  float *k_part = model->squares + rows * here->heads.n,
+        *k_all = model->all_squares + rows * spec->n_heads;
+  const rm_head_squares_args args = {.q_out = model->squares,
+                                     .k_out = k_part,
+                                     .qkv = model->qkv,
+                                     .rows = rows,
+                                     .n_heads = here->heads.n,
+                                     .n_kv_heads = kv_heads,
+                                     .head_dim = spec->head_dim,
+                                     .dtype = model->options.dtype};
+  if (rows) model->kernels->head_squares(&model->ctx, &args);
+  *q = shard->comm ? model->all_squares : model->squares;
+  *k = shard->comm ? k_all : k_part;
+  const int64_t n_new = model->params->here[RM_DIM_NEW_KV_HEADS].n;
+  const rm_code code = rm_shard_gather_part(shard, RM_DIM_HEADS, sizeof(float), model->squares,
+                                            here->heads.n, model->all_squares, rows, pass->err);
+  return code ? code
+              : rm_shard_gather_part(shard, RM_DIM_NEW_KV_HEADS, sizeof(float),
+                                     k_part + kv_heads - n_new, kv_heads, k_all, rows, pass->err);
+}
+
+static rm_code write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
+  rm_model *model = pass->model;
+  const rm_batch *batch = pass->batch;
+  const rm_placement *here = &model->params->placement;
+  const float *q_squares, *k_squares;
+  const rm_code code = gather_squares(pass, &q_squares, &k_squares);
+  if (code) return code;
+  const rm_qk_rope_kv_args args = {
+      .q_out = model->q,
+      .qkv = model->qkv,
+      .q_weight = rm_weight(pass->weights, pass->layer, RM_P_Q_NORM),
+      .k_weight = rm_weight(pass->weights, pass->layer, RM_P_K_NORM),
+      .q_squares = q_squares,
+      .k_squares = k_squares,
+      .all_heads = model->spec->n_heads,
+      .all_kv_heads = model->spec->n_kv_heads,
+      .cos = model->cos,
+      .sin = model->sin,
+      .positions = rm_on_device(pass, batch->positions),
+      .slots = rm_on_device(pass, batch->slots),
+      .k_cache = cache->pages[0],
+      .v_cache = cache->pages[1],
+      .row_flags = rm_on_device(pass, batch->row_flags),
+      .eps = model->spec->rms_norm_eps,
+      .rows = pass->rows,
+      .n_heads = here->heads.n,
+      .n_kv_heads = here->kv_heads.n,
+      .head_dim = model->spec->head_dim,
+      .page_size = model->options.page_size,
+      .rotary_dim = model->spec->layers[pass->index].rotates ? model->spec->rotary_dim : 0,
+      .dtype = model->options.dtype,
+  };
+  if (pass->rows) model->kernels->qk_rope_kv(&model->ctx, &args);
+  return RM_OK;
+}
+
+// Writes its output to qkv, which is free by now.
+static void attend(const rm_pass *pass, const rm_layer_cache *cache) {
+  rm_model *model = pass->model;
+  const rm_batch *batch = pass->batch;
+  const rm_spec *spec = model->spec;
+  const rm_placement *here = &model->params->placement;
+  const int64_t group = spec->n_heads / spec->n_kv_heads;
+  const rm_attention_args args = {
+      .out = model->qkv,
+      .q = model->q,
+      .k_cache = cache->pages[0],
+      .v_cache = cache->pages[1],
+      .positions = rm_on_device(pass, batch->positions),
+      .seq_of_row = rm_on_device(pass, batch->seq_of_row),
+      .block_tables = rm_on_device(pass, batch->block_tables),
+      .rows = pass->rows,
+      .n_seqs = batch->n_seqs,
+      .max_pages = batch->max_pages,
+      .n_heads = here->heads.n,
+      .n_kv_heads = here->kv_heads.n,
+      .head_dim = spec->head_dim,
+      .page_size = model->options.page_size,
+      .group = group,
+      .head0 = here->heads.first % group,
+      .window = spec->layers[pass->index].window,
+      .scale = (float)(1.0 / __builtin_sqrt((double)spec->head_dim)),
+      .dtype = model->options.dtype,
+  };
+  if (pass->rows) model->kernels->attention(&model->ctx, &args);
+}
+
+rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache) {
+  rm_model *model = pass->model;
+  rm_shard *shard = &model->shard;
+  const int64_t width = model->params->placement.heads.n * model->spec->head_dim;
+  rm_code code = rm_complete_rows(pass);
+  if (code) return code;
+  rm_linear(pass, RM_P_Q, model->x, model->qkv);
+  if ((code = write_kv(pass, cache))) return code;
+  attend(pass, cache);
+  if ((code = rm_shard_gather_part(shard, RM_DIM_Q, shard->elem, model->qkv, width, model->attended,
+                                   pass->rows, pass->err)))
+    return code;
+  rm_linear(pass, RM_P_O, shard->comm ? model->attended : model->qkv, model->x);
+  return rm_complete_columns(pass, model->x, model->home);
+}

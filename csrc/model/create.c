@@ -1,0 +1,185 @@
+// create.c: creates and destroys a model: its activations, rope table and parts.
+#include <stdio.h>
+
+#include "model/model_internal.h"
+
+static rm_limits limits_of(const rm_params *params, const rm_model_options *options,
+                           int n_threads) {
+  const rm_spec *spec = params->spec;
+  const int64_t heads = spec->n_heads * spec->head_dim;
+  const int64_t inner = rm_max64(rm_max64(spec->intermediate_size, spec->shared_intermediate_size),
+                                 spec->moe_intermediate_size);
+  return (rm_limits){
+      .max_rows = options->max_rows,
+      .max_k = rm_max64(spec->hidden_size, rm_max64(inner, heads)),
+      .max_n = rm_max64(rm_max64(spec->hidden_size, rm_qkv_width(params)), rm_gate_up_rows(inner)),
+      .vocab = spec->vocab_size,
+      .n_heads = params->placement.heads.n,
+      .n_kv_heads = params->placement.kv_heads.n,
+      .head_dim = spec->head_dim,
+      .group = spec->n_heads / spec->n_kv_heads,
+      .max_positions = options->max_positions,
+      .n_experts = spec->n_experts,
+      .top_k = spec->top_k,
+      .n_threads = n_threads,
+  };
+}
+
+// Allocates all activations as one block.
+static rm_code create_buffers(rm_model *model, char **workspace, size_t workspace_bytes,
+                              rm_error *err) {
+  const rm_model_options *options = &model->options;
+  const rm_spec *spec = model->spec;
+  const int parallel = model->shard.comm != NULL;
+  const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype),
+               half = (size_t)spec->rotary_dim / 2, row = (size_t)spec->hidden_size * elem;
+  const size_t table = (size_t)options->max_positions * sizeof(float),
+               wide = (size_t)(spec->n_heads * spec->head_dim) * elem;
+  const size_t looked_up =
+      (size_t)rm_max64(options->max_rows, options->static_rows * model->shard.size);
+  const size_t shared_rows = spec->shared_intermediate_size ? rows : 0;
+  const size_t normed_rows = spec->qk_norm == RM_QK_NORM_WHOLE ? rows : 0;
+  enum { FIELDS = 17 };
+  rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
+      {&model->cos, table, half},
+      {&model->sin, table, half},
+      {&model->residual, rows, row},
+      {&model->x, rows, row},
+      {&model->out_residual, rows, row},
+      {&model->qkv, rows, (size_t)rm_qkv_width(model->params) * elem},
+      {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
+      {&model->inner, spec->n_moe_layers < spec->n_layers || shared_rows ? rows : 0,
+       (size_t)rm_max64(spec->intermediate_size, spec->shared_intermediate_size) * elem},
+      RM_FIELD_ROWS(
+          model->squares, normed_rows,
+          (size_t)(model->params->placement.heads.n + model->params->placement.kv_heads.n)),
+      RM_FIELD_ROWS(model->all_squares, parallel ? normed_rows : 0,
+                    (size_t)(spec->n_heads + spec->n_kv_heads)),
+      {&model->shared, shared_rows, row},
+      {&model->shared_home, parallel ? shared_rows : 0, row},
+      {&model->shared_switch, spec->shared_switch ? shared_rows : 0, elem},
+      {&model->attended, parallel ? rows : 0, wide},
+      {&model->home, parallel ? looked_up : 0, row},
+      {workspace, workspace_bytes, 1},
+      {&model->vendor_gemm_workspace, rm_model_gemm_workspace(model), 1},
+  };
+  size_t n_fields = FIELDS;
+  if (parallel) n_fields += rm_head_fields(model, fields + n_fields);
+  if (spec->n_moe_layers) n_fields += rm_moe_fields(&model->moe, fields + n_fields);
+  model->block_bytes = rm_fields_bytes(fields, n_fields);
+  char what[96];
+  snprintf(what, sizeof what, "activations (%lld rows a step, %lld positions)",
+           (long long)options->max_rows, (long long)options->max_positions);
+  const rm_code code = rm_device_alloc(model->device, model->block_bytes, what, &model->block, err);
+  if (!code) rm_fields_place(fields, n_fields, model->block);
+  return code;
+}
+
+static void make_rope_table(const rm_model *model, float *cos, float *sin) {
+  const rm_spec *spec = model->spec;
+  const uint32_t saved = rm_fp_enter();
+  rm_rope_table(cos, sin, spec->inv_freq, model->options.max_positions, spec->rotary_dim / 2,
+                spec->rope_scale, model->options.dtype);
+  rm_fp_leave(saved);
+}
+
+// Computes the table on the host for every device, so that all devices have the same values.
+static rm_code fill_rope_table(rm_model *model, rm_error *err) {
+  const rm_device *device = model->device;
+  const size_t n = (size_t)(model->options.max_positions * (model->spec->rotary_dim / 2));
+  if (device->on_host) {
+    make_rope_table(model, model->cos, model->sin);
+    return RM_OK;
+  }
+  float *cos = rm_alloc(n, 2 * sizeof *cos);
+  if (!cos) return rm_no_memory(err, "a rope table", 2 * n * sizeof *cos);
+  float *sin = cos + n;
+  make_rope_table(model, cos, sin);
+  device->copy_to_device(device->self, model->cos, cos, n * sizeof *cos);
+  device->copy_to_device(device->self, model->sin, sin, n * sizeof *sin);
+  const rm_code code = rm_device_wait(device, err);
+  rm_free(cos);
+  return code;
+}
+
+// Allocates the arrays of host_indices.c, with tp > 1.
+static rm_code create_indices(rm_model *model, rm_error *err) {
+  const size_t rows = (size_t)model->options.max_rows, outs = (size_t)model->options.max_out_rows;
+  const rm_field fields[] = {
+      RM_FIELD(model->embed_ids, rows),
+      RM_FIELD(model->embed_rows, rows),
+      RM_FIELD(model->own_out_rows, rows),
+      RM_FIELD(model->local_targets, outs),
+      RM_FIELD(model->from_targets, outs),
+      RM_FIELD(model->embed_counts, (size_t)model->shard.size),
+      RM_FIELD(model->out_counts, (size_t)model->shard.size),
+  };
+  const size_t n = sizeof fields / sizeof *fields;
+  if (!model->shard.comm) return RM_OK;
+  const rm_code code = rm_mirrored_create(model->device, rm_fields_bytes(fields, n), "indices",
+                                          &model->indices, err);
+  if (!code) rm_fields_place(fields, n, model->indices.host);
+  return code;
+}
+
+static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
+  const rm_model_options *options = &model->options;
+  const rm_spec *spec = model->spec;
+  const rm_limits limits = limits_of(model->params, options, rm_team_threads(team));
+  char *workspace;
+  const size_t workspace_bytes = model->kernels->workspace_bytes(&limits);
+  rm_code code = rm_shard_create(spec, options->rank, options->dtype, &model->shard, err);
+  if (code) return code;
+  if (spec->n_moe_layers &&
+      (code = rm_moe_create(&model->moe, model->params, model->device, options->rank, &model->shard,
+                            &model->ctx, options->max_rows, err)))
+    return code;
+  if ((code = create_buffers(model, &workspace, workspace_bytes, err)) ||
+      (code = create_indices(model, err)))
+    return code;
+  if (model->params->plain && (code = rm_open_vendor_gemm(model, err))) return code;
+  model->ctx = (rm_ctx){.workspace = workspace,
+                        .workspace_bytes = workspace_bytes,
+                        .n_threads = rm_team_threads(team),
+                        .stream = model->device->stream,
+                        .run = rm_team_run,
+                        .team = team,
+                        .profile = options->profile};
+  return fill_rope_table(model, err);
+}
+
+rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_team *team,
+                        const rm_model_options *options, rm_model **out, rm_error *err) {
+  *out = NULL;
+  rm_model *model = rm_alloc(1, sizeof *model);
+  if (!model) return rm_no_memory(err, "the model", 0);
+  *model = (rm_model){.params = params,
+                      .spec = params->spec,
+                      .device = device,
+                      .kernels = device->kernels,
+                      .options = *options};
+  model->options.static_rows = rm_min64(options->static_rows, options->max_rows);
+  model->sequence_parallel = options->rank->sequence_parallel && options->rank->mesh.tp > 1;
+  const rm_code code = create_parts(model, team, err);
+  if (code) {
+    rm_model_destroy(model);
+    return code;
+  }
+  *out = model;
+  return RM_OK;
+}
+
+void rm_model_destroy(rm_model *model) {
+  if (!model) return;
+  if (model->vendor_gemm.self) model->vendor_gemm.close(model->vendor_gemm.self);
+  rm_mirrored_destroy(&model->indices);
+  rm_device_free(model->device, model->block, model->block_bytes);
+  rm_moe_destroy(&model->moe);
+  rm_shard_destroy(&model->shard);
+  rm_free(model);
+}
+
+const rm_ctx *rm_model_ctx(const rm_model *model) { return &model->ctx; }
+size_t rm_model_workspace_bytes(const rm_model *model) {
+  return model->block_bytes + model->indices.bytes + rm_moe_bytes(&model->moe);
+}

@@ -1,0 +1,33 @@
+// layer_kinds.h: the kinds of a layer's first block, the one that reads other tokens of a sequence.
+// A kind is one row of a table: what a sequence keeps in the cache, and the block's forward. The
+// second block, an MLP or experts, is the same for all kinds (model.c).
+#pragma once
+
+#include "model/model_internal.h"
+
+// This rank's cache of one layer.
+typedef struct rm_layer_cache {
+  char *pages[RM_PAGE_PARTS]; // [n_pages] parts of a page; of attention K and V
+  char *states; // [n_slots] states
+} rm_layer_cache;
+
+typedef struct rm_layer_kind_ops {
+  const char *name; // as in ModelSpec.layer_kinds
+  // Bytes of the parts of one KV page in one layer, on the rank of `here`; NULL: no pages. All
+  // layers with pages have parts of the same sizes.
+  void (*page_bytes)(const rm_model *model, const rm_placement *here, size_t bytes[RM_PAGE_PARTS]);
+  // Bytes of the state of one sequence in one layer, on the rank of `here`; NULL: no state.
+  size_t (*state_bytes)(const rm_model *model, const rm_placement *here);
+  // Reads the kept rows of x. Writes the block's output as rm_complete_columns does.
+  rm_code (*forward)(const rm_pass *pass, const rm_layer_cache *cache);
+} rm_layer_kind_ops;
+
+extern const rm_layer_kind_ops rm_layer_kinds[RM_N_LAYER_KIND];
+
+// The cache of the pass's layer, which begins at `rest`. Advances `rest` to the next layer.
+rm_layer_cache rm_next_cache(const rm_pass *pass, rm_cache *rest);
+
+// attention.c
+void rm_attention_page_bytes(const rm_model *model, const rm_placement *here,
+                             size_t bytes[RM_PAGE_PARTS]);
+rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache);
