@@ -19,6 +19,11 @@ typedef struct gemm_job {
 // Cost of the smallest part that a thread takes: with few rows several columns, so that a thread
 // reads contiguous memory.
 enum { LEAST_ROWS = 32 };
+#ifdef RM_TILES
+enum { LEAST_TILES = 2 }; // which share the loads of rows
+#else
+enum { LEAST_TILES = 1 };
+#endif
 
 // A column costs its rows, plus about four for reading it from memory.
 static int64_t column_cost(int64_t rows) { return rows > 0 ? rows + 4 : 0; }
@@ -163,7 +168,8 @@ static void run(const rm_ctx *ctx, const rm_gemm_args *a, int swiglu) {
   const int64_t fair = rm_round_up(a->m / (2 * ctx->n_threads) + 1, RM_VEC_ROWS);
   job.panel_rows = job.tiles < 4 * ctx->n_threads ? rm_min64(PANEL_ROWS, fair) : PANEL_ROWS;
   job.work.n = a->group_rows ? columns : (a->m + job.panel_rows - 1) / job.panel_rows * job.tiles;
-  job.work.least = a->group_rows ? LEAST_ROWS : rm_max64(1, LEAST_ROWS / column_cost(a->m));
+  job.work.least =
+      a->group_rows ? LEAST_ROWS : rm_max64(LEAST_TILES, LEAST_ROWS / column_cost(a->m));
   // 16 columns × one k take about a cycle.
   rm_parallel(ctx, columns * (swiglu ? 2 : 1) * a->k, gemm_task, &job);
 }

@@ -2,8 +2,8 @@
 //
 // A panel is [k block][row][block_words]. The build's RM_PANEL_HEADER defines its form and the
 // product of a register block of rows with one k block: floats for FMA, permuted pairs for
-// vdpbf16ps. With AMX, gemm and lm_head have their own panels and products. In each the sums are
-// those of docs/numerics.md §2 and §4.
+// vdpbf16ps, bf16 for AMX, which also has its own products. In each the sums are those of
+// docs/numerics.md §2 and §4.
 //
 // All rows use a piece of a tile column while it is in the L1 cache. Meanwhile the next piece is
 // fetched into the L2 cache; each register block of rows fetches its share of the lines. So memory
@@ -22,6 +22,20 @@ enum {
 };
 
 #include RM_PANEL_HEADER
+
+// Before and after the products of attention with panels of `rows` rows.
+VEC void begin_products(rm_dtype dtype, int64_t rows) {
+#ifdef RM_TILES
+  if (dtype == RM_BF16) configure_tiles(rows);
+#endif
+  (void)dtype, (void)rows;
+}
+VEC void end_products(rm_dtype dtype) {
+#ifdef RM_TILES
+  if (dtype == RM_BF16) _tile_release();
+#endif
+  (void)dtype;
+}
 
 // Floats of one thread's workspace: a panel, and the sums of its rows.
 static inline int64_t dots_floats(int64_t k) {
@@ -65,12 +79,6 @@ VEC int rows_at_once(int64_t left) {
   return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
 }
 
-// Products of rows with n_columns × n_blocks k blocks of 16 columns, all blocks of a column before
-// the next one; one of the two numbers is 1. x advances by words, w by elements.
-typedef struct products {
-  int64_t n_columns, n_blocks, x_step, w_step;
-} products;
-
 VEC void rows_products(rm_dtype dtype, const int R, const float *x, int64_t rows, k_block w,
                        float *acc, const products p, const fetch f0, const fetch f1) {
   for (int64_t t = 0; t < p.n_columns; t++, acc += rows * RM_LANES) {
@@ -88,6 +96,12 @@ VEC void rows_products(rm_dtype dtype, const int R, const float *x, int64_t rows
 
 VEC void all_products(rm_dtype dtype, const float *x, int64_t rows, k_block w, float *acc,
                       const products p, const fetch f0, const fetch f1) {
+#ifdef RM_TILES
+  if (dtype == RM_BF16) {
+    tile_products((const uint16_t *)x, rows, w, acc, p, f0, f1);
+    return;
+  }
+#endif
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
     const float *xr = x + r * block_words(dtype);
@@ -125,12 +139,6 @@ DOTS(f32, RM_F32)
 // -------------------------------------------------------------------------------- gemm and lm_head
 VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows,
                     int64_t k) {
-#ifdef RM_TILES
-  if (dtype == RM_BF16) {
-    tile_fill_panel((uint16_t *)panel, x, ldx, rows, k);
-    return;
-  }
-#endif
   for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, rm_at(dtype, x, r * ldx), k);
 }
 
