@@ -21,6 +21,12 @@ enum {
   FEW_ROWS = 4,
 };
 
+// Rows that a product reads: a panel, or x itself. The steps are in elements, for bf16 by AMX.
+typedef struct panel {
+  const void *rows;
+  int64_t row_step, block_step;
+} panel;
+
 #include RM_PANEL_HEADER
 
 // Before and after the products of attention with panels of `rows` rows.
@@ -137,20 +143,25 @@ DOTS(f32, RM_F32)
 #define value_dots(dtype, ...) ((dtype) == RM_BF16 ? value_dots_bf16 : value_dots_f32)(__VA_ARGS__)
 
 // -------------------------------------------------------------------------------- gemm and lm_head
-VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows,
-                    int64_t k) {
-  for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, rm_at(dtype, x, r * ldx), k);
+VEC panel fill_panel(rm_dtype dtype, float *memory, const void *x, int64_t ldx, int64_t rows,
+                     int64_t k) {
+#ifdef RM_TILES
+  if (dtype == RM_BF16 && are_whole_tiles(rows, k)) return (panel){x, ldx, RM_K_BLOCK};
+#endif
+  for (int64_t r = 0; r < rows; r++) fill_row(dtype, memory, rows, r, rm_at(dtype, x, r * ldx), k);
+  return (panel){memory, RM_K_BLOCK, rows * RM_K_BLOCK};
 }
 
-// acc [n_tiles][rows][16] = panel · the columns of n_tiles consecutive tiles from w.
-VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w,
-                    int64_t n_tiles, int64_t n_blocks, float *acc) {
+// acc [n_tiles][rows][16] = x · the columns of n_tiles consecutive tiles from w.
+VEC void panel_dots(rm_dtype dtype, const panel x, int64_t rows, const void *w, int64_t n_tiles,
+                    int64_t n_blocks, float *acc) {
 #ifdef RM_TILES
   if (dtype == RM_BF16) {
-    tile_panel_dots((const uint16_t *)panel, rows, w, n_tiles, n_blocks, acc);
+    tile_panel_dots(x, rows, w, n_tiles, n_blocks, acc);
     return;
   }
 #endif
+  const float *panel = x.rows;
   const int64_t words = rows * block_words(dtype);
   const int64_t piece = rows <= RM_LAST_ROWS ? LONG_PIECE_BLOCKS : RM_PIECE_BLOCKS;
   // The k blocks of the panel that stay in the cache, in whole pieces.

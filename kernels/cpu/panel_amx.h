@@ -4,10 +4,11 @@
 // keys or values, loaded as it is. Prefill and decode share the code: up to 16 rows cost as much as
 // one, so decode runs at the rate of memory. float32 uses FMA.
 //
-// The panel is [k block][row][32] bf16. With fewer than 16 rows, tiles have that many rows; else
-// the last tile may read past the last row, and these sums are not stored. Tiles are configured and
-// released for a call of gemm or lm_head, or a unit of attention, which takes some hundred cycles
-// of thousands. Otherwise every context switch would have to save the tile state.
+// The panel is [k block][row][32] bf16; whole tiles are loaded from x itself. With fewer than 16
+// rows, tiles have that many rows; else the last tile of a panel may read past the last row, and
+// these sums are not stored. Tiles are configured and released for a call of gemm or lm_head, or a
+// unit of attention, which takes some hundred cycles of thousands. Otherwise every context switch
+// would have to save the tile state.
 #pragma once
 
 #include "dots.h"
@@ -18,6 +19,11 @@ enum {
   TILE_ROWS = 16,
   TILE_PIECE_BLOCKS = 8, // k blocks of a piece that several passes over rows use
 };
+
+// Whether the tiles of these rows are loaded from x itself, without a panel.
+VEC int are_whole_tiles(int64_t rows, int64_t k) {
+  return k % RM_K_BLOCK == 0 && (rows < TILE_ROWS || rows % TILE_ROWS == 0);
+}
 
 VEC int64_t block_words(rm_dtype dtype) { return dtype == RM_BF16 ? RM_K_BLOCK / 2 : RM_K_BLOCK; }
 #define block_dots fma_block
@@ -103,7 +109,7 @@ VEC void tile_products(const uint16_t *x, int64_t rows, const k_block w, float *
 
 // Adds the products of k blocks [b0, b1) of M × N tiles, each 1 or 2: rows [row, …) of the panel
 // times tile columns w and w + n_blocks tiles.
-VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t rows, int64_t row,
+VEC void tile_block(const int M, const int N, const panel x, int64_t rows, int64_t row,
                     const uint16_t *w, int64_t n_blocks, int64_t b0, int64_t b1, float *acc,
                     const fetch *soon) {
   const int64_t column = n_blocks * TILE;
@@ -114,13 +120,13 @@ VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t row
   if (M > 1 && N > 1) LOAD_SUMS(3, beside + TILE_ROWS * RM_N_TILE, b0);
   w += b0 * TILE;
   for (int64_t b = b0; b < b1; b++, w += TILE) {
-    const uint16_t *x = panel + (b * rows + row) * RM_K_BLOCK;
+    const uint16_t *from = (const uint16_t *)x.rows + b * x.block_step + row * x.row_step;
     for (int t = 0; t < N; t++) {
       const fetch near = fetch_near(RM_BF16, w + t * column);
       if (row == 0) fetch_block(&near, 0);
       fetch_block(&soon[t], b - b0);
     }
-    _tile_loadd(4, x, 64);
+    _tile_loadd(4, from, 2 * x.row_step);
     _tile_loadd(6, w, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (N > 1) {
@@ -128,7 +134,7 @@ VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t row
       _tile_dpbf16ps(1, 4, 7);
     }
     if (M > 1) {
-      _tile_loadd(5, x + TILE_ROWS * RM_K_BLOCK, 64);
+      _tile_loadd(5, from + TILE_ROWS * x.row_step, 2 * x.row_step);
       _tile_dpbf16ps(2, 5, 6);
     }
     if (M > 1 && N > 1) _tile_dpbf16ps(3, 5, 7);
@@ -141,7 +147,7 @@ VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t row
 
 // All rows use a piece of two tile columns while it is in the L1 cache, and each pass over it
 // fetches its share of the next piece.
-static __attribute__((noinline)) void tile_panel_dots(const uint16_t *panel, int64_t rows,
+static __attribute__((noinline)) void tile_panel_dots(const panel x, int64_t rows,
                                                       const uint16_t *w, int64_t n_tiles,
                                                       int64_t n_blocks, float *acc) {
   const int64_t piece = rows > 2 * TILE_ROWS ? TILE_PIECE_BLOCKS : n_blocks;
@@ -158,7 +164,7 @@ static __attribute__((noinline)) void tile_panel_dots(const uint16_t *panel, int
         for (int i = 0; i < 2; i++)
           soon[i] = fetch_share(fetch_all(RM_BF16, columns + next + i * n_blocks * TILE, 0), row,
                                 rm_min64(2 * TILE_ROWS, rows - row), rows);
-#define BLOCK(M, N) tile_block(M, N, panel, rows, row, columns, n_blocks, b0, b1, to, soon)
+#define BLOCK(M, N) tile_block(M, N, x, rows, row, columns, n_blocks, b0, b1, to, soon)
         if (two_rows && two_columns) BLOCK(2, 2);
         else if (two_rows) BLOCK(2, 1);
         else if (two_columns) BLOCK(1, 2);
