@@ -83,7 +83,7 @@ VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *
 typedef struct scratch {
   float *panel;
   int64_t row;
-  panel rows;
+  panel_rows rows;
 } scratch;
 
 // Multiplies rows [row0, row1) of x by tile columns [tile0, tile1) of matrix w.

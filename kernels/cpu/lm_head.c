@@ -57,7 +57,7 @@ VEC void head_blocks(rm_dtype T, head_job *job, float *memory, int n_threads) {
                 n_tiles_all = (a->vocab + RM_N_TILE - 1) / RM_N_TILE;
   float *acc = memory + PANEL_ROWS * n_blocks * RM_K_BLOCK;
   int64_t from, to;
-  const panel x =
+  const panel_rows x =
       fill_panel(T, memory, rm_at(T, a->x, job->row0 * a->ldx), a->ldx, job->rows, a->hidden);
   while (rm_take(&job->work, n_threads, &from, &to))
     for (int64_t block = from; block < to; block++) {

@@ -22,10 +22,10 @@ enum {
 };
 
 // Rows that a product reads: a panel, or x itself. The steps are in elements, for bf16 by AMX.
-typedef struct panel {
+typedef struct panel_rows {
   const void *rows;
   int64_t row_step, block_step;
-} panel;
+} panel_rows;
 
 #include RM_PANEL_HEADER
 
@@ -143,18 +143,18 @@ DOTS(f32, RM_F32)
 #define value_dots(dtype, ...) ((dtype) == RM_BF16 ? value_dots_bf16 : value_dots_f32)(__VA_ARGS__)
 
 // -------------------------------------------------------------------------------- gemm and lm_head
-VEC panel fill_panel(rm_dtype dtype, float *memory, const void *x, int64_t ldx, int64_t rows,
-                     int64_t k) {
+VEC panel_rows fill_panel(rm_dtype dtype, float *memory, const void *x, int64_t ldx, int64_t rows,
+                          int64_t k) {
 #ifdef RM_TILES
-  if (dtype == RM_BF16 && are_whole_tiles(rows, k)) return (panel){x, ldx, RM_K_BLOCK};
+  if (dtype == RM_BF16 && are_whole_tiles(rows, k)) return (panel_rows){x, ldx, RM_K_BLOCK};
 #endif
   for (int64_t r = 0; r < rows; r++) fill_row(dtype, memory, rows, r, rm_at(dtype, x, r * ldx), k);
-  return (panel){memory, RM_K_BLOCK, rows * RM_K_BLOCK};
+  return (panel_rows){memory, RM_K_BLOCK, rows * RM_K_BLOCK};
 }
 
 // acc [n_tiles][rows][16] = x · the columns of n_tiles consecutive tiles from w.
-VEC void panel_dots(rm_dtype dtype, const panel x, int64_t rows, const void *w, int64_t n_tiles,
-                    int64_t n_blocks, float *acc) {
+VEC void panel_dots(rm_dtype dtype, const panel_rows x, int64_t rows, const void *w,
+                    int64_t n_tiles, int64_t n_blocks, float *acc) {
 #ifdef RM_TILES
   if (dtype == RM_BF16) {
     tile_panel_dots(x, rows, w, n_tiles, n_blocks, acc);

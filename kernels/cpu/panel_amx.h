@@ -109,7 +109,7 @@ VEC void tile_products(const uint16_t *x, int64_t rows, const k_block w, float *
 
 // Adds the products of k blocks [b0, b1) of M × N tiles, each 1 or 2: rows [row, …) of the panel
 // times tile columns w and w + n_blocks tiles.
-VEC void tile_block(const int M, const int N, const panel x, int64_t rows, int64_t row,
+VEC void tile_block(const int M, const int N, const panel_rows x, int64_t rows, int64_t row,
                     const uint16_t *w, int64_t n_blocks, int64_t b0, int64_t b1, float *acc,
                     const fetch *soon) {
   const int64_t column = n_blocks * TILE;
@@ -147,7 +147,7 @@ VEC void tile_block(const int M, const int N, const panel x, int64_t rows, int64
 
 // All rows use a piece of two tile columns while it is in the L1 cache, and each pass over it
 // fetches its share of the next piece.
-static __attribute__((noinline)) void tile_panel_dots(const panel x, int64_t rows,
+static __attribute__((noinline)) void tile_panel_dots(const panel_rows x, int64_t rows,
                                                       const uint16_t *w, int64_t n_tiles,
                                                       int64_t n_blocks, float *acc) {
   const int64_t piece = rows > 2 * TILE_ROWS ? TILE_PIECE_BLOCKS : n_blocks;
