@@ -55,6 +55,10 @@ VEC void configure_tiles(int64_t rows) {
   _tile_loadconfig(&config);
 }
 
+// gcc's intrinsics do not declare that a load of a tile reads memory: before them, everything must
+// have been stored.
+#define STORE_BEFORE_LOADS() __asm__ volatile("" : : : "memory")
+
 // Begins the sums of one tile with those of acc [rows][16], or with +0.
 #define LOAD_SUMS(tile, acc, has_sums) \
   do { \
@@ -84,6 +88,7 @@ VEC void tile_products(const uint16_t *x, int64_t rows, const k_block w, float *
     for (int64_t t = 0; t < p.n_columns; t++) {
       const int two = rows - row > TILE_ROWS;
       float *to = acc + (t * rows + row) * RM_N_TILE, *below = to + TILE_ROWS * RM_N_TILE;
+      STORE_BEFORE_LOADS();
       _tile_loadd(0, to, 64);
       if (two) _tile_loadd(2, below, 64);
       for (int64_t b = 0; b < p.n_blocks; b++) {
@@ -92,6 +97,7 @@ VEC void tile_products(const uint16_t *x, int64_t rows, const k_block w, float *
         for (int i = 0; i < RM_K_BLOCK / 2 && !adjacent; i++)
           vi_store(both + i * RM_K_BLOCK,
                    vi_load(half[i / 8] + (t + b) * p.w_step + i % 8 * w.step));
+        STORE_BEFORE_LOADS();
         if (row == 0) fetch_block(&f0, t + b);
         if (row == 0) fetch_block(&f1, t + b);
         _tile_loadd(4, rows_at, 64);
@@ -114,6 +120,7 @@ VEC void tile_block(const int M, const int N, const panel_rows x, int64_t rows, 
                     const fetch *soon) {
   const int64_t column = n_blocks * TILE;
   float *beside = acc + rows * RM_N_TILE, *below = acc + TILE_ROWS * RM_N_TILE;
+  STORE_BEFORE_LOADS();
   LOAD_SUMS(0, acc, b0);
   if (N > 1) LOAD_SUMS(1, beside, b0);
   if (M > 1) LOAD_SUMS(2, below, b0);
