@@ -75,9 +75,36 @@ ops() { # FAMILIES WORDS-BEFORE OPTIONS OP…: all pairs at once
 }
 export -f ops
 
-FMA="gemm gemm_swiglu attention qk_rope_kv lm_head rms_norm router permute static_dispatch combine"
-FMA="$FMA sample embed gather_rows activate head_squares merge_pairs top_logprobs ranks pack"
-MMA="gemm gemm_swiglu attention lm_head qk_rope_kv router embed pack"
+# Where the time of a prefill and a decode step of four layers goes on the processor, by op. Other
+# builds of the package, in $D/lib-*, are measured beside the one in $D/lib.
+profiles() { # THREADS MODEL LIB…
+  local threads=$1 model=$2 lib
+  shift 2
+  set -o pipefail
+  for lib in "$@"; do
+    PYTHONPATH=$D/$lib $PY -m rollmesh bench "$L/$model.json" --batch 64 --threads "$threads" \
+      --profile | sed "s/^/$lib $threads $model  /"
+  done
+}
+cpu_profile() {
+  $PY -c 'import json, os, benchmarks.shapes
+for s in benchmarks.shapes.SHAPES.values():
+    config = s.config() | {"num_hidden_layers": 4, "vocab_size": 32768}
+    json.dump(config, open(os.environ["L"] + f"/{s.name}.json", "w"))' || return
+  local builds
+  builds=$(cd "$D" && ls -d lib lib-* 2>/dev/null)
+  profiles "$(nproc)" dense-0.6b $builds
+  profiles "$(nproc)" moe-1b $builds
+  profiles $(($(nproc) / 2)) dense-0.6b $builds
+  profiles 1 dense-0.6b lib
+}
+export -f profiles cpu_profile
+export PY
+
+FMA=${FMA:-gemm gemm_swiglu attention qk_rope_kv lm_head rms_norm router permute \
+  static_dispatch combine sample embed gather_rows activate head_squares merge_pairs top_logprobs \
+  ranks pack}
+MMA=${MMA:-gemm gemm_swiglu attention lm_head qk_rope_kv router embed pack}
 FIGURES="$PY -m benchmarks.gpu --built $D --limits $L/limits.json --rounds 3 --budget 3"
 FIGURES="$FIGURES --families cuda_mma"
 PYTEST="$PY -m pytest -p no:cacheprovider -W default -q -m 'not slow' --durations=8 --maxfail=40"
@@ -125,17 +152,20 @@ part parity 60 "RM_TEST_DEVICE=cuda RM_TEST_ISA=cuda_mma $PYTEST -n 8 tests/mode
 # Decode with a much larger max_model_len than needed.
 part long 30 "$FIGURES decode --shapes dense-8b --sequences 1,64 --most dense-8b=64 --context 1024 \
   --steps 32 --set max_model_len=40960 --out $L/long.json"
-part profile 45 "ncu --clock-control none --section SpeedOfLight --print-summary per-kernel \
-  --kernel-name-base demangled -c 300 \
+# One decode step of one layer: the prefill before it launches nine of these kernels. A kernel takes
+# half a second, because it runs once for each group of counters.
+part profile 40 "ncu --clock-control none --section SpeedOfLight --print-summary per-kernel \
+  --kernel-name-base demangled -s 9 -c 14 \
   -k 'regex:(few|rows|add|split|merge|norm|rope|logits|sample|embed|squares)_kernel' \
-  $FIGURES decode --shapes dense-8b --layers dense-8b=4 --sequences 1 --context 1024 --steps 8 \
+  $FIGURES decode --shapes dense-8b --layers dense-8b=1 --sequences 1 --context 1024 --steps 8 \
   --rounds 1 --set enforce_eager=True"
 part profile-sync 45 "ncu --clock-control none --section SpeedOfLight --section WarpStateStats \
-  --kernel-name-base demangled -k 'regex:pack_kernel' -c 16 $FIGURES sync --shapes dense-0.6b \
+  --kernel-name-base demangled -k 'regex:pack_kernel' -s 4 -c 6 $FIGURES sync --shapes dense-0.6b \
   --rounds 1"
-part counters 60 "ncu --clock-control none --section SpeedOfLight --section WarpStateStats \
-  --section MemoryWorkloadAnalysis --section Occupancy -c 24 --kernel-name-base demangled \
-  -k 'regex:(few|rows|gemm|split|tile|logits)_kernel' $D/bench_mma mma"
+part counters 60 "for name in '8B qkv rows=1 ' '8B o rows=64' 'attention seqs=8' 'lm_head rows=64' \
+  '8B down rows=4096'; do ncu --clock-control none --section SpeedOfLight --section WarpStateStats \
+  --section MemoryWorkloadAnalysis --section Occupancy -s 2 -c 2 --kernel-name-base demangled \
+  -k 'regex:(few|rows|gemm|split|tile|logits)_kernel' $D/bench_mma mma \"\$name\"; done"
 part memcheck 70 "ops mma 'compute-sanitizer --tool memcheck --error-exitcode 9 --print-limit 5' \
   --touch gemm gemm_swiglu attention lm_head router qk_rope_kv"
 part racecheck 70 "ops mma 'compute-sanitizer --tool racecheck --error-exitcode 9 --print-limit 5' \
@@ -146,6 +176,7 @@ part decode-fma 60 "${FIGURES/cuda_mma/cuda_fma} decode prefill --shapes dense-8
   --prefill 512 --out $L/decode-fma.json"
 # The processor beside the card may have no figures yet.
 part cpu-bits 60 "$D/checkops --elements 100000000 --seconds 30"
+part cpu-profile 90 "cpu_profile"
 part cpu-tests 150 "$PYTEST -n 14 --dist loadfile -m 'not full and not slow' tests --ignore=$T \
   --ignore=tests/docs"
 part cpu-suite 120 "$PY -m benchmarks.cpu --rounds 2 --budget 5 --points 'decode 1' \

@@ -37,7 +37,10 @@ static rm_copy_task cut(const rm_copy_task *whole, int64_t begin, int64_t n) {
 
 rm_code rm_copy_tasks_add(rm_copy_tasks *tasks, const rm_copy_task *whole, rm_error *err) {
   const rm_pack_args *args = &whole->args;
-  const int64_t at_least = rm_max64(TASK_ELEMENTS / args->cols, args->rows / MAX_TASKS + 1);
+  // Tasks are small enough for threads; on a GPU, each one is a launch.
+  const int64_t at_least = whole->ordinal < 0
+                               ? rm_max64(TASK_ELEMENTS / args->cols, args->rows / MAX_TASKS + 1)
+                               : args->rows;
   const int64_t fitting =
       TASK_BYTES / (args->cols * (int64_t)rm_src_bytes(args->src_dtype)) / RM_N_TILE * RM_N_TILE;
   const int64_t tile = args->layout == RM_PLAIN ? 1 : RM_N_TILE;

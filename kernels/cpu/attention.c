@@ -13,7 +13,12 @@
 #include "panel.h"
 #include "variant.h"
 
-enum { UNIT_QUERIES = 24 }; // query heads of a unit, unless one row has more
+// Query heads of a unit, unless one row has more.
+#ifdef RM_TILES
+enum { UNIT_QUERIES = 2 * TILE_ROWS };
+#else
+enum { UNIT_QUERIES = 24 };
+#endif
 
 typedef struct attention_job {
   const rm_attention_args *a;
@@ -256,6 +261,7 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
     for (int64_t h = 0; h < per; h++)
       fill_row(T, u.queries, u.n_q, (r - row0) * per + h,
                rm_at(T, a->q, (r * a->n_heads + head + h) * a->head_dim), a->head_dim);
+  begin_products(T, u.n_q);
   for (int64_t from = first / RM_ATTN_SPLIT * RM_ATTN_SPLIT; from <= last; from += RM_ATTN_SPLIT) {
     const int64_t begin = rm_max64(from, first / RM_ATTN_BLOCK * RM_ATTN_BLOCK),
                   end = rm_min64(from + RM_ATTN_SPLIT, last + 1);
@@ -264,6 +270,7 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
       if (any_live(&u, t0, t0 + RM_ATTN_BLOCK)) block_step(T, &u, t0, t0 <= first);
     end_split(&u, from);
   }
+  end_products(T);
   for (int64_t q = 0; q < u.n_q; q++) {
     const int64_t out = ((row0 + q / per) * a->n_heads + head + q % per) * a->head_dim;
     for (int64_t d = 0; d < a->head_dim; d += RM_LANES) {

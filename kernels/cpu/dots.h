@@ -40,6 +40,12 @@ VEC vf weights_of(rm_dtype dtype, const k_block *w, int p, const int odd) {
   const uint16_t *pairs = (const uint16_t *)half + p % 8 * w->step;
   return odd ? vf_odd(vi_load(pairs)) : vf_even_at(pairs, p % 8 > 0);
 }
+// Products of rows with n_columns × n_blocks k blocks of 16 columns, all blocks of a column before
+// the next one; one of the two numbers is 1. x advances by words, w by elements.
+typedef struct products {
+  int64_t n_columns, n_blocks, x_step, w_step;
+} products;
+
 // Elements between pairs of k in a packed tile, and between the tile columns of V.
 VEC int64_t packed_step(rm_dtype dtype) { return dtype == RM_BF16 ? 2 * RM_N_TILE : RM_N_TILE; }
 VEC k_block packed_block(rm_dtype dtype, const void *w) {

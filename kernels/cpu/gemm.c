@@ -19,6 +19,11 @@ typedef struct gemm_job {
 // Cost of the smallest part that a thread takes: with few rows several columns, so that a thread
 // reads contiguous memory.
 enum { LEAST_ROWS = 32 };
+#ifdef RM_TILES
+enum { LEAST_TILES = 2 }; // which share the loads of rows
+#else
+enum { LEAST_TILES = 1 };
+#endif
 
 // A column costs its rows, plus about four for reading it from memory.
 static int64_t column_cost(int64_t rows) { return rows > 0 ? rows + 4 : 0; }
@@ -78,6 +83,7 @@ VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *
 typedef struct scratch {
   float *panel;
   int64_t row;
+  panel_rows rows;
 } scratch;
 
 // Multiplies rows [row0, row1) of x by tile columns [tile0, tile1) of matrix w.
@@ -89,11 +95,12 @@ VEC void region_as(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, cons
   float *acc = s->panel + PANEL_ROWS * n_blocks * RM_K_BLOCK;
   for (int64_t row = row0; row < row1; row += PANEL_ROWS) {
     const int64_t rows = rm_min64(PANEL_ROWS, row1 - row);
-    if (row != s->row) fill_panel(T, s->panel, rm_at(T, a->x, row * a->ldx), a->ldx, rows, a->k);
+    if (row != s->row)
+      s->rows = fill_panel(T, s->panel, rm_at(T, a->x, row * a->ldx), a->ldx, rows, a->k);
     s->row = row;
     for (int64_t tile = tile0; tile < tile1; tile += at_once) {
       const int64_t n_tiles = rm_min64(at_once, tile1 - tile);
-      panel_dots(T, s->panel, rows, rm_at(T, w, tile * per * n_blocks * TILE), n_tiles * per,
+      panel_dots(T, s->rows, rows, rm_at(T, w, tile * per * n_blocks * TILE), n_tiles * per,
                  n_blocks, acc);
       if (job->swiglu) store_swiglu(T, Y, job, acc, row, rows, tile, n_tiles);
       else store_plain(T, Y, job, acc, row, rows, tile, n_tiles);
@@ -144,7 +151,7 @@ static void plain(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
 
 static void gemm_task(void *arg, int thread, int n_threads) {
   gemm_job *job = arg;
-  scratch s = {job->workspace + thread * dots_floats(job->a->k), -1};
+  scratch s = {.panel = job->workspace + thread * dots_floats(job->a->k), .row = -1};
   int64_t from, to;
   while (rm_take(&job->work, n_threads, &from, &to)) {
     if (job->a->group_rows) grouped(job, &s, from, to);
@@ -163,7 +170,8 @@ static void run(const rm_ctx *ctx, const rm_gemm_args *a, int swiglu) {
   const int64_t fair = rm_round_up(a->m / (2 * ctx->n_threads) + 1, RM_VEC_ROWS);
   job.panel_rows = job.tiles < 4 * ctx->n_threads ? rm_min64(PANEL_ROWS, fair) : PANEL_ROWS;
   job.work.n = a->group_rows ? columns : (a->m + job.panel_rows - 1) / job.panel_rows * job.tiles;
-  job.work.least = a->group_rows ? LEAST_ROWS : rm_max64(1, LEAST_ROWS / column_cost(a->m));
+  job.work.least =
+      a->group_rows ? LEAST_ROWS : rm_max64(LEAST_TILES, LEAST_ROWS / column_cost(a->m));
   // 16 columns × one k take about a cycle.
   rm_parallel(ctx, columns * (swiglu ? 2 : 1) * a->k, gemm_task, &job);
 }

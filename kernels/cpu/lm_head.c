@@ -51,18 +51,18 @@ VEC void block_of_row(const head_job *job, const float *acc, int64_t r, int64_t 
     job->target_logits[r] = logits[a->targets[row] - v0];
 }
 
-VEC void head_blocks(rm_dtype T, head_job *job, float *panel, int n_threads) {
+VEC void head_blocks(rm_dtype T, head_job *job, float *memory, int n_threads) {
   const rm_lm_head_args *a = job->a;
   const int64_t n_blocks = rm_round_up(a->hidden, RM_K_BLOCK) / RM_K_BLOCK,
                 n_tiles_all = (a->vocab + RM_N_TILE - 1) / RM_N_TILE;
-  float *acc = panel + PANEL_ROWS * n_blocks * RM_K_BLOCK;
+  float *acc = memory + PANEL_ROWS * n_blocks * RM_K_BLOCK;
   int64_t from, to;
-  fill_panel(T, panel, rm_at(T, a->x, job->row0 * a->ldx), a->ldx, job->rows, a->hidden);
+  const panel_rows x =
+      fill_panel(T, memory, rm_at(T, a->x, job->row0 * a->ldx), a->ldx, job->rows, a->hidden);
   while (rm_take(&job->work, n_threads, &from, &to))
     for (int64_t block = from; block < to; block++) {
       const int64_t tile = block * BLOCK_TILES, n_tiles = rm_min64(BLOCK_TILES, n_tiles_all - tile);
-      panel_dots(T, panel, job->rows, rm_at(T, a->w, tile * n_blocks * TILE), n_tiles, n_blocks,
-                 acc);
+      panel_dots(T, x, job->rows, rm_at(T, a->w, tile * n_blocks * TILE), n_tiles, n_blocks, acc);
       for (int64_t r = 0; r < job->rows; r++) block_of_row(job, acc, r, block);
     }
 }

@@ -2,8 +2,8 @@
 //
 // A panel is [k block][row][block_words]. The build's RM_PANEL_HEADER defines its form and the
 // product of a register block of rows with one k block: floats for FMA, permuted pairs for
-// vdpbf16ps. With AMX, gemm and lm_head have their own panels and products. In each the sums are
-// those of docs/numerics.md §2 and §4.
+// vdpbf16ps, bf16 for AMX, which also has its own products. In each the sums are those of
+// docs/numerics.md §2 and §4.
 //
 // All rows use a piece of a tile column while it is in the L1 cache. Meanwhile the next piece is
 // fetched into the L2 cache; each register block of rows fetches its share of the lines. So memory
@@ -21,7 +21,27 @@ enum {
   FEW_ROWS = 4,
 };
 
+// Rows that a product reads: a panel, or x itself. The steps are in elements, for bf16 by AMX.
+typedef struct panel_rows {
+  const void *rows;
+  int64_t row_step, block_step;
+} panel_rows;
+
 #include RM_PANEL_HEADER
+
+// Before and after the products of attention with panels of `rows` rows.
+VEC void begin_products(rm_dtype dtype, int64_t rows) {
+#ifdef RM_TILES
+  if (dtype == RM_BF16) configure_tiles(rows);
+#endif
+  (void)dtype, (void)rows;
+}
+VEC void end_products(rm_dtype dtype) {
+#ifdef RM_TILES
+  if (dtype == RM_BF16) _tile_release();
+#endif
+  (void)dtype;
+}
 
 // Floats of one thread's workspace: a panel, and the sums of its rows.
 static inline int64_t dots_floats(int64_t k) {
@@ -65,12 +85,6 @@ VEC int rows_at_once(int64_t left) {
   return left < 2 * RM_VEC_ROWS ? (int)((left + 1) / 2) : RM_VEC_ROWS;
 }
 
-// Products of rows with n_columns × n_blocks k blocks of 16 columns, all blocks of a column before
-// the next one; one of the two numbers is 1. x advances by words, w by elements.
-typedef struct products {
-  int64_t n_columns, n_blocks, x_step, w_step;
-} products;
-
 VEC void rows_products(rm_dtype dtype, const int R, const float *x, int64_t rows, k_block w,
                        float *acc, const products p, const fetch f0, const fetch f1) {
   for (int64_t t = 0; t < p.n_columns; t++, acc += rows * RM_LANES) {
@@ -88,6 +102,12 @@ VEC void rows_products(rm_dtype dtype, const int R, const float *x, int64_t rows
 
 VEC void all_products(rm_dtype dtype, const float *x, int64_t rows, k_block w, float *acc,
                       const products p, const fetch f0, const fetch f1) {
+#ifdef RM_TILES
+  if (dtype == RM_BF16) {
+    tile_products((const uint16_t *)x, rows, w, acc, p, f0, f1);
+    return;
+  }
+#endif
   for (int64_t r = 0; r < rows;) {
     const int n = rows_at_once(rows - r);
     const float *xr = x + r * block_words(dtype);
@@ -123,26 +143,25 @@ DOTS(f32, RM_F32)
 #define value_dots(dtype, ...) ((dtype) == RM_BF16 ? value_dots_bf16 : value_dots_f32)(__VA_ARGS__)
 
 // -------------------------------------------------------------------------------- gemm and lm_head
-VEC void fill_panel(rm_dtype dtype, float *panel, const void *x, int64_t ldx, int64_t rows,
-                    int64_t k) {
+VEC panel_rows fill_panel(rm_dtype dtype, float *memory, const void *x, int64_t ldx, int64_t rows,
+                          int64_t k) {
 #ifdef RM_TILES
-  if (dtype == RM_BF16) {
-    tile_fill_panel((uint16_t *)panel, x, ldx, rows, k);
-    return;
-  }
+  if (dtype == RM_BF16 && are_whole_tiles(rows, k)) return (panel_rows){x, ldx, RM_K_BLOCK};
 #endif
-  for (int64_t r = 0; r < rows; r++) fill_row(dtype, panel, rows, r, rm_at(dtype, x, r * ldx), k);
+  for (int64_t r = 0; r < rows; r++) fill_row(dtype, memory, rows, r, rm_at(dtype, x, r * ldx), k);
+  return (panel_rows){memory, RM_K_BLOCK, rows * RM_K_BLOCK};
 }
 
-// acc [n_tiles][rows][16] = panel · the columns of n_tiles consecutive tiles from w.
-VEC void panel_dots(rm_dtype dtype, const float *panel, int64_t rows, const void *w,
+// acc [n_tiles][rows][16] = x · the columns of n_tiles consecutive tiles from w.
+VEC void panel_dots(rm_dtype dtype, const panel_rows x, int64_t rows, const void *w,
                     int64_t n_tiles, int64_t n_blocks, float *acc) {
 #ifdef RM_TILES
   if (dtype == RM_BF16) {
-    tile_panel_dots((const uint16_t *)panel, rows, w, n_tiles, n_blocks, acc);
+    tile_panel_dots(x, rows, w, n_tiles, n_blocks, acc);
     return;
   }
 #endif
+  const float *panel = x.rows;
   const int64_t words = rows * block_words(dtype);
   const int64_t piece = rows <= RM_LAST_ROWS ? LONG_PIECE_BLOCKS : RM_PIECE_BLOCKS;
   // The k blocks of the panel that stay in the cache, in whole pieces.

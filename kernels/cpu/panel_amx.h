@@ -1,20 +1,41 @@
-// panel_amx.h: the bf16 dot products of gemm and lm_head by AMX. One tdpbf16ps is one block of the
-// contract for 16 rows × 16 columns: it sums the even k and the odd k in chains from +0 and adds
-// their sum to the accumulator; its second operand is a packed tile of weights, loaded as it is.
-// Prefill and decode share the code: up to 16 rows cost as much as one, so decode runs at the rate
-// of memory.
+// panel_amx.h: the bf16 products of gemm, lm_head and attention by AMX. One tdpbf16ps is one block
+// of the contract for 16 rows × 16 columns: it sums the even k and the odd k in chains from +0 and
+// adds their sum to the accumulator; its second operand is a packed tile of weights or a block of
+// keys or values, loaded as it is. Prefill and decode share the code: up to 16 rows cost as much as
+// one, so decode runs at the rate of memory. float32 uses FMA.
 //
-// The panel is [k block][rows↑16][32] bf16 with rows of zeros at the end; with fewer than 16 rows,
-// tiles have that many rows. Each call configures and releases the tiles, which takes some hundred
-// cycles of thousands. Otherwise every context switch would have to save the tile state. float32
-// uses FMA, attention vdpbf16ps.
+// The panel is [k block][row][32] bf16; whole tiles are loaded from x itself. With fewer than 16
+// rows, tiles have that many rows; else the last tile of a panel may read past the last row, and
+// these sums are not stored. Tiles are configured and released for a call of gemm or lm_head, or a
+// unit of attention, which takes some hundred cycles of thousands. Otherwise every context switch
+// would have to save the tile state.
 #pragma once
 
-#include "panel_bf16.h"
+#include "dots.h"
 
-#define RM_TILES // panel.h uses tile_fill_panel and tile_panel_dots for bf16
+#define RM_TILES // panel.h uses tile_products and tile_panel_dots for bf16
 
-enum { TILE_ROWS = 16 };
+enum {
+  TILE_ROWS = 16,
+  TILE_PIECE_BLOCKS = 8, // k blocks of a piece that several passes over rows use
+};
+
+// Whether the tiles of these rows are loaded from x itself, without a panel.
+VEC int are_whole_tiles(int64_t rows, int64_t k) {
+  return k % RM_K_BLOCK == 0 && (rows < TILE_ROWS || rows % TILE_ROWS == 0);
+}
+
+VEC int64_t block_words(rm_dtype dtype) { return dtype == RM_BF16 ? RM_K_BLOCK / 2 : RM_K_BLOCK; }
+#define block_dots fma_block
+VEC void fill_block(rm_dtype dtype, float *to, const void *x, int64_t n) {
+  uint16_t block[RM_K_BLOCK] = {0};
+  if (dtype == RM_F32) fma_fill(dtype, to, x, n);
+  else vi_store(to, vi_load(n >= RM_K_BLOCK ? x : memcpy(block, x, (size_t)n * sizeof *block)));
+}
+VEC void store_probabilities(rm_dtype dtype, float *p, vf p0, vf p1) {
+  if (dtype == RM_BF16) vi_store(p, vp_round(p0, p1));
+  else fma_probabilities(dtype, p, p0, p1);
+}
 
 typedef struct tile_config { // palette 1, the operand of ldtilecfg
   uint8_t palette, start_row, reserved[14];
@@ -34,22 +55,16 @@ VEC void configure_tiles(int64_t rows) {
   _tile_loadconfig(&config);
 }
 
-static inline int64_t panel_rows(int64_t rows) {
-  return rows < TILE_ROWS ? rows : rm_round_up(rows, TILE_ROWS);
-}
+// gcc's intrinsics do not declare that a load of a tile reads memory: before them, everything must
+// have been stored.
+#define STORE_BEFORE_LOADS() __asm__ volatile("" : : : "memory")
 
-VEC void tile_fill_panel(uint16_t *panel, const uint16_t *x, int64_t ldx, int64_t rows, int64_t k) {
-  const int64_t all = panel_rows(rows), row_bytes = RM_K_BLOCK * (int64_t)sizeof *panel;
-  for (int64_t i = 0; i < k; i += RM_K_BLOCK, panel += all * RM_K_BLOCK) {
-    const int64_t n = rm_min64(RM_K_BLOCK, k - i) * (int64_t)sizeof *x;
-    for (int64_t r = 0; r < rows; r++) {
-      char *to = (char *)(panel + r * RM_K_BLOCK);
-      memcpy(to, x + r * ldx + i, (size_t)n);
-      memset(to + n, 0, (size_t)(row_bytes - n));
-    }
-    memset(panel + rows * RM_K_BLOCK, 0, (size_t)((all - rows) * row_bytes));
-  }
-}
+// Begins the sums of one tile with those of acc [rows][16], or with +0.
+#define LOAD_SUMS(tile, acc, has_sums) \
+  do { \
+    if (has_sums) _tile_loadd(tile, acc, 64); \
+    else _tile_zero(tile); \
+  } while (0)
 
 // Stores the sums of one tile to acc [rows][16], of which only `left` rows exist.
 #define STORE_SUMS(tile, acc, left) \
@@ -63,21 +78,62 @@ VEC void tile_fill_panel(uint16_t *panel, const uint16_t *x, int64_t ldx, int64_
     } \
   } while (0)
 
-// M × N tiles, each 1 or 2: rows [row, …) of the panel times tile columns w and w + n_blocks tiles.
-VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t rows, int64_t row,
-                    const uint16_t *w, int64_t n_blocks, float *acc, const int ahead) {
-  const int64_t all = panel_rows(rows), column = n_blocks * TILE;
-  _tile_zero(0);
-  if (N > 1) _tile_zero(1);
-  if (M > 1) _tile_zero(2);
-  if (M > 1 && N > 1) _tile_zero(3);
-  for (int64_t b = 0; b < n_blocks; b++, w += TILE) {
-    const uint16_t *x = panel + (b * all + row) * RM_K_BLOCK;
-    for (int t = 0; ahead && t < N; t++) {
-      const fetch f = fetch_near(RM_BF16, w + t * column);
-      fetch_block(&f, 0);
+// acc [n_columns][rows][16] += x · k blocks, like all_products (panel.h), with configured tiles.
+VEC void tile_products(const uint16_t *x, int64_t rows, const k_block w, float *acc,
+                       const products p, const fetch f0, const fetch f1) {
+  uint16_t both[TILE] __attribute__((aligned(64)));
+  const uint16_t *half[2] = {w.half[0], w.half[1]};
+  const int adjacent = half[1] == half[0] + RM_K_BLOCK / 4 * w.step;
+  for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS)
+    for (int64_t t = 0; t < p.n_columns; t++) {
+      const int two = rows - row > TILE_ROWS;
+      float *to = acc + (t * rows + row) * RM_N_TILE, *below = to + TILE_ROWS * RM_N_TILE;
+      STORE_BEFORE_LOADS();
+      _tile_loadd(0, to, 64);
+      if (two) _tile_loadd(2, below, 64);
+      for (int64_t b = 0; b < p.n_blocks; b++) {
+        const uint16_t *from = half[0] + (t + b) * p.w_step,
+                       *rows_at = x + 2 * b * p.x_step + row * RM_K_BLOCK;
+        for (int i = 0; i < RM_K_BLOCK / 2 && !adjacent; i++)
+          vi_store(both + i * RM_K_BLOCK,
+                   vi_load(half[i / 8] + (t + b) * p.w_step + i % 8 * w.step));
+        STORE_BEFORE_LOADS();
+        if (row == 0) fetch_block(&f0, t + b);
+        if (row == 0) fetch_block(&f1, t + b);
+        _tile_loadd(4, rows_at, 64);
+        if (adjacent) _tile_loadd(6, from, 2 * w.step);
+        else _tile_loadd(6, both, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (!two) continue;
+        _tile_loadd(5, rows_at + TILE_ROWS * RM_K_BLOCK, 64);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+      STORE_SUMS(0, to, rows - row);
+      if (two) STORE_SUMS(2, below, rows - row - TILE_ROWS);
     }
-    _tile_loadd(4, x, 64);
+}
+
+// Adds the products of k blocks [b0, b1) of M × N tiles, each 1 or 2: rows [row, …) of the panel
+// times tile columns w and w + n_blocks tiles.
+VEC void tile_block(const int M, const int N, const panel_rows x, int64_t rows, int64_t row,
+                    const uint16_t *w, int64_t n_blocks, int64_t b0, int64_t b1, float *acc,
+                    const fetch *soon) {
+  const int64_t column = n_blocks * TILE;
+  float *beside = acc + rows * RM_N_TILE, *below = acc + TILE_ROWS * RM_N_TILE;
+  STORE_BEFORE_LOADS();
+  LOAD_SUMS(0, acc, b0);
+  if (N > 1) LOAD_SUMS(1, beside, b0);
+  if (M > 1) LOAD_SUMS(2, below, b0);
+  if (M > 1 && N > 1) LOAD_SUMS(3, beside + TILE_ROWS * RM_N_TILE, b0);
+  w += b0 * TILE;
+  for (int64_t b = b0; b < b1; b++, w += TILE) {
+    const uint16_t *from = (const uint16_t *)x.rows + b * x.block_step + row * x.row_step;
+    for (int t = 0; t < N; t++) {
+      const fetch near = fetch_near(RM_BF16, w + t * column);
+      if (row == 0) fetch_block(&near, 0);
+      fetch_block(&soon[t], b - b0);
+    }
+    _tile_loadd(4, from, 2 * x.row_step);
     _tile_loadd(6, w, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (N > 1) {
@@ -85,31 +141,42 @@ VEC void tile_block(const int M, const int N, const uint16_t *panel, int64_t row
       _tile_dpbf16ps(1, 4, 7);
     }
     if (M > 1) {
-      _tile_loadd(5, x + TILE_ROWS * RM_K_BLOCK, 64);
+      _tile_loadd(5, from + TILE_ROWS * x.row_step, 2 * x.row_step);
       _tile_dpbf16ps(2, 5, 6);
     }
     if (M > 1 && N > 1) _tile_dpbf16ps(3, 5, 7);
   }
-  float *beside = acc + rows * RM_N_TILE, *below = acc + TILE_ROWS * RM_N_TILE;
   STORE_SUMS(0, acc, rows - row);
   if (N > 1) STORE_SUMS(1, beside, rows - row);
   if (M > 1) STORE_SUMS(2, below, rows - row - TILE_ROWS);
   if (M > 1 && N > 1) STORE_SUMS(3, beside + TILE_ROWS * RM_N_TILE, rows - row - TILE_ROWS);
 }
 
-static __attribute__((noinline)) void tile_panel_dots(const uint16_t *panel, int64_t rows,
+// All rows use a piece of two tile columns while it is in the L1 cache, and each pass over it
+// fetches its share of the next piece.
+static __attribute__((noinline)) void tile_panel_dots(const panel_rows x, int64_t rows,
                                                       const uint16_t *w, int64_t n_tiles,
                                                       int64_t n_blocks, float *acc) {
+  const int64_t piece = rows > 2 * TILE_ROWS ? TILE_PIECE_BLOCKS : n_blocks;
   configure_tiles(rows);
   for (int64_t t = 0; t < n_tiles; t += 2)
-    for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
-      const uint16_t *columns = w + t * n_blocks * TILE;
-      float *to = acc + (t * rows + row) * RM_N_TILE;
-      const int two_rows = rows - row > TILE_ROWS, two_columns = n_tiles - t > 1, ahead = row == 0;
-      if (two_rows && two_columns) tile_block(2, 2, panel, rows, row, columns, n_blocks, to, ahead);
-      else if (two_rows) tile_block(2, 1, panel, rows, row, columns, n_blocks, to, ahead);
-      else if (two_columns) tile_block(1, 2, panel, rows, row, columns, n_blocks, to, ahead);
-      else tile_block(1, 1, panel, rows, row, columns, n_blocks, to, ahead);
-    }
+    for (int64_t b0 = 0; b0 < n_blocks; b0 += piece)
+      for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
+        const uint16_t *columns = w + t * n_blocks * TILE;
+        float *to = acc + (t * rows + row) * RM_N_TILE;
+        const int two_rows = rows - row > TILE_ROWS, two_columns = n_tiles - t > 1;
+        const int64_t b1 = rm_min64(b0 + piece, n_blocks),
+                      next = (b1 < n_blocks ? b1 : 2 * n_blocks) * TILE;
+        fetch soon[2];
+        for (int i = 0; i < 2; i++)
+          soon[i] = fetch_share(fetch_all(RM_BF16, columns + next + i * n_blocks * TILE, 0), row,
+                                rm_min64(2 * TILE_ROWS, rows - row), rows);
+#define BLOCK(M, N) tile_block(M, N, x, rows, row, columns, n_blocks, b0, b1, to, soon)
+        if (two_rows && two_columns) BLOCK(2, 2);
+        else if (two_rows) BLOCK(2, 1);
+        else if (two_columns) BLOCK(1, 2);
+        else BLOCK(1, 1);
+#undef BLOCK
+      }
   _tile_release();
 }

@@ -1,9 +1,10 @@
 // pack.cu: packs a tensor on the device into a parameter, docs/numerics.md §8. A block of threads
-// takes 16 destination rows × 128 columns: it reads the source in memory order (along rows, or down
-// the columns of a transposed view), converts it into shared memory while it sums the digest and
-// finds non-finite values, then writes the tiles in memory order. So it reads and writes whole
-// sectors. A block processes four such parts and then reduces its results once. Results are sums
-// mod 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
+// takes 16 destination rows × 256 columns: it reads the source in memory order (along rows, or down
+// the columns of a transposed view), eight elements of a thread at a time, and converts it into
+// shared memory. Then it writes the tiles in memory order, a word of 32 bits of a thread at a time,
+// sums the digest and finds non-finite values. So it reads and writes whole sectors. A block
+// processes two such parts and then reduces its results once. Results are sums mod 2^64 and minima
+// of indices, so blocks may add theirs in any order, by integer atomics.
 #include <type_traits>
 
 #include "device.cuh"
@@ -13,24 +14,83 @@
 
 namespace {
 
-constexpr int THREADS = 256, ROWS = RM_N_TILE, COLS = 128, TILES = 4, MAX_GRID_Y = 65535;
-constexpr int PITCH = COLS + 1; // no bank conflicts down columns
-
-__device__ uint32_t f32_of(const rm_pack_args &a, int64_t at) {
-  switch (a.src_dtype) {
-    case RM_SRC_BF16: return static_cast<uint32_t>(static_cast<const uint16_t *>(a.src)[at]) << 16;
-    case RM_SRC_F16: return f32_from_f16(static_cast<const uint16_t *>(a.src)[at]);
-    case RM_SRC_F64: return f32_from_f64(static_cast<const uint64_t *>(a.src)[at]);
-    default: return static_cast<const uint32_t *>(a.src)[at];
-  }
-}
+constexpr int THREADS = 256, ROWS = RM_N_TILE, COLS = 256, PARTS = 2, MAX_GRID_Y = 65535;
+constexpr int CHUNK = 8, CHUNKS = ROWS * COLS / CHUNK / THREADS; // elements; chunks of a thread
 
 template <rm_dtype DTYPE>
-__device__ uint32_t stored_bits(const rm_pack_args &a, int64_t row, int64_t col) {
-  const int64_t at = row * a.row_stride + col * a.col_stride;
-  if (DTYPE == RM_F32) return f32_of(a, at);
-  return a.src_dtype == RM_SRC_BF16 ? static_cast<const uint16_t *>(a.src)[at]
-                                    : bf16_from_f32(f32_of(a, at));
+using stored_type = std::conditional_t<DTYPE == RM_BF16, uint16_t, uint32_t>;
+template <rm_src_dtype SRC>
+using source_type = std::conditional_t<SRC == RM_SRC_F64, uint64_t,
+                                       std::conditional_t<SRC == RM_SRC_F32, uint32_t, uint16_t>>;
+template <rm_dtype DTYPE> constexpr int PER_WORD = 4 / sizeof(stored_type<DTYPE>);
+template <rm_dtype DTYPE> constexpr int PITCH = COLS + 4 * PER_WORD<DTYPE>; // aligned chunks
+
+// Adjacent elements of the source, which are loaded 16 bytes at a time.
+template <class T> struct alignas(16) chunk {
+  T of[CHUNK];
+};
+
+struct found {
+  uint64_t digest, nonfinite, diff; // indices are ~0 (−1) if there is none
+};
+
+struct tile {
+  int64_t row0, col0; // row of the destination, column of the source
+};
+struct place_in_tile {
+  int row, col;
+};
+
+// How chunks lie in the source: down its columns; whether whole ones are aligned and adjacent.
+struct order {
+  bool down, wide;
+};
+
+template <rm_dtype DTYPE, rm_src_dtype SRC>
+__device__ stored_type<DTYPE> stored_bits(source_type<SRC> x) {
+  if constexpr (SRC == RM_SRC_BF16) return DTYPE == RM_BF16 ? x : static_cast<uint32_t>(x) << 16;
+  uint32_t bits;
+  if constexpr (SRC == RM_SRC_F16) bits = f32_from_f16(x);
+  else if constexpr (SRC == RM_SRC_F64) bits = f32_from_f64(x);
+  else bits = x;
+  return DTYPE == RM_BF16 ? bf16_from_f32(bits) : bits;
+}
+
+template <rm_dtype DTYPE, rm_src_dtype SRC>
+__device__ void read_tile(stored_type<DTYPE> *stored, const rm_pack_args &a, tile t, order o) {
+  using T = source_type<SRC>;
+  chunk<T> x[CHUNKS];
+  const auto place = [o](int n) {
+    const int i = rm_thread() + n * THREADS;
+    return o.down ? place_in_tile{i % 2 * CHUNK, i / 2}
+                  : place_in_tile{i * CHUNK / COLS, i * CHUNK % COLS};
+  };
+#pragma unroll
+  for (int n = 0; n < CHUNKS; n++) {
+    const place_in_tile at = place(n);
+    const int64_t row = t.row0 + at.row - a.dst_row0, col = t.col0 + at.col;
+    const T *from = static_cast<const T *>(a.src) + row * a.row_stride + col * a.col_stride;
+    const int last = CHUNK - 1, right = o.down ? 0 : last;
+    if (o.wide && row >= 0 && row + last - right < a.rows && col + right < a.cols) {
+      x[n] = *reinterpret_cast<const chunk<T> *>(from);
+      continue;
+    }
+    const int64_t step = o.down ? a.row_stride : a.col_stride;
+    for (int j = 0; j < CHUNK; j++) {
+      const int64_t r = row + (o.down ? j : 0), c = col + (o.down ? 0 : j);
+      x[n].of[j] = r >= 0 && r < a.rows && c < a.cols ? from[j * step] : 0;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < CHUNKS; n++) {
+    const place_in_tile at = place(n);
+    stored_type<DTYPE> *to = stored + at.row * PITCH<DTYPE> + at.col;
+    chunk<stored_type<DTYPE>> bits;
+    for (int j = 0; j < CHUNK; j++) bits.of[j] = stored_bits<DTYPE, SRC>(x[n].of[j]);
+    if (!o.down) *reinterpret_cast<chunk<stored_type<DTYPE>> *>(to) = bits;
+    else
+      for (int j = 0; j < CHUNK; j++) to[j * PITCH<DTYPE>] = bits.of[j];
+  }
 }
 
 template <rm_dtype DTYPE, rm_packing PACKING>
@@ -42,84 +102,66 @@ __device__ int64_t place(const rm_pack_args &a, int64_t dst_row, int64_t col) {
   return rm_weight_index<DTYPE, PACKING>(a.dst_cols, row, col);
 }
 
-template <rm_dtype DTYPE>
-using stored_type = std::conditional_t<DTYPE == RM_BF16, uint16_t, uint32_t>;
-
-struct found {
-  uint64_t digest, nonfinite, diff; // indices are ~0 (−1) if there is none
-};
-
-struct tile {
-  int64_t row0, col0; // row of the destination, column of the source
-};
-
+// Writes words, in bf16 an even and an odd column, or compares them. Columns after the last, up to
+// a whole tile, are zero. A part's words are contiguous in a packed matrix; of gate or up in mma
+// tiles, every second word is, of rows from 0 and from 8 on.
 template <rm_dtype DTYPE, rm_packing PACKING>
-__device__ void read_tile(uint32_t *stored, found *f, const rm_pack_args &a, tile t, bool down) {
-  for (int i = rm_thread(); i < ROWS * COLS; i += THREADS) {
-    const int r = down ? i % ROWS : i / COLS, c = down ? i / ROWS : i % COLS;
+__device__ void write_tile(const stored_type<DTYPE> *stored, found *f, const rm_pack_args &a,
+                           tile t) {
+  constexpr int PER = PER_WORD<DTYPE>;
+  constexpr bool TILED = PACKING == RM_PACKING_MMA;
+  stored_type<DTYPE> *dst = static_cast<stored_type<DTYPE> *>(a.dst);
+  const bool plain = a.layout == RM_PLAIN;
+  const int64_t limit = plain ? a.cols : rm_round_up(a.cols, RM_K_BLOCK);
+  const int64_t first = place<DTYPE, PACKING>(a, t.row0, t.col0),
+                below = place<DTYPE, PACKING>(a, t.row0 + 8, t.col0);
+  const bool words = !plain || (reinterpret_cast<uintptr_t>(dst) % 4 == 0 && a.cols % PER == 0);
+#pragma unroll 2
+  for (int n = 0; n < ROWS * COLS / PER / THREADS; n++) {
+    const int i = rm_thread() + n * THREADS;
+    const int r = plain   ? i * PER / COLS
+                  : TILED ? i % 128 / 16 + i % 2 * 8
+                          : i % ROWS,
+              c = plain   ? i * PER % COLS
+                  : TILED ? i / 128 * 16 + i / 4 % 4 * 2 + i / 2 % 2 * 8
+                          : i / ROWS * PER;
     const int64_t row = t.row0 + r - a.dst_row0, col = t.col0 + c, index = row * a.cols + col;
-    uint32_t bits = 0;
-    if (row >= 0 && row < a.rows && col < a.cols) {
-      bits = stored_bits<DTYPE>(a, row, col);
-      f->digest += element_digest(a.index0 + index, bits, DTYPE);
-      if (is_nonfinite(bits, DTYPE))
-        f->nonfinite = rm_least_of()(f->nonfinite, static_cast<uint64_t>(index));
-      if (a.compare && static_cast<const stored_type<DTYPE> *>(
-                           a.dst)[place<DTYPE, PACKING>(a, t.row0 + r, col)] != bits)
-        f->diff = rm_least_of()(f->diff, static_cast<uint64_t>(index));
+    if (row < 0 || row >= a.rows || col >= limit) continue;
+    const uint32_t word = *reinterpret_cast<const uint32_t *>(stored + r * PITCH<DTYPE> + c);
+    stored_type<DTYPE> *to = dst + (plain    ? first + r * a.dst_cols + c
+                                    : !TILED ? first + i * PER
+                                    : i % 2  ? below + (i - 1) * PER
+                                             : first + i * PER);
+    const bool pairs = PER == 2 && a.cols % 2 == 0; // then index0 is even, too
+    if (pairs) f->digest += static_cast<uint64_t>(weight((a.index0 + index) >> 1)) * word;
+    for (int j = 0; j < PER && col + j < a.cols; j++) {
+      const stored_type<DTYPE> bits = static_cast<stored_type<DTYPE>>(word >> 16 * j);
+      const uint64_t at = static_cast<uint64_t>(index + j);
+      if (!pairs) f->digest += element_digest(a.index0 + index + j, bits, DTYPE);
+      if (is_nonfinite(bits, DTYPE)) f->nonfinite = rm_least_of()(f->nonfinite, at);
+      if (a.compare && to[j] != bits) f->diff = rm_least_of()(f->diff, at);
+      if (!a.compare && !words) to[j] = bits;
     }
-    stored[r * PITCH + c] = bits;
-  }
-}
-
-template <rm_dtype DTYPE>
-__device__ void write_plain(const uint32_t *stored, const rm_pack_args &a, tile t, int low,
-                            int high) {
-  for (int i = rm_thread(); i < ROWS * COLS; i += THREADS) {
-    const int r = i / COLS, c = i % COLS;
-    if (r >= low && r < high && t.col0 + c < a.cols)
-      static_cast<stored_type<DTYPE> *>(a.dst)[(t.row0 + r) * a.dst_cols + t.col0 + c] =
-          static_cast<stored_type<DTYPE>>(stored[r * PITCH + c]);
-  }
-}
-
-// Writes words of 32 bits; in bf16 an even and an odd column. Columns after the last, up to a whole
-// tile, are zero. Adjacent threads write adjacent words of a matrix; of gate or up, every second
-// pair.
-template <rm_dtype DTYPE, rm_packing PACKING>
-__device__ void write_packed(const uint32_t *stored, const rm_pack_args &a, tile t, int low,
-                             int high) {
-  constexpr int PER_WORD = DTYPE == RM_BF16 ? 2 : 1;
-  for (int i = rm_thread(); i < ROWS * COLS / PER_WORD; i += THREADS) {
-    const bool tiled = PACKING == RM_PACKING_MMA;
-    const int r = tiled ? i % 128 / 16 + i % 2 * 8 : i % ROWS,
-              c = tiled ? i / 128 * 16 + i / 4 % 4 * 2 + i / 2 % 2 * 8 : i / ROWS * PER_WORD;
-    if (r < low || r >= high || t.col0 + c >= rm_round_up(a.cols, RM_K_BLOCK)) continue;
-    const uint32_t *from = stored + r * PITCH + c;
-    const uint32_t word = DTYPE == RM_BF16 ? from[0] | from[1] << 16 : from[0];
-    static_cast<uint32_t *>(a.dst)[place<DTYPE, PACKING>(a, t.row0 + r, t.col0 + c) / PER_WORD] =
-        word;
+    if (!a.compare && words) *reinterpret_cast<uint32_t *>(to) = word;
   }
 }
 
 __device__ unsigned long long *word_of(void *p) { return static_cast<unsigned long long *>(p); }
 
-template <rm_dtype DTYPE, rm_packing PACKING>
-__global__ void __launch_bounds__(THREADS) pack_kernel(rm_pack_args a, bool down) {
+template <rm_dtype DTYPE, rm_packing PACKING, rm_src_dtype SRC>
+__global__ void __launch_bounds__(THREADS, SRC == RM_SRC_F64 ? 2 : 4)
+    pack_kernel(rm_pack_args a, order o) {
   RM_SHARED(shared);
   uint64_t *by_warp = reinterpret_cast<uint64_t *>(shared);
-  uint32_t *stored = reinterpret_cast<uint32_t *>(by_warp + THREADS / RM_WARP);
+  auto *stored = reinterpret_cast<stored_type<DTYPE> *>(by_warp + THREADS / RM_WARP);
   found f = {0, ~0ull, ~0ull};
   const int64_t end = a.dst_row0 + a.rows;
   tile t = {a.dst_row0 / ROWS * ROWS + blockIdx.y * static_cast<int64_t>(ROWS),
             blockIdx.x * static_cast<int64_t>(COLS)};
   for (; t.row0 < end; t.row0 += gridDim.y * static_cast<int64_t>(ROWS)) {
-    read_tile<DTYPE, PACKING>(stored, &f, a, t, down);
+    read_tile<DTYPE, SRC>(stored, a, t, o);
     __syncthreads();
-    const int low = static_cast<int>(rm_max64(0, a.dst_row0 - t.row0)),
-              high = static_cast<int>(rm_min64(ROWS, end - t.row0));
-    if (!a.compare && a.layout == RM_PLAIN) write_plain<DTYPE>(stored, a, t, low, high);
-    else if (!a.compare) write_packed<DTYPE, PACKING>(stored, a, t, low, high);
+    write_tile<DTYPE, PACKING>(stored, &f, a, t);
     __syncthreads(); // before the next tile
   }
   f.digest = rm_over_block<THREADS>(f.digest, by_warp, rm_sum_of());
@@ -135,14 +177,36 @@ __global__ void begin_kernel(rm_pack_found *found) { *found = {0, -1, -1}; }
 
 int64_t absolute(int64_t n) { return n < 0 ? -n : n; }
 
-template <rm_dtype DTYPE, rm_packing PACKING> void launch(const rm_ctx *ctx, rm_pack_args *a) {
+order order_of(const rm_pack_args *a) {
+  const bool down = a->rows > 1 && absolute(a->col_stride) > absolute(a->row_stride);
+  const int64_t along = down ? a->row_stride : a->col_stride, across = down          ? a->col_stride
+                                                                       : a->rows > 1 ? a->row_stride
+                                                                                     : 0;
+  const int64_t bytes = static_cast<int64_t>(rm_src_bytes(a->src_dtype));
+  const bool aligned = (reinterpret_cast<uintptr_t>(a->src) | across * bytes) % 16 == 0 &&
+                       (!down || a->dst_row0 % CHUNK == 0);
+  return {down, along == 1 && aligned};
+}
+
+template <rm_dtype DTYPE, rm_packing PACKING, rm_src_dtype SRC>
+void launch(const rm_ctx *ctx, rm_pack_args *a) {
   RM_LAUNCH(begin_kernel, 1, 1, 0, ctx->stream, a->found);
   const int64_t tile_rows = (a->dst_row0 + a->rows + ROWS - 1) / ROWS - a->dst_row0 / ROWS;
   const dim3 grid =
-      rm_grid(rm_blocks(a->cols, COLS), rm_min64((tile_rows + TILES - 1) / TILES, MAX_GRID_Y));
-  const size_t shared = THREADS / RM_WARP * sizeof(uint64_t) + ROWS * PITCH * sizeof(uint32_t);
-  const bool down = a->rows > 1 && absolute(a->col_stride) > absolute(a->row_stride);
-  RM_LAUNCH((pack_kernel<DTYPE, PACKING>), grid, THREADS, shared, ctx->stream, *a, down);
+      rm_grid(rm_blocks(a->cols, COLS), rm_min64((tile_rows + PARTS - 1) / PARTS, MAX_GRID_Y));
+  const size_t shared =
+      THREADS / RM_WARP * sizeof(uint64_t) + ROWS * PITCH<DTYPE> * sizeof(stored_type<DTYPE>);
+  RM_LAUNCH((pack_kernel<DTYPE, PACKING, SRC>), grid, THREADS, shared, ctx->stream, *a,
+            order_of(a));
+}
+
+template <rm_dtype DTYPE, rm_packing PACKING> void launch(const rm_ctx *ctx, rm_pack_args *a) {
+  switch (a->src_dtype) {
+    case RM_SRC_BF16: launch<DTYPE, PACKING, RM_SRC_BF16>(ctx, a); break;
+    case RM_SRC_F16: launch<DTYPE, PACKING, RM_SRC_F16>(ctx, a); break;
+    case RM_SRC_F64: launch<DTYPE, PACKING, RM_SRC_F64>(ctx, a); break;
+    default: launch<DTYPE, PACKING, RM_SRC_F32>(ctx, a);
+  }
 }
 
 } // namespace

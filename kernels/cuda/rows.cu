@@ -1,15 +1,16 @@
 // rows.cu: embed, gather_rows, activate and rms_norm, with one block of threads for each row.
 //
 // The norm's 16 partial sums are 16 chains for any length of the row, so 16 lanes of one warp run
-// them while the others wait. All threads copy the row to shared memory in stages, which takes most
-// of the time; a step of a chain is then one fma. A finer split would change the order of sums.
-// Both halves of that warp run the same chains, since the tree's shuffles need whole warps.
+// them while the others wait. All threads copy the row to shared memory in stages; a step of a
+// chain is then one fma. A thread loads all its elements of a stage before it stores one, so a
+// stage takes the latency of one load. A finer split would change the order of sums. Both halves of
+// that warp run the same chains, since the tree's shuffles need whole warps.
 #include "device.cuh"
 #include "packing.cuh"
 
 namespace {
 
-constexpr int THREADS = 256, STAGE = 2048;
+constexpr int THREADS = 256, STAGE = 2048, OWN = STAGE / THREADS; // OWN: elements of a thread
 static_assert(STAGE % THREADS == 0,
               "a thread that writes an element of the residual reads it again");
 
@@ -43,6 +44,13 @@ __global__ void __launch_bounds__(THREADS) activate_kernel(rm_activate_args a) {
 }
 
 template <rm_dtype DTYPE>
+__device__ void load_stage(float (&own)[OWN], const void *row, int64_t from, int n) {
+#pragma unroll
+  for (int j = 0; j < OWN; j++)
+    if (const int i = rm_thread() + j * THREADS; i < n) own[j] = rm_get(DTYPE, row, from + i);
+}
+
+template <rm_dtype DTYPE>
 __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
   RM_SHARED(shared); // a stage of h, then the row's scale
   const int64_t at = blockIdx.x * a.n;
@@ -52,11 +60,16 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
       a.x_gate ? rm_round_to(DTYPE, rm_sigmoid(rm_get(DTYPE, a.x_gate, blockIdx.x))) : 0.0f;
   for (int64_t from = 0; from < a.n; from += STAGE) {
     const int n = static_cast<int>(rm_min64(STAGE, a.n - from));
-    for (int i = me; i < n; i += THREADS) {
-      float h = rm_get(DTYPE, a.residual, at + from + i);
+    float own[OWN], x[OWN];
+    load_stage<DTYPE>(own, a.residual, at + from, n);
+    if (a.x) load_stage<DTYPE>(x, a.x, at + from, n);
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      const int i = me + j * THREADS;
+      if (i >= n) break;
+      float h = own[j];
       if (a.x) {
-        const float x = rm_get(DTYPE, a.x, at + from + i);
-        h = rm_round_to(DTYPE, h + (a.x_gate ? rm_round_to(DTYPE, gate * x) : x));
+        h = rm_round_to(DTYPE, h + (a.x_gate ? rm_round_to(DTYPE, gate * x[j]) : x[j]));
         rm_put(DTYPE, a.residual, at + from + i, h);
       }
       if (a.out && !a.weight) {
@@ -79,9 +92,17 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
   }
   __syncthreads();
   const float scale = shared[STAGE];
-  for (int64_t i = me; i < a.n; i += THREADS) {
-    const float t = rm_round_to(DTYPE, rm_get(DTYPE, a.residual, at + i) * scale);
-    rm_put(DTYPE, a.out, at + i, rm_get(DTYPE, a.weight, i) * t);
+  for (int64_t from = 0; from < a.n; from += STAGE) {
+    const int n = static_cast<int>(rm_min64(STAGE, a.n - from));
+    float own[OWN], weight[OWN];
+    load_stage<DTYPE>(own, a.residual, at + from, n);
+    load_stage<DTYPE>(weight, a.weight, from, n);
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      const int i = me + j * THREADS;
+      if (i < n)
+        rm_put(DTYPE, a.out, at + from + i, weight[j] * rm_round_to(DTYPE, own[j] * scale));
+    }
   }
 }
 
