@@ -15,10 +15,7 @@
 
 #define RM_TILES // panel.h uses tile_products and tile_panel_dots for bf16
 
-enum {
-  TILE_ROWS = 16,
-  TILE_PIECE_BLOCKS = 8, // k blocks of a piece that several passes over rows use
-};
+enum { TILE_ROWS = 16 };
 
 // Whether the tiles of these rows are loaded from x itself, without a panel.
 VEC int are_whole_tiles(int64_t rows, int64_t k) {
@@ -58,13 +55,6 @@ VEC void configure_tiles(int64_t rows) {
 // gcc's intrinsics do not declare that a load of a tile reads memory: before them, everything must
 // have been stored.
 #define STORE_BEFORE_LOADS() __asm__ volatile("" : : : "memory")
-
-// Begins the sums of one tile with those of acc [rows][16], or with +0.
-#define LOAD_SUMS(tile, acc, has_sums) \
-  do { \
-    if (has_sums) _tile_loadd(tile, acc, 64); \
-    else _tile_zero(tile); \
-  } while (0)
 
 // Stores the sums of one tile to acc [rows][16], of which only `left` rows exist.
 #define STORE_SUMS(tile, acc, left) \
@@ -113,25 +103,23 @@ VEC void tile_products(const uint16_t *x, int64_t rows, const k_block w, float *
     }
 }
 
-// Adds the products of k blocks [b0, b1) of M × N tiles, each 1 or 2: rows [row, …) of the panel
-// times tile columns w and w + n_blocks tiles.
+// The products of M × N tiles, each 1 or 2: rows [row, …) of the panel times tile columns w and w +
+// n_blocks tiles.
 VEC void tile_block(const int M, const int N, const panel_rows x, int64_t rows, int64_t row,
-                    const uint16_t *w, int64_t n_blocks, int64_t b0, int64_t b1, float *acc,
-                    const fetch *soon) {
+                    const uint16_t *w, int64_t n_blocks, float *acc, const fetch *soon) {
   const int64_t column = n_blocks * TILE;
   float *beside = acc + rows * RM_N_TILE, *below = acc + TILE_ROWS * RM_N_TILE;
   STORE_BEFORE_LOADS();
-  LOAD_SUMS(0, acc, b0);
-  if (N > 1) LOAD_SUMS(1, beside, b0);
-  if (M > 1) LOAD_SUMS(2, below, b0);
-  if (M > 1 && N > 1) LOAD_SUMS(3, beside + TILE_ROWS * RM_N_TILE, b0);
-  w += b0 * TILE;
-  for (int64_t b = b0; b < b1; b++, w += TILE) {
+  _tile_zero(0);
+  if (N > 1) _tile_zero(1);
+  if (M > 1) _tile_zero(2);
+  if (M > 1 && N > 1) _tile_zero(3);
+  for (int64_t b = 0; b < n_blocks; b++, w += TILE) {
     const uint16_t *from = (const uint16_t *)x.rows + b * x.block_step + row * x.row_step;
     for (int t = 0; t < N; t++) {
       const fetch near = fetch_near(RM_BF16, w + t * column);
       if (row == 0) fetch_block(&near, 0);
-      fetch_block(&soon[t], b - b0);
+      fetch_block(&soon[t], b);
     }
     _tile_loadd(4, from, 2 * x.row_step);
     _tile_loadd(6, w, 64);
@@ -152,31 +140,26 @@ VEC void tile_block(const int M, const int N, const panel_rows x, int64_t rows, 
   if (M > 1 && N > 1) STORE_SUMS(3, beside + TILE_ROWS * RM_N_TILE, rows - row - TILE_ROWS);
 }
 
-// All rows use a piece of two tile columns while it is in the L1 cache, and each pass over it
-// fetches its share of the next piece.
+// All rows use two tile columns in turn, and each pass over them fetches its share of the next two.
 static __attribute__((noinline)) void tile_panel_dots(const panel_rows x, int64_t rows,
                                                       const uint16_t *w, int64_t n_tiles,
                                                       int64_t n_blocks, float *acc) {
-  const int64_t piece = rows > 2 * TILE_ROWS ? TILE_PIECE_BLOCKS : n_blocks;
   configure_tiles(rows);
   for (int64_t t = 0; t < n_tiles; t += 2)
-    for (int64_t b0 = 0; b0 < n_blocks; b0 += piece)
-      for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
-        const uint16_t *columns = w + t * n_blocks * TILE;
-        float *to = acc + (t * rows + row) * RM_N_TILE;
-        const int two_rows = rows - row > TILE_ROWS, two_columns = n_tiles - t > 1;
-        const int64_t b1 = rm_min64(b0 + piece, n_blocks),
-                      next = (b1 < n_blocks ? b1 : 2 * n_blocks) * TILE;
-        fetch soon[2];
-        for (int i = 0; i < 2; i++)
-          soon[i] = fetch_share(fetch_all(RM_BF16, columns + next + i * n_blocks * TILE, 0), row,
-                                rm_min64(2 * TILE_ROWS, rows - row), rows);
-#define BLOCK(M, N) tile_block(M, N, x, rows, row, columns, n_blocks, b0, b1, to, soon)
-        if (two_rows && two_columns) BLOCK(2, 2);
-        else if (two_rows) BLOCK(2, 1);
-        else if (two_columns) BLOCK(1, 2);
-        else BLOCK(1, 1);
+    for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
+      const uint16_t *columns = w + t * n_blocks * TILE;
+      float *to = acc + (t * rows + row) * RM_N_TILE;
+      const int two_rows = rows - row > TILE_ROWS, two_columns = n_tiles - t > 1;
+      fetch soon[2];
+      for (int i = 0; i < 2; i++)
+        soon[i] = fetch_share(fetch_all(RM_BF16, columns + (2 + i) * n_blocks * TILE, 0), row,
+                              rm_min64(2 * TILE_ROWS, rows - row), rows);
+#define BLOCK(M, N) tile_block(M, N, x, rows, row, columns, n_blocks, to, soon)
+      if (two_rows && two_columns) BLOCK(2, 2);
+      else if (two_rows) BLOCK(2, 1);
+      else if (two_columns) BLOCK(1, 2);
+      else BLOCK(1, 1);
 #undef BLOCK
-      }
+    }
   _tile_release();
 }
