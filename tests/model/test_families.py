@@ -8,7 +8,9 @@ bfloat16.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -197,6 +199,26 @@ def test_what_glm4_moe_refuses(changes: dict[str, Any], message: str, seed: int)
         rm.ModelSpec.from_hf(fields | changes)
 
 
+def test_gpt_oss_published_config() -> None:
+    """OpenAI's config.json of the 20B model, abridged: keys of transformers 4, MXFP4."""
+    fields: dict[str, Any] = {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 24,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4,
+        "vocab_size": 201088, "eos_token_id": 200002, "initial_context_length": 4096,
+        "rope_theta": 150000, "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    }  # fmt: skip
+    spec = rm.ModelSpec.from_hf(fields)
+    assert spec.num_parameters == 20_914_757_184
+    assert spec.sliding_windows == (128, 0) * 12
+    with pytest.raises(rm.ConfigError, match="activation: expected one of MLPs without a gate"):
+        dataclasses.replace(spec, ungated=True)
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("family", SOME)
 def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
@@ -245,6 +267,15 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     for name in [name for name in held if name.endswith("mlp.gate_up_proj.weight")]:
         rows, hidden = held.pop(name)
         held |= {name.replace("gate_up", part): (rows // 2, hidden) for part in ("gate", "up")}
+    # gpt-oss's tensors of all experts, which are listed one by one, not transposed.
+    for name in [name for name in held if ".mlp.experts." in name and len(held[name]) == 3]:
+        experts, cols, rows = held.pop(name)
+        held.pop(f"{name}_bias")
+        parts = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+        for e, part in itertools.product(range(experts), parts):
+            one = f"{name.rpartition('.')[0]}.{e}.{part}"
+            held |= {f"{one}.weight": (rows // len(parts), cols)}
+            held |= {f"{one}.bias": (rows // len(parts),)}
     assert {
         name: shape for name, shape in held.items() if not name.endswith("correction_bias")
     } == listed
@@ -428,7 +459,7 @@ def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, se
     assert (rm.torch.logprobs(net, ids).logprobs[0, 2:].numpy() == sample.logprobs).all()
 
 
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", [name for name in TRIED if not FAMILIES[name].activation])
 def test_a_patch_refuses_an_activation_that_is_not_the_configs(family: str, seed: int) -> None:
     net = family_models.draw(family, 400, seed, hidden_act="silu").net()
     net.config.hidden_act = "gelu"
