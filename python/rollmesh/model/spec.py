@@ -89,7 +89,13 @@ _HIDDEN_ACT = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
-_READ = _USED | _keys(" ".join(f"{family.keys} {family.inert}" for family in FAMILIES.values()))
+
+
+def _keys_of(family: Family) -> frozenset[str]:
+    return _USED | _keys(f"{family.keys} {family.inert}") | {key for key, _ in family.fixed}
+
+
+_READ = frozenset[str]().union(*map(_keys_of, FAMILIES.values()))
 _PLAIN = (type(None), bool, int, float, str, list, tuple, Mapping)
 
 
@@ -196,7 +202,7 @@ class ModelSpec:
         _refuse_odd(values)
         model_type = choice("model_type", values.get("model_type"), [*FAMILIES])
         family = FAMILIES[model_type]
-        _refuse_unknown(values, _USED | _keys(f"{family.keys} {family.inert}"))
+        _refuse_unknown(values, _keys_of(family))
         return _read(Reader(values), model_type, family)
 
     @staticmethod
@@ -483,8 +489,14 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     is_moe_layer = tuple(map(bool, family.moe_layers(c, layers)))
     max_positions = c.integer("max_position_embeddings", default=family.max_position_embeddings)
     vocab = c.integer("vocab_size")
+    for key, value in family.fixed:
+        if any(given != value for given in _ids_of(c.values.get(key))):
+            raise ConfigError(f"{key}: expected {shown(value)}, got {shown(c.values[key])}")
     if family.check is not None:
         family.check(c, head_dim)
+    partial = family.partial_rotary_factor
+    if c.given("rotary_dim"):
+        partial = c.integer("rotary_dim") / head_dim
     return ModelSpec(
         model_type=model_type,
         vocab_size=vocab,
@@ -505,7 +517,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         rms_norm_eps=c.positive("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_positions,
         rope_settings=_rope.from_config(
-            c.values, head_dim, max_positions, family.rope_theta, family.partial_rotary_factor
+            c.values, head_dim, max_positions, family.rope_theta, partial
         ),
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
@@ -537,14 +549,14 @@ def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
     n_group = c.integer("n_group", default=1) if has_groups else 1
     return {
         "num_experts": experts.number(c),
-        "num_experts_per_tok": c.integer("num_experts_per_tok", default=experts.top_k),
+        "num_experts_per_tok": c.integer(experts.top_k_key, default=experts.top_k),
         "moe_intermediate_size": c.integer(experts.width),
         "norm_topk_prob": c.switch(experts.renormalize, experts.renormalize_default),
         "router_bias": experts.router_bias,
         "score_func": experts.score_func,
         "n_group": n_group,
         "topk_group": c.integer("topk_group", default=1) if n_group > 1 else 1,
-        "routed_scaling_factor": c.positive("routed_scaling_factor", 1.0) if has_groups else 1.0,
+        "routed_scaling_factor": c.positive(experts.scaling, experts.scaling_default),
         "shared_intermediate_size": experts.shared_width(c),
         "shared_switch": experts.shared_switch,
     }

@@ -68,7 +68,11 @@ SWITCHES = frozenset(
     {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
 # Options that add noise in training, and the module of a layer that reads them.
-NOISE = {"attention_dropout": "self_attn", "router_jitter_noise": "mlp"}
+NOISE = {
+    "attention_dropout": "self_attn",
+    "residual_dropout": "self_attn",
+    "router_jitter_noise": "mlp",
+}
 GENERATE = "generate with a rollmesh generator, "
 INSTEAD = {
     "cache": GENERATE,
@@ -269,8 +273,7 @@ class Patch:
         made = functions.moe(
             x, mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj,
             top_k=spec.num_experts_per_tok, **spec.scoring,
-            bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation,
-            how=how,
+            bias=_router_bias(mlp), activation=spec.activation, how=how,
         )  # fmt: skip
         if self.call.wanted is not None and self.call.wanted.routed:
             self.call.wanted.experts[index] = made.ids
@@ -324,6 +327,16 @@ class Patch:
         wanted.made = torch.stack([made.logprobs, entropy], -1)
         wanted.written = parts.mark(wanted.made)
         return wanted.made[None]  # type: ignore[no-any-return]
+
+
+def _router_bias(mlp: Any) -> Tensor | None:
+    """Returns what a router adds to the scores for its choice, float32 [experts]. Families keep the
+    tensor in different modules, some in the model's dtype."""
+    for module in (mlp, mlp.gate, getattr(mlp.gate, "moe_statics", None)):
+        bias: Tensor | None = getattr(module, "e_score_correction_bias", None)
+        if bias is not None:
+            return bias.detach().float().flatten()
+    return None
 
 
 # -------------------------------------------------------------------------------- patched modules
