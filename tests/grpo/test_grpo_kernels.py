@@ -78,6 +78,8 @@ KEYS = {  # of [model], besides SIZES
     "sliding_window_pattern=2, num_shared_experts=1",
     "flex_olmo": EXPERTS,
     "cwm": "sliding_window=8, rope_parameters={rope_type='default', rope_theta=100.0}",
+    "phi3": "sliding_window=8, rope_parameters={rope_type='default', rope_theta=100.0, "
+    "partial_rotary_factor=0.5}",
     "ministral": "sliding_window=8, head_dim=8",
 }
 QUICK = ("llama", "qwen2", "glm4_moe")

@@ -143,6 +143,7 @@ BASES: list[Config] = [
     of_family("ernie4_5", use_bias=False),
     of_family("cwm", sliding_window=9, rope_parameters=LLAMA3),
     of_family("ministral", sliding_window=9),
+    of_family("phi3", sliding_window=9, rope_scaling=LONGROPE | {"type": "su"}),
 ]  # fmt: skip
 KNOWN = sorted(
     {key for base in BASES for key in base}

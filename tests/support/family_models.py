@@ -278,12 +278,32 @@ def cwm(dice: Dice) -> dict[str, Any]:
     return fields | _layer_types(dice, fields["num_hidden_layers"])
 
 
+def phi3(dice: Dice) -> dict[str, Any]:
+    """The types of rope are the family's. All sequences are longer than the two positions from
+    which on transformers uses long_factor."""
+    fields = sizes(dice, heads_divide=True, head_dim=False)
+    kv_heads = fields["num_key_value_heads"]
+    dim, heads = 8 * dice.between(1, 3), kv_heads * dice.between(1, 4)
+    partial = dice.pick(0.5, 0.75, 1.0)
+    table = {"rope_theta": float(dice.rng.uniform(100, 1e6)), "partial_rotary_factor": partial}
+    factors = [
+        [float(x) for x in dice.rng.uniform(1, 4, int(dim * partial) // 2)] for _ in range(2)
+    ]
+    longrope = {"short_factor": factors[0], "long_factor": factors[1], "rope_type": "longrope"}
+    return fields | {
+        "hidden_size": dim * heads, "num_attention_heads": heads,
+        "sliding_window": dice.pick(None, 1, 8, 40),
+        "rope_parameters": table | dice.pick({"rope_type": "default"}, longrope),
+        "original_max_position_embeddings": 2,
+    }  # fmt: skip
+
+
 def ministral(dice: Dice) -> dict[str, Any]:
     fields = sizes(dice)
     return fields | _layer_types(dice, fields["num_hidden_layers"])
 
 
-NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe", "flex_olmo"}  # draw none
+NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe", "flex_olmo", "phi3"}  # draw none
 FAMILIES: dict[str, Draw] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3,
     "olmo2": olmo2, "mixtral": mixtral,
@@ -291,6 +311,7 @@ FAMILIES: dict[str, Draw] = {
     "glm": glm, "seed_oss": seed_oss, "minimax_m2": minimax_m2, "dots1": dots1,
     "solar_open": solar_open, "hy_v3": hy_v3, "exaone4": exaone4, "exaone_moe": exaone_moe,
     "flex_olmo": flex_olmo, "ernie4_5": ernie4_5, "cwm": cwm, "ministral": ministral,
+    "phi3": phi3,
 }  # fmt: skip
 
 
@@ -335,6 +356,10 @@ def cuttable(family: str) -> dict[str, Any]:
             "num_hidden_layers": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
             "sliding_window": 20, "layer_types": windows,
         },
+        "phi3": {"rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.5, 2.0, 2.5, 3.0],
+        }},
         "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3},
         "cwm": {"num_hidden_layers": 2, "sliding_window": 20, "layer_types": windows},
         "ministral": {"num_hidden_layers": 2, "sliding_window": 20, "layer_types": windows},

@@ -8,13 +8,14 @@ family is added: docs/models.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.model.reader import MAX_POSITION, Reader
-from rollmesh.model.rope import ROPE_TABLES
+from rollmesh.model.rope import ROPE_TABLES, table_of
+from rollmesh.runtime.arguments import choice
 from rollmesh.runtime.messages import shown
 
 PerLayer = Callable[[Reader, int], tuple[int, ...]]  # of a config and its number of layers
@@ -259,6 +260,15 @@ def _rope_is_given(c: Reader, head_dim: int) -> None:
         raise ConfigError("rope_parameters: expected a table, got none")
 
 
+def _phi3_rope(c: Reader) -> dict[str, Any]:
+    """Phi-3: "su" and "yarn" are older names of "longrope", the only type besides "default"."""
+    name, table = table_of(c.values)
+    given = table.get("rope_type", table.get("type", "default"))
+    kind = choice("rope_type", given, ["default", "longrope", "su", "yarn"])
+    table = {**table, "rope_type": "default" if kind == "default" else "longrope"}
+    return {"original_max_position_embeddings": 4096, **c.values, name: table}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family. What is left out is Llama's."""
@@ -287,6 +297,7 @@ class Family:
     o_bias: Switch = "attention_bias"
     layer_kinds: LayerKinds = attention_layers  # of LAYER_KINDS
     windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
+    rope: Callable[[Reader], Mapping[str, Any]] = lambda c: c.values  # where its settings are read
     rope_layers: PerLayer = every  # 1 where rope turns q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
@@ -696,6 +707,19 @@ FAMILIES: dict[str, Family] = {
         o_bias=False,
         windows=windows_where(lambda c, i: i % 4 != 0, 8192),
         check=_rope_is_given,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        "sliding_window",
+        "resid_pdrop embd_pdrop",
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        eos_token_id=32000,
+        partial_rotary_factor=1.0,
+        attention_bias=False,
+        o_bias=False,
+        windows=one_window(None),
+        rope=_phi3_rope,
     ),
     "ministral": Family(
         "MinistralForCausalLM",

@@ -517,7 +517,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         rms_norm_eps=c.positive("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_positions,
         rope_settings=_rope.from_config(
-            c.values, head_dim, max_positions, family.rope_theta, partial
+            family.rope(c), head_dim, max_positions, family.rope_theta, partial
         ),
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),

@@ -71,6 +71,7 @@ SWITCHES = frozenset(
 NOISE = {
     "attention_dropout": "self_attn",
     "residual_dropout": "self_attn",
+    "resid_pdrop": "resid_attn_dropout",
     "router_jitter_noise": "mlp",
 }
 GENERATE = "generate with a rollmesh generator, "
@@ -179,7 +180,7 @@ class Patch:
         parts.check(inner, self.spec)
         for layer in inner.model.layers:
             for name, part in NOISE.items():
-                if getattr(layer, part).training and (noise := getattr(inner.config, name, 0)):
+                if (noise := getattr(inner.config, name, 0)) and getattr(layer, part).training:
                     raise ConfigError(
                         f"{name}: expected 0 in training, got {noise}; a rollout drops nothing"
                     )
@@ -239,10 +240,14 @@ class Patch:
 
     # -------------------------------------------------------------------------------------- a pass
     def attend(self, attention: Any, index: int, x: Tensor, rows: Sequences, how: How) -> Tensor:
-        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         cos, sin = self.rope(rows, x.device)
         turned = 2 * cos.shape[1]
-        weights = self.in_halves(list(map(weight_of, qkv)), turned)
+        if hasattr(attention, "qkv_proj"):  # some families have all three in one module
+            qkv = [attention.qkv_proj]
+            weights = list(weight_of(qkv[0]).split(self.heads[index].widths))
+        else:
+            qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+            weights = self.in_halves(list(map(weight_of, qkv)), turned)
         bias = (
             None
             if base_of(qkv[0]).bias is None
