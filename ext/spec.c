@@ -27,6 +27,7 @@ static const rm_attribute model_fields[] = {
     SPEC_AS(I64, n_group, n_groups),
     SPEC_AS(I64, topk_group, top_groups),
     SPEC_AS(F32, routed_scaling_factor, route_scale),
+    SPEC_AS(F32, topk_sum_min, min_sum),
     SPEC(BOOL, norm_before),
     SPEC(BOOL, norm_after),
     SPEC(BOOL, attention_bias),

@@ -189,9 +189,9 @@ static int64_t even_rows(const rm_param_rows *piece, int64_t row, int64_t n) {
 static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
                               const rm_tensor *tensor, rm_range run) {
   const rm_param *param = &store->params->list[piece->param];
-  const int n = tensor->n_dims;
+  const int n = param->n_dims == 1 ? 1 : tensor->n_dims; // a vector may be sent as a row
   const int64_t row_stride = n == 1 ? 0 : tensor->strides[n - 2],
-                col_stride = tensor->strides[n - 1];
+                col_stride = tensor->strides[tensor->n_dims - 1];
   const int64_t row = source_row(piece, run.first),
                 step = piece->turned && run.first % piece->head_dim < piece->turned ? 2 : 1;
   const int64_t start = n == 1

@@ -80,6 +80,9 @@ KEYS = {  # of [model], besides SIZES
     "cwm": "sliding_window=8, rope_parameters={rope_type='default', rope_theta=100.0}",
     "phi3": "sliding_window=8, rope_parameters={rope_type='default', rope_theta=100.0, "
     "partial_rotary_factor=0.5}",
+    "ernie4_5_moe": "moe_num_experts=8, moe_k=2, moe_intermediate_size=16, "
+    "moe_num_shared_experts=1, moe_norm_min=0.3, moe_layer_start_index=0, moe_layer_end_index=1, "
+    "moe_layer_interval=1",
     "ministral": "sliding_window=8, head_dim=8",
 }
 QUICK = ("llama", "qwen2", "glm4_moe")

@@ -143,6 +143,11 @@ BASES: list[Config] = [
     of_family("ernie4_5", use_bias=False),
     of_family("cwm", sliding_window=9, rope_parameters=LLAMA3),
     of_family("ministral", sliding_window=9),
+    of_family(
+        "ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, moe_norm_min=1e-12,
+        moe_intermediate_size=24, moe_layer_start_index=1, moe_layer_interval=1,
+        moe_layer_end_index=-1
+    ),
     of_family("phi3", sliding_window=9, rope_scaling=LONGROPE | {"type": "su"}),
 ]  # fmt: skip
 KNOWN = sorted(

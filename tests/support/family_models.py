@@ -273,6 +273,18 @@ def ernie4_5(dice: Dice) -> dict[str, Any]:
     return sizes(dice)
 
 
+def ernie4_5_moe(dice: Dice) -> dict[str, Any]:
+    fields, experts = sizes(dice), dice.between(1, 12)
+    layers = fields["num_hidden_layers"]
+    return fields | {
+        "moe_num_experts": experts, "moe_k": dice.between(1, experts),
+        "moe_num_shared_experts": dice.between(0, 2),
+        "moe_intermediate_size": dice.between(1, 50), "moe_norm_min": dice.pick(1e-12, 0.3),
+        "moe_layer_start_index": dice.between(0, layers - 1),
+        "moe_layer_end_index": dice.pick(-1, layers - 1), "moe_layer_interval": dice.between(1, 2),
+    }  # fmt: skip
+
+
 def cwm(dice: Dice) -> dict[str, Any]:
     fields = sizes(dice, heads_divide=True) | {"bos_token_id": 1, "eos_token_id": []}
     return fields | _layer_types(dice, fields["num_hidden_layers"])
@@ -311,7 +323,7 @@ FAMILIES: dict[str, Draw] = {
     "glm": glm, "seed_oss": seed_oss, "minimax_m2": minimax_m2, "dots1": dots1,
     "solar_open": solar_open, "hy_v3": hy_v3, "exaone4": exaone4, "exaone_moe": exaone_moe,
     "flex_olmo": flex_olmo, "ernie4_5": ernie4_5, "cwm": cwm, "ministral": ministral,
-    "phi3": phi3,
+    "ernie4_5_moe": ernie4_5_moe, "phi3": phi3,
 }  # fmt: skip
 
 
@@ -355,6 +367,11 @@ def cuttable(family: str) -> dict[str, Any]:
             "num_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3,
             "num_hidden_layers": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
             "sliding_window": 20, "layer_types": windows,
+        },
+        "ernie4_5_moe": {
+            "moe_num_experts": 8, "moe_k": 3, "num_hidden_layers": 2, "moe_num_shared_experts": 1,
+            "moe_norm_min": 0.3, "moe_layer_start_index": 1, "moe_layer_interval": 1,
+            "moe_layer_end_index": -1,
         },
         "phi3": {"rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
@@ -431,6 +448,8 @@ def _gaps(router: Any, logits: torch.Tensor, bias: Any = None) -> torch.Tensor:
     """[rows]: relative to the scores if these come from a softmax, whose sum is 1. bias: an
     argument of the router's forward method in some families."""
     logits = logits.double()
+    if hasattr(router, "moe_statics"):
+        return _gap(router.moe_statics(logits.softmax(-1)), router.top_k)
     bias = getattr(router, "e_score_correction_bias", bias)
     if bias is None:
         return _gap(torch.log_softmax(logits, -1), router.top_k)

@@ -170,6 +170,7 @@ class ModelSpec:
     ungated: bool = False  # dense MLPs have no gate: down(activation(up(x)))
     norm_before: bool = True  # norms are of a block's input; with norm_after of both
     layer_kinds: tuple[str, ...] = ()  # of each layer, of LAYER_KINDS; (): all "attention"
+    topk_sum_min: float = 0.0  # with norm_topk_prob and softmax: the least sum to divide by
 
     def __post_init__(self) -> None:
         _core.placement(self.engine_values(1), 1, 1, 1)  # ConfigError by the engine's rules
@@ -234,6 +235,7 @@ class ModelSpec:
             "num_groups": self.n_group,
             "top_groups": self.topk_group,
             "route_scale": self.routed_scaling_factor,
+            "min_sum": self.topk_sum_min,
         }
 
     def engine_values(self, max_model_len: int) -> EngineValues:
@@ -306,7 +308,11 @@ def _from_dict(values: Any) -> ModelSpec:
     }
     read |= {key: choice(key, c.values[key], words) for key, words in _CHOICES.items()}
     read |= {f.name: c.boolean(f.name, False) for f in fields(ModelSpec) if f.type == "bool"}
-    read |= {f.name: c.positive(f.name, 1.0) for f in fields(ModelSpec) if f.type == "float"}
+    read |= {
+        f.name: float(_rope.number(f.name, c.values[f.name], 0, strict=f.name != "topk_sum_min"))
+        for f in fields(ModelSpec)
+        if f.type == "float"
+    }
     layers = read["num_hidden_layers"]
     for key in ("is_moe_layer", "rope_layers"):
         read[key] = _tuple_of(
@@ -556,6 +562,7 @@ def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
         "score_func": experts.score_func,
         "n_group": n_group,
         "topk_group": c.integer("topk_group", default=1) if n_group > 1 else 1,
+        "topk_sum_min": c.positive("moe_norm_min", 1e-12) if experts.min_sum else 0.0,
         "routed_scaling_factor": c.positive(experts.scaling, experts.scaling_default),
         "shared_intermediate_size": experts.shared_width(c),
         "shared_switch": experts.shared_switch,

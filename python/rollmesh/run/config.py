@@ -48,17 +48,19 @@ _ModelKeys = dataclasses.make_dataclass(
             "num_key_value_heads max_position_embeddings sliding_window no_rope_layer_interval "
             "moe_intermediate_size num_experts num_local_experts n_routed_experts n_group "
             "num_experts_per_tok decoder_sparse_step topk_group shared_expert_intermediate_size "
-            "rotary_dim sliding_window_pattern",
+            "rotary_dim sliding_window_pattern moe_num_experts moe_k moe_layer_interval",
             at_least=1,
         ),
         *_keys(
             int,
-            "max_window_layers n_shared_experts num_shared_experts first_k_dense_replace",
+            "max_window_layers n_shared_experts num_shared_experts first_k_dense_replace "
+            "moe_num_shared_experts moe_layer_start_index moe_layer_end_index",
             at_least=0,
         ),
         *_keys(
             float,
-            "initializer_range rms_norm_eps routed_scaling_factor router_scaling_factor",
+            "initializer_range rms_norm_eps routed_scaling_factor router_scaling_factor "
+            "moe_norm_min",
             above=0,
         ),
         *_keys(
