@@ -27,7 +27,6 @@ static const rm_attribute model_fields[] = {
     SPEC_AS(I64, n_group, n_groups),
     SPEC_AS(I64, topk_group, top_groups),
     SPEC_AS(F32, routed_scaling_factor, route_scale),
-    SPEC_AS(F32, topk_sum_min, min_sum),
     SPEC(BOOL, norm_before),
     SPEC(BOOL, norm_after),
     SPEC(BOOL, attention_bias),
@@ -40,7 +39,7 @@ static const rm_attribute model_fields[] = {
 // Attributes of EngineValues.
 static const rm_attribute fields[] = {
     SPEC(BOOL, sigmoid_scores),  SPEC(I32, qk_norm),    SPEC(I32, wq_rows),
-    SPEC(BOOL, rope_neighbours), SPEC(I32, activation), SPEC(F32, rope_scale),
+    SPEC(BOOL, rope_neighbours), SPEC(I32, activation), SPEC(F32, rope_scale), SPEC(F32, min_sum),
 };
 enum { LAYER_COLUMNS = 4 }; // is_moe, rotates, window, kind
 

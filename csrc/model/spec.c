@@ -101,9 +101,6 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
                    "num_experts=%lld in each, with num_experts_per_tok=%lld in topk_group of them",
                    (long long)s->n_groups, (long long)s->top_groups, (long long)s->n_experts,
                    (long long)s->top_k);
-  if (!(s->min_sum >= 0))
-    return rm_fail(err, RM_E_CONFIG, "topk_sum_min: expected a number >= 0, got %g",
-                   (double)s->min_sum);
   return check_positive("routed_scaling_factor", s->route_scale, err);
 }
 

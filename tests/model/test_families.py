@@ -256,6 +256,39 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     assert model.config.num_hidden_layers == gen.spec.num_hidden_layers
 
 
+def test_mimo_is_a_qwen2_with_layers_to_skip(tmp_path: Path, seed: int) -> None:
+    """The released folders name their own code, which computes a Qwen2, and contain layers for
+    multi-token prediction."""
+    from rollmesh.run.models import load_model
+    from safetensors.torch import save_file
+
+    torch, model = oracle.torch, family_models.draw("qwen2", 200, seed, tie_word_embeddings=False)
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {
+        "model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1,
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    more = {"model.mtp_layers.0.input_proj.weight": torch.ones(3, 6)}
+    save_file(model.state | more, tmp_path / "model.safetensors")
+    ignore = ("auto_map", "model.mtp_layers.*")
+    with pytest.raises(rm.ConfigError, match=r"auto_map=.*; ignore=\('auto_map',\) reads"):
+        rm.ModelSpec.from_hf(tmp_path)
+    with pytest.raises(rm.ConfigError, match="attention_bias: expected True, got False"):
+        rm.ModelSpec.from_hf(config | {"attention_bias": False}, ignore=ignore)
+    folder = rm.sources.SafetensorsFolder(tmp_path, ignore=ignore[1:])
+    with (
+        generator(model) as gen,
+        rm.Generator.from_hf(
+            tmp_path, ignore=ignore[:1], dtype="float32", tokenizer=None, **LIMITS
+        ) as other,
+    ):
+        assert other.spec == gen.spec
+        assert other.sync_weights(folder).digest == gen.sync_weights(model.state).digest
+    net = load_model(tmp_path, "float32", ignore)
+    assert type(net).__name__ == "Qwen2ForCausalLM"
+    assert all(torch.equal(x, model.state[name]) for name, x in net.state_dict().items())
+
+
 # ------------------------------------------------------------------------------------------- bits
 def cut(family: str, seed: int) -> Any:
     """Draws a model that a mesh can cut, though not into equal parts."""

@@ -18,6 +18,7 @@ from rollmesh.model.rope import ROPE_TABLES, table_of
 from rollmesh.runtime.arguments import choice
 from rollmesh.runtime.messages import shown
 
+Ropes = tuple[tuple[str, Mapping[str, Any]], ...]
 PerLayer = Callable[[Reader, int], tuple[int, ...]]  # of a config and its number of layers
 LayerKinds = Callable[[Reader, int], tuple[str, ...]]
 Switch = str | bool | Callable[[Reader], bool]
@@ -260,13 +261,13 @@ def _rope_is_given(c: Reader, head_dim: int) -> None:
         raise ConfigError("rope_parameters: expected a table, got none")
 
 
-def _phi3_rope(c: Reader) -> dict[str, Any]:
+def _phi3_rope(config: Mapping[str, Any]) -> Ropes:
     """Phi-3: "su" and "yarn" are older names of "longrope", the only type besides "default"."""
-    name, table = table_of(c.values)
+    name, table = table_of(config)
     given = table.get("rope_type", table.get("type", "default"))
     kind = choice("rope_type", given, ["default", "longrope", "su", "yarn"])
     table = {**table, "rope_type": "default" if kind == "default" else "longrope"}
-    return {"original_max_position_embeddings": 4096, **c.values, name: table}
+    return (("", {"original_max_position_embeddings": 4096, **config, name: table}),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +298,9 @@ class Family:
     o_bias: Switch = "attention_bias"
     layer_kinds: LayerKinds = attention_layers  # of LAYER_KINDS
     windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
-    rope: Callable[[Reader], Mapping[str, Any]] = lambda c: c.values  # where its settings are read
+    # The config of the rope table, with its path in that of the config; then that of layers with a
+    # window, if it is another one.
+    ropes: Callable[[Mapping[str, Any]], Ropes] = lambda config: (("", config),)
     rope_layers: PerLayer = every  # 1 where rope turns q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
@@ -380,11 +383,13 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
         _QWEN,
+        "num_nextn_predict_layers",
         eos_token_id=None,
         num_key_value_heads=32,
         attention_bias=True,
         o_bias=False,
         windows=windows_from_a_layer_on,
+        fixed=(("attention_bias", True),),
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -745,7 +750,7 @@ FAMILIES: dict[str, Family] = {
         attention_bias=False,
         o_bias=False,
         windows=one_window(None),
-        rope=_phi3_rope,
+        ropes=_phi3_rope,
     ),
     "ministral": Family(
         "MinistralForCausalLM",
@@ -757,3 +762,5 @@ FAMILIES: dict[str, Family] = {
         windows=windows_where(lambda c, i: True),
     ),
 }
+# A model_type without a class in transformers → the family that its checkpoints' code computes.
+SAME_AS = {"mimo": "qwen2"}

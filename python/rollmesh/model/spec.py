@@ -27,7 +27,15 @@ from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
 from rollmesh.model.adapters import refuse_adapter
-from rollmesh.model.families import FAMILIES, LAYER_KINDS, QK_NORMS, WQ_ROWS, Experts, Family
+from rollmesh.model.families import (
+    FAMILIES,
+    LAYER_KINDS,
+    QK_NORMS,
+    SAME_AS,
+    WQ_ROWS,
+    Experts,
+    Family,
+)
 from rollmesh.model.reader import MAX_LAYERS, MAX_POSITION, Reader, key_name, without
 from rollmesh.runtime.arguments import ACTIVATIONS, choice, fields_of
 from rollmesh.runtime.messages import listed, plain, shown
@@ -77,12 +85,12 @@ _IRRELEVANT = _keys(
 )
 
 _UNSUPPORTED = {
-    "quantization_config": "quantized weights",
-    "auto_map": "code that comes with the checkpoint",
-    "pruned_heads": "pruned heads",
-    "is_encoder_decoder": "encoder-decoder models",
-    "add_cross_attention": "cross attention",
-    "mlp_bias": "biases of the MLP",
+    "quantization_config": "quantized weights are",
+    "auto_map": "code that comes with the checkpoint is",
+    "pruned_heads": "pruned heads are",
+    "is_encoder_decoder": "encoder-decoder models are",
+    "add_cross_attention": "cross attention is",
+    "mlp_bias": "biases of the MLP are",
 }
 # transformers' names of the activations.
 _HIDDEN_ACT = {
@@ -121,6 +129,7 @@ class EngineValues:
     # [num_hidden_layers][is MoE, rope turns q and k, window (0: none), kind]
     layers: NDArray[np.int64]
     names: tuple[tuple[str, str], ...]  # (kind of parameter, the family's own name for it)
+    min_sum: float  # 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +179,7 @@ class ModelSpec:
     ungated: bool = False  # dense MLPs have no gate: down(activation(up(x)))
     norm_before: bool = True  # norms are of a block's input; with norm_after of both
     layer_kinds: tuple[str, ...] = ()  # of each layer, of LAYER_KINDS; (): all "attention"
-    topk_sum_min: float = 0.0  # with norm_topk_prob and softmax: the least sum to divide by
+    topk_sum_min: float | None = None  # with norm_topk_prob and softmax: the least divisor
 
     def __post_init__(self) -> None:
         _core.placement(self.engine_values(1), 1, 1, 1)  # ConfigError by the engine's rules
@@ -201,7 +210,8 @@ class ModelSpec:
             known = _ids_of(values.get("eos_token_id"))
             values["eos_token_id"] = known + [token for token in given if token not in known]
         _refuse_odd(values)
-        model_type = choice("model_type", values.get("model_type"), [*FAMILIES])
+        given = choice("model_type", values.get("model_type"), [*FAMILIES, *SAME_AS])
+        model_type = SAME_AS.get(given, given)
         family = FAMILIES[model_type]
         _refuse_unknown(values, _keys_of(family))
         return _read(Reader(values), model_type, family)
@@ -235,7 +245,7 @@ class ModelSpec:
             "num_groups": self.n_group,
             "top_groups": self.topk_group,
             "route_scale": self.routed_scaling_factor,
-            "min_sum": self.topk_sum_min,
+            "min_sum": self.topk_sum_min or 0.0,
         }
 
     def engine_values(self, max_model_len: int) -> EngineValues:
@@ -254,6 +264,7 @@ class ModelSpec:
             inv_freq=inv_freq,
             layers=np.array(list(layers), np.int64),
             names=family.names,
+            min_sum=self.scoring["min_sum"],
         )
 
     def parameters(self) -> Iterator[Parameter]:
@@ -308,10 +319,11 @@ def _from_dict(values: Any) -> ModelSpec:
     }
     read |= {key: choice(key, c.values[key], words) for key, words in _CHOICES.items()}
     read |= {f.name: c.boolean(f.name, False) for f in fields(ModelSpec) if f.type == "bool"}
+    read |= {f.name: c.positive(f.name, 1.0) for f in fields(ModelSpec) if f.type == "float"}
     read |= {
-        f.name: float(_rope.number(f.name, c.values[f.name], 0, strict=f.name != "topk_sum_min"))
+        f.name: c.positive(f.name, 1.0) if c.given(f.name) else None
         for f in fields(ModelSpec)
-        if f.type == "float"
+        if f.type == "float | None"
     }
     layers = read["num_hidden_layers"]
     for key in ("is_moe_layer", "rope_layers"):
@@ -464,7 +476,12 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
     for key, what in _UNSUPPORTED.items():
         value = values.get(key)
         if not isinstance(value, _PLAIN) or value:
-            raise ConfigError(f"{key}={shown(value)}: {what} are not supported")
+            hint = (
+                "; ignore=('auto_map',) reads the config as transformers' class of its model_type does"
+            )
+            raise ConfigError(
+                f"{key}={shown(value)}: {what} not supported{hint if key == 'auto_map' else ''}"
+            )
     unknown = [
         (key, value)
         for key, value in values.items()
@@ -523,7 +540,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         rms_norm_eps=c.positive("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_positions,
         rope_settings=_rope.from_config(
-            family.rope(c), head_dim, max_positions, family.rope_theta, partial
+            family.ropes(c.values)[0][1], head_dim, max_positions, family.rope_theta, partial
         ),
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
@@ -562,7 +579,7 @@ def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
         "score_func": experts.score_func,
         "n_group": n_group,
         "topk_group": c.integer("topk_group", default=1) if n_group > 1 else 1,
-        "topk_sum_min": c.positive("moe_norm_min", 1e-12) if experts.min_sum else 0.0,
+        "topk_sum_min": c.positive("moe_norm_min", 1e-12) if experts.min_sum else None,
         "routed_scaling_factor": c.positive(experts.scaling, experts.scaling_default),
         "shared_intermediate_size": experts.shared_width(c),
         "shared_switch": experts.shared_switch,
