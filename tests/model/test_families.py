@@ -19,6 +19,7 @@ import marks
 import numpy as np
 import pytest
 from marks import full, some
+from paths import ROOT
 
 import rollmesh as rm
 from rollmesh.model.families import FAMILIES, Family
@@ -44,6 +45,20 @@ def generator(model: Any, state: Any = None, **options: Any) -> rm.Generator:
 def test_every_family_is_drawn() -> None:
     # test_parity.py has the configs of Qwen3-MoE.
     assert set(TRIED) | {"qwen3_moe"} == set(FAMILIES)
+
+
+def test_the_page_lists_every_text_model_of_transformers() -> None:
+    """docs/models.md has one table of the families, and one of the other model_types, each once."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as THEIRS
+
+    blocks = (ROOT / "docs/models.md").read_text(encoding="utf-8").split("\n\n")
+    ours, others = (
+        re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| ([^|]+) \|", block, re.MULTILINE)))
+        for block in blocks
+        if block.startswith("| model_type |")
+    )
+    assert set(ours) == set(FAMILIES)
+    assert sorted(others) == sorted(set(THEIRS) - set(FAMILIES))
 
 
 def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int, int]:
