@@ -39,7 +39,8 @@ static const rm_attribute model_fields[] = {
 // Attributes of EngineValues.
 static const rm_attribute fields[] = {
     SPEC(BOOL, sigmoid_scores),  SPEC(I32, qk_norm),    SPEC(I32, wq_rows),
-    SPEC(BOOL, rope_neighbours), SPEC(I32, activation), SPEC(F32, rope_scale), SPEC(F32, min_sum),
+    SPEC(BOOL, rope_neighbours), SPEC(I32, activation), SPEC(F32, rope_scale),
+    SPEC(F32, min_sum),
 };
 enum { LAYER_COLUMNS = 4 }; // is_moe, rotates, window, kind
 

@@ -279,7 +279,7 @@ def ernie4_5_moe(dice: Dice) -> dict[str, Any]:
     return fields | {
         "moe_num_experts": experts, "moe_k": dice.between(1, experts),
         "moe_num_shared_experts": dice.between(0, 2),
-        "moe_intermediate_size": dice.between(1, 50), "moe_norm_min": dice.pick(1e-12, 0.3),
+        "moe_intermediate_size": dice.between(1, 50), "moe_norm_min": dice.pick(1e-12, 0.9),
         "moe_layer_start_index": dice.between(0, layers - 1),
         "moe_layer_end_index": dice.pick(-1, layers - 1), "moe_layer_interval": dice.between(1, 2),
     }  # fmt: skip

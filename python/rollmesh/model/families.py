@@ -119,9 +119,7 @@ def one_window(default: int | None) -> PerLayer:
 
 def windows_where(has_window: Callable[[Reader, int], bool], default: int = 4096) -> PerLayer:
     """A window by layer_types, else in the layers for which has_window holds."""
-    return lambda c, layers: _windows(
-        c, layers, lambda i: has_window(c, i), _window(c, default)
-    )
+    return lambda c, layers: _windows(c, layers, lambda i: has_window(c, i), _window(c, default))
 
 
 def _pattern(c: Reader, i: int) -> bool:
@@ -336,6 +334,8 @@ _QWEN_MOE = (
     "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts "
     "num_local_experts norm_topk_prob mlp_only_layers"
 )
+
+
 def _shared(module: str) -> tuple[tuple[str, str], ...]:
     """The names of the shared expert's weights."""
     return tuple(

@@ -476,9 +476,7 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
     for key, what in _UNSUPPORTED.items():
         value = values.get(key)
         if not isinstance(value, _PLAIN) or value:
-            hint = (
-                "; ignore=('auto_map',) reads the config as transformers' class of its model_type does"
-            )
+            hint = "; ignore=('auto_map',) reads the config as transformers' class of its model_type does"
             raise ConfigError(
                 f"{key}={shown(value)}: {what} not supported{hint if key == 'auto_map' else ''}"
             )

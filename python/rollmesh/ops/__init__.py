@@ -384,8 +384,8 @@ def router(
     (at most 64) divides the experts into groups of at least two consecutive experts. Only experts
     of `top_groups` groups are then chosen: those with the largest sums of their two largest
     score + bias (DeepSeek-V3, arXiv 2412.19437). Raises ConfigError for another score, or for a
-    route_scale or min_sum that is not a finite float32 >= 0, and ShapeError for groups that do not divide
-    num_experts or have fewer than top_k experts.
+    route_scale or min_sum that is not a finite float32 >= 0, and ShapeError for groups that do not
+    divide num_experts or have fewer than top_k experts.
     """
     return Routing(
         *run("router", **{**locals(), "score": SCORES.index(choice("score", score, SCORES))})

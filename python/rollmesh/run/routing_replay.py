@@ -97,7 +97,9 @@ def _recorded(
     scores_RE = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
     gates_RK = scores_RE.gather(1, ids_RK)
     if getattr(router, "norm_topk_prob", True):  # Mixtral's router has no such attribute
-        gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp(min=getattr(router, "norm_min", 0))
+        gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp(
+            min=getattr(router, "norm_min", 0)
+        )
     for name in ("routed_scaling_factor", "router_scaling_factor"):
         gates_RK = gates_RK * getattr(router, name, 1.0)
     return logits_RE, gates_RK.to(gates.dtype), ids_RK
