@@ -274,8 +274,9 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
 def test_mimo_is_a_qwen2_with_layers_to_skip(tmp_path: Path, seed: int) -> None:
     """The released folders name their own code, which computes a Qwen2, and contain layers for
     multi-token prediction."""
-    from rollmesh.run.models import load_model
     from safetensors.torch import save_file
+
+    from rollmesh.run.models import load_model
 
     torch, model = oracle.torch, family_models.draw("qwen2", 200, seed, tie_word_embeddings=False)
     config = json.loads(model.config.to_json_string(use_diff=False)) | {

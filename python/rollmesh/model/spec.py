@@ -210,8 +210,8 @@ class ModelSpec:
             known = _ids_of(values.get("eos_token_id"))
             values["eos_token_id"] = known + [token for token in given if token not in known]
         _refuse_odd(values)
-        given = choice("model_type", values.get("model_type"), [*FAMILIES, *SAME_AS])
-        model_type = SAME_AS.get(given, given)
+        model_type = choice("model_type", values.get("model_type"), [*FAMILIES, *SAME_AS])
+        model_type = SAME_AS.get(model_type, model_type)
         family = FAMILIES[model_type]
         _refuse_unknown(values, _keys_of(family))
         return _read(Reader(values), model_type, family)
@@ -476,7 +476,7 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
     for key, what in _UNSUPPORTED.items():
         value = values.get(key)
         if not isinstance(value, _PLAIN) or value:
-            hint = "; ignore=('auto_map',) reads the config as transformers' class of its model_type does"
+            hint = "; ignore=('auto_map',) reads the config as transformers' own class does"
             raise ConfigError(
                 f"{key}={shown(value)}: {what} not supported{hint if key == 'auto_map' else ''}"
             )

@@ -244,7 +244,7 @@ class Patch:
         turned = 2 * cos.shape[1]
         if hasattr(attention, "qkv_proj"):  # some families have all three in one module
             qkv = [attention.qkv_proj]
-            weights = list(weight_of(qkv[0]).split(self.heads[index].widths))
+            weights = list(torch.split(weight_of(qkv[0]), self.heads[index].widths))
         else:
             qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
             weights = self.in_halves(list(map(weight_of, qkv)), turned)
