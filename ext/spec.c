@@ -44,7 +44,7 @@ static const rm_attribute model_fields[] = {
 static const rm_attribute fields[] = {
     SPEC(BOOL, sigmoid_scores),      SPEC(I32, qk_norm),    SPEC(I32, wq_rows),
     SPEC(BOOL, rope_neighbours),     SPEC(I32, activation), SPEC(F32, rope_scale),
-    SPEC(BOOL, experts_interleaved),
+    SPEC(BOOL, experts_interleaved), SPEC(F32, min_sum),
 };
 enum { LAYER_COLUMNS = 4 }; // is_moe, rotates, window, kind
 

@@ -277,6 +277,7 @@ typedef struct rm_router_args {
   int64_t rows, hidden, n_experts, top_k;
   int64_t n_groups, top_groups; // n_groups 0 or 1: any expert may be chosen
   float route_scale; // 1: gates are not scaled
+  float min_sum; // with renormalize and softmax: the least divisor; 0: any sum
   int renormalize;
   rm_score score;
   rm_dtype dtype;

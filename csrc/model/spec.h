@@ -67,6 +67,7 @@ typedef struct rm_spec {
   int sigmoid_scores; // the router uses sigmoid; else softmax
   int64_t n_groups, top_groups; // expert groups, and groups that a row may choose from; 1, 1: all
   float route_scale; // factor of all gates
+  float min_sum; // with norm_topk_prob and softmax: the least sum to divide by; 0: any
   rm_wq_rows wq_rows;
   // Rows of q and k under all other names: rope rotates neighbouring elements; else halves of a
   // head.

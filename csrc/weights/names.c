@@ -71,6 +71,7 @@ static const spelling spellings[] = {
     {"mlp.gate.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"mlp.router.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"mlp.e_score_correction_bias", ONE, RM_P_ROUTER_BIAS},
+    {"mlp.gate.moe_statics.e_score_correction_bias", ONE, RM_P_ROUTER_BIAS},
     {"mlp.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"moe.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"moe.expert_bias_E", ONE, RM_P_ROUTER_BIAS},

@@ -41,6 +41,7 @@ static const rm_op_argument router[] = {
      .low = 1,
      .adjust = at_most_groups},
     REAL(route_scale, 0),
+    REAL(min_sum, 0),
     IN(x, T, rows, hidden),
     STEP(router_sizes),
     PACKED(w, elems),

@@ -204,7 +204,7 @@ RM_INLINE float rm_router_key(const rm_router_args *a, const float *scores, int6
 // scores.
 RM_INLINE float rm_gate(const rm_router_args *a, float score, float sum) {
   if (a->renormalize && a->score == RM_SCORE_SIGMOID) score = score / (sum + 1e-20f);
-  else if (a->renormalize && sum != 0.0f) score = score / sum;
+  else if (a->renormalize && sum != 0.0f) score = score / (sum < a->min_sum ? a->min_sum : sum);
   return rm_canon(score * a->route_scale);
 }
 

@@ -51,6 +51,9 @@ SIZES = (
     "num_key_value_heads=2"
 )
 EXPERTS = "num_experts_per_tok=2, num_experts=8"
+DEEPSEEK = (
+    "num_experts_per_tok=2, n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=16"
+)
 KEYS = {  # of [model], besides SIZES
     "mistral": "sliding_window=8",
     "qwen2": 'use_sliding_window=true, sliding_window=8, layer_types=["full_attention", '
@@ -61,12 +64,28 @@ KEYS = {  # of [model], besides SIZES
     "qwen2_moe": f"{EXPERTS}, moe_intermediate_size=16, shared_expert_intermediate_size=24, "
     "qkv_bias=true",
     "olmoe": EXPERTS,
-    "glm4_moe": "num_experts_per_tok=2, n_routed_experts=8, n_group=2, topk_group=1, "
-    "moe_intermediate_size=16, routed_scaling_factor=1.5, "
+    "glm4_moe": f"{DEEPSEEK}, routed_scaling_factor=1.5, "
     "head_dim=16, use_qk_norm=true, n_shared_experts=2, rope_parameters={rope_type='default', "
     "rope_theta=100.0, partial_rotary_factor=0.5}",
     "gpt_oss": "num_experts_per_tok=2, num_local_experts=8, head_dim=16, sliding_window=8, "
     "swiglu_limit=0.5",
+    "seed_oss": "attention_out_bias=true",
+    "minimax_m2": "head_dim=16, rotary_dim=8, num_local_experts=8, num_experts_per_tok=2",
+    "dots1": f"{DEEPSEEK}, n_shared_experts=1, first_k_dense_replace=1",
+    "solar_open": f"{DEEPSEEK}, head_dim=16",
+    "hy_v3": f"{EXPERTS}, moe_intermediate_size=16, head_dim=16, router_scaling_factor=2.0, "
+    "mlp_layer_types=['dense', 'sparse'], num_shared_experts=2",
+    "exaone4": "sliding_window=8, sliding_window_pattern=2",
+    "exaone_moe": f"{EXPERTS}, moe_intermediate_size=16, sliding_window=8, "
+    "sliding_window_pattern=2, num_shared_experts=1",
+    "flex_olmo": EXPERTS,
+    "cwm": "sliding_window=8, rope_parameters={rope_type='default', rope_theta=100.0}",
+    "phi3": "sliding_window=8, rope_parameters={rope_type='default', rope_theta=100.0, "
+    "partial_rotary_factor=0.5}",
+    "ernie4_5_moe": "moe_num_experts=8, moe_k=2, moe_intermediate_size=16, "
+    "moe_num_shared_experts=1, moe_norm_min=0.3, moe_layer_start_index=0, moe_layer_end_index=1, "
+    "moe_layer_interval=1",
+    "ministral": "sliding_window=8, head_dim=8",
 }
 QUICK = ("llama", "qwen2", "glm4_moe")
 

@@ -86,9 +86,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "router": {
         "num_experts": 4, "top_k": 2, "renormalize": True, "score": 1, "num_groups": 2,
-        "top_groups": 1, "route_scale": 1.0, "x": words(2, 32), "w": words(512), "bias": f32(4),
-        "logit_bias": words(4),
-        "ids": i32(2, 2), "gates": f32(2, 2),
+        "top_groups": 1, "route_scale": 1.0, "min_sum": 0.0, "x": words(2, 32), "w": words(512),
+        "bias": f32(4), "logit_bias": words(4), "ids": i32(2, 2), "gates": f32(2, 2),
     },
     "permute": {
         "num_experts": 4, "x": words(2, 32), "ids": i32(2, 2), "x_out": words(4, 32),

@@ -21,6 +21,7 @@ import marks
 import numpy as np
 import pytest
 from marks import full, some
+from paths import ROOT
 
 import rollmesh as rm
 from rollmesh.model.families import FAMILIES, Family
@@ -46,6 +47,20 @@ def generator(model: Any, state: Any = None, **options: Any) -> rm.Generator:
 def test_every_family_is_drawn() -> None:
     # test_parity.py has the configs of Qwen3-MoE.
     assert set(TRIED) | {"qwen3_moe"} == set(FAMILIES)
+
+
+def test_the_page_lists_every_text_model_of_transformers() -> None:
+    """docs/models.md has one table of the families, and one of the other model_types, each once."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as THEIRS
+
+    blocks = (ROOT / "docs/models.md").read_text(encoding="utf-8").split("\n\n")
+    ours, others = (
+        re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| ([^|]+) \|", block, re.MULTILINE)))
+        for block in blocks
+        if block.startswith("| model_type |")
+    )
+    assert set(ours) == set(FAMILIES)
+    assert sorted(others) == sorted(set(THEIRS) - set(FAMILIES))
 
 
 def compare(gen: rm.Generator, model: Any, number: int, seed: int) -> tuple[int, int]:
@@ -276,10 +291,49 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
             one = f"{name.rpartition('.')[0]}.{e}.{part}"
             held |= {f"{one}.weight": (rows // len(parts), cols)}
             held |= {f"{one}.bias": (rows // len(parts),)}
+    for name in [name for name in held if name.endswith("self_attn.qkv_proj.weight")]:  # Phi-3's
+        held.pop(name)
+        held |= {(key := name.replace("qkv", part)): listed[key] for part in "qkv"}
     assert {
-        name: shape for name, shape in held.items() if not name.endswith("correction_bias")
+        name: shape
+        for name, shape in held.items()
+        if not name.endswith(("correction_bias", "expert_bias"))
     } == listed
     assert model.config.num_hidden_layers == gen.spec.num_hidden_layers
+
+
+def test_mimo_is_a_qwen2_with_layers_to_skip(tmp_path: Path, seed: int) -> None:
+    """The released folders name their own code, which computes a Qwen2, and contain layers for
+    multi-token prediction."""
+    from safetensors.torch import save_file
+
+    from rollmesh.run.models import load_model
+
+    torch, model = oracle.torch, family_models.draw("qwen2", 200, seed, tie_word_embeddings=False)
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {
+        "model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1,
+        "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    more = {"model.mtp_layers.0.input_proj.weight": torch.ones(3, 6)}
+    save_file(model.state | more, tmp_path / "model.safetensors")
+    ignore = ("auto_map", "model.mtp_layers.*")
+    with pytest.raises(rm.ConfigError, match=r"auto_map=.*; ignore=\('auto_map',\) reads"):
+        rm.ModelSpec.from_hf(tmp_path)
+    with pytest.raises(rm.ConfigError, match="attention_bias: expected True, got False"):
+        rm.ModelSpec.from_hf(config | {"attention_bias": False}, ignore=ignore)
+    folder = rm.sources.SafetensorsFolder(tmp_path, ignore=ignore[1:])
+    with (
+        generator(model) as gen,
+        rm.Generator.from_hf(
+            tmp_path, ignore=ignore[:1], dtype="float32", tokenizer=None, **LIMITS
+        ) as other,
+    ):
+        assert other.spec == gen.spec
+        assert other.sync_weights(folder).digest == gen.sync_weights(model.state).digest
+    net = load_model(tmp_path, "float32", ignore)
+    assert type(net).__name__ == "Qwen2ForCausalLM"
+    assert all(torch.equal(x, model.state[name]) for name, x in net.state_dict().items())
 
 
 # ------------------------------------------------------------------------------------------- bits
@@ -491,7 +545,8 @@ def test_gradients_are_transformers(family: str, seed: int) -> None:
             .gather(-1, ids[:, 1:, None])[..., 0]
         )
 
-    got = gradients(rm.torch.patch(model.net()), lambda net: rm.torch.logprobs(net, ids).logprobs)
+    patched = rm.torch.patch(model.net(), max_model_len=LIMITS["max_model_len"])
+    got = gradients(patched, lambda net: rm.torch.logprobs(net, ids).logprobs)
     want = gradients(model.net(), plain)
     assert got.keys() == want.keys()
     least = 1e-4 * max(float(x.norm()) for x in want.values())  # a bias of k without rope has none

@@ -564,10 +564,13 @@ def test_without_an_end_token_a_config_has_its_familys(family: str, tmp_path: Pa
     tokens of generation_config.json, are explicit values."""
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     default = mapping[family]().eos_token_id
-    own = {"head_dim": 128} if family == "glm4_moe" else {}  # its default is unusual
+    own = {  # a default that is unusual, and keys without one
+        "glm4_moe": {"head_dim": 128},
+        "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    }.get(family, {})
     config = {
         k: v
-        for k, v in mapping[family](vocab_size=200_000, **own).to_dict().items()
+        for k, v in mapping[family](vocab_size=201_000, **own).to_dict().items()
         if k != "eos_token_id"
     }
     listed = default if isinstance(default, list) else [] if default is None else [default]

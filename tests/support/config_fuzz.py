@@ -82,6 +82,11 @@ def of_family(model_type: str, **changes: Any) -> Config:
     return {**common, "model_type": model_type, **changes}
 
 
+DEEPSEEK: Config = {
+    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3,
+    "n_shared_experts": 1, "moe_intermediate_size": 24, "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1, "norm_topk_prob": True,
+}  # fmt: skip
 BASES: list[Config] = [
     helpers.tiny_config(),
     helpers.tiny_config(True),
@@ -117,12 +122,33 @@ BASES: list[Config] = [
     of_family("arcee", attention_bias=True),
     of_family("glm4", attention_bias=True, partial_rotary_factor=0.5),
     of_family(
-        "glm4_moe", attention_bias=True, use_qk_norm=True, n_routed_experts=8, n_group=2,
-        topk_group=1, num_experts_per_tok=3,
-        n_shared_experts=1, moe_intermediate_size=24, routed_scaling_factor=2.5,
-        first_k_dense_replace=1, norm_topk_prob=True,
-        partial_rotary_factor=0.5,
+        "glm4_moe", attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, **DEEPSEEK
     ),
+    of_family("glm", attention_bias=True, partial_rotary_factor=0.5),
+    of_family("seed_oss", attention_bias=True, attention_out_bias=True, residual_dropout=0.1),
+    of_family("minimax_m2", rotary_dim=8, num_local_experts=4, num_experts_per_tok=2,
+    use_qk_norm=True, attn_type_list=[1, 1]),
+    of_family("dots1", sliding_window=9, max_window_layers=1, **DEEPSEEK),
+    of_family("solar_open", attention_bias=True, **DEEPSEEK | {"first_k_dense_replace": 0}),
+    of_family(
+        "hy_v3", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        num_shared_experts=1, router_scaling_factor=2.5, mlp_layer_types=["dense", "sparse"]
+    ),
+    of_family("exaone4", sliding_window=9, sliding_window_pattern=2),
+    of_family(
+        "exaone_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        num_shared_experts=1, sliding_window=9, layer_types=["sliding_attention", "full_attention"]
+    ),
+    of_family("flex_olmo", num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
+    of_family("ernie4_5", use_bias=False),
+    of_family("cwm", sliding_window=9, rope_parameters=LLAMA3),
+    of_family("ministral", sliding_window=9),
+    of_family(
+        "ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, moe_norm_min=1e-12,
+        moe_intermediate_size=24, moe_layer_start_index=1, moe_layer_interval=1,
+        moe_layer_end_index=-1
+    ),
+    of_family("phi3", sliding_window=9, rope_scaling=LONGROPE | {"type": "su"}),
 ]  # fmt: skip
 KNOWN = sorted(
     {key for base in BASES for key in base}

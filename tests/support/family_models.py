@@ -201,12 +201,147 @@ def gpt_oss(dice: Dice) -> dict[str, Any]:
     }  # fmt: skip
 
 
-NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe"}  # draw none
+def glm(dice: Dice) -> dict[str, Any]:
+    return glm4(dice)
+
+
+def seed_oss(dice: Dice) -> dict[str, Any]:
+    return sizes(dice) | {
+        "attention_bias": dice.chance(0.6), "attention_out_bias": dice.chance(0.4),
+        "attention_dropout": 0.0, "residual_dropout": 0.0,
+    }  # fmt: skip
+
+
+def minimax_m2(dice: Dice) -> dict[str, Any]:
+    experts, dim = dice.between(1, 12), 8 * dice.between(1, 4)
+    return sizes(dice, head_dim=False) | {
+        "head_dim": dim, "rotary_dim": dice.pick(dim // 2, dim // 4, dim),
+        "num_local_experts": experts, "num_experts_per_tok": dice.between(1, experts),
+    }  # fmt: skip
+
+
+def _deepseek(dice: Dice, layers: int) -> dict[str, Any]:
+    """The experts of DeepSeek-V3's block."""
+    groups, each = dice.between(1, 4), dice.between(2, 5)
+    top_groups = dice.between(1, groups)
+    return {
+        "n_routed_experts": groups * each, "n_group": groups, "topk_group": top_groups,
+        "num_experts_per_tok": dice.between(1, top_groups * each),
+        "n_shared_experts": dice.between(1, 2),
+        "moe_intermediate_size": dice.between(1, 50), "norm_topk_prob": dice.chance(0.7),
+        "routed_scaling_factor": dice.pick(1.0, 2.5),
+        "first_k_dense_replace": dice.between(0, layers),
+    }  # fmt: skip
+
+
+def _layer_types(dice: Dice, layers: int) -> dict[str, Any]:
+    types = [dice.pick("sliding_attention", "full_attention") for _ in range(layers)]
+    return {"sliding_window": dice.between(1, 60)} | (
+        {"layer_types": types} if dice.chance(0.5) else {}
+    )
+
+
+def dots1(dice: Dice) -> dict[str, Any]:
+    fields = sizes(dice, heads_divide=True)
+    layers = fields["num_hidden_layers"]
+    fields |= {
+        "attention_bias": dice.chance(0.4),
+        "max_window_layers": dice.between(0, layers),
+    }
+    return fields | _layer_types(dice, layers) | _deepseek(dice, layers)
+
+
+def solar_open(dice: Dice) -> dict[str, Any]:
+    fields = sizes(dice) | {"attention_bias": dice.chance(0.4)} | _deepseek(dice, 0)
+    return fields | {"first_k_dense_replace": None}
+
+
+def hy_v3(dice: Dice) -> dict[str, Any]:
+    fields, experts = sizes(dice), dice.between(1, 12)
+    types = [dice.pick("sparse", "dense") for _ in range(fields["num_hidden_layers"])]
+    return fields | {
+        "attention_bias": dice.chance(0.4), "num_experts": experts,
+        "num_experts_per_tok": dice.between(1, experts),
+        "num_shared_experts": dice.between(1, 2), "moe_intermediate_size": dice.between(1, 50),
+        "router_scaling_factor": dice.pick(1.0, 2.5), "enable_moe_fp32_combine": dice.chance(0.5),
+        "mlp_layer_types": dice.pick(None, types),
+    }  # fmt: skip
+
+
+def exaone4(dice: Dice) -> dict[str, Any]:
+    fields = sizes(dice)
+    fields["sliding_window_pattern"] = dice.between(1, 3)
+    return fields | _layer_types(dice, fields["num_hidden_layers"])
+
+
+def exaone_moe(dice: Dice) -> dict[str, Any]:
+    fields = exaone4(dice)
+    block = _deepseek(dice, fields["num_hidden_layers"])
+    block["num_experts"] = block.pop("n_routed_experts")
+    block["num_shared_experts"] = block.pop("n_shared_experts")
+    return fields | block
+
+
+def flex_olmo(dice: Dice) -> dict[str, Any]:
+    return olmoe(dice)
+
+
+def ernie4_5(dice: Dice) -> dict[str, Any]:
+    return sizes(dice)
+
+
+def ernie4_5_moe(dice: Dice) -> dict[str, Any]:
+    fields, experts = sizes(dice), dice.between(1, 12)
+    layers = fields["num_hidden_layers"]
+    return fields | {
+        "moe_num_experts": experts, "moe_k": dice.between(1, experts),
+        "moe_num_shared_experts": dice.between(0, 2),
+        "moe_intermediate_size": dice.between(1, 50), "moe_norm_min": dice.pick(1e-12, 0.9),
+        "moe_layer_start_index": dice.between(0, layers - 1),
+        "moe_layer_end_index": dice.pick(-1, layers - 1), "moe_layer_interval": dice.between(1, 2),
+    }  # fmt: skip
+
+
+def cwm(dice: Dice) -> dict[str, Any]:
+    fields = sizes(dice, heads_divide=True) | {"bos_token_id": 1, "eos_token_id": []}
+    return fields | _layer_types(dice, fields["num_hidden_layers"])
+
+
+def phi3(dice: Dice) -> dict[str, Any]:
+    """The types of rope are the family's. All sequences are longer than the two positions from
+    which on transformers uses long_factor."""
+    fields = sizes(dice, heads_divide=True, head_dim=False)
+    kv_heads = fields["num_key_value_heads"]
+    dim, heads = 8 * dice.between(1, 3), kv_heads * dice.between(1, 4)
+    partial = dice.pick(0.5, 0.75, 1.0)
+    table = {"rope_theta": float(dice.rng.uniform(100, 1e6)), "partial_rotary_factor": partial}
+    factors = [
+        [float(x) for x in dice.rng.uniform(1, 4, int(dim * partial) // 2)] for _ in range(2)
+    ]
+    longrope = {"short_factor": factors[0], "long_factor": factors[1], "rope_type": "longrope"}
+    return fields | {
+        "hidden_size": dim * heads, "num_attention_heads": heads,
+        "sliding_window": dice.pick(None, 1, 8, 40),
+        "rope_parameters": table | dice.pick({"rope_type": "default"}, longrope),
+        "original_max_position_embeddings": 2,
+    }  # fmt: skip
+
+
+def ministral(dice: Dice) -> dict[str, Any]:
+    fields = sizes(dice)
+    return fields | _layer_types(dice, fields["num_hidden_layers"])
+
+
+NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe", "flex_olmo", "phi3"}  # draw none
 FAMILIES: dict[str, Draw] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3,
     "olmo2": olmo2, "mixtral": mixtral,
     "qwen2_moe": qwen2_moe, "olmoe": olmoe, "arcee": arcee, "glm4": glm4, "glm4_moe": glm4_moe,
     "gpt_oss": gpt_oss,
+    "glm": glm, "seed_oss": seed_oss, "minimax_m2": minimax_m2, "dots1": dots1,
+    "solar_open": solar_open, "hy_v3": hy_v3, "exaone4": exaone4, "exaone_moe": exaone_moe,
+    "flex_olmo": flex_olmo, "ernie4_5": ernie4_5, "cwm": cwm, "ministral": ministral,
+    "ernie4_5_moe": ernie4_5_moe, "phi3": phi3,
 }  # fmt: skip
 
 
@@ -220,6 +355,11 @@ def cuttable(family: str) -> dict[str, Any]:
         "intermediate_size": 80,
         "vocab_size": 300,
     }
+    windows = ["sliding_attention", "full_attention"]
+    deepseek = {
+        "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1, "num_hidden_layers": 2, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
     changes = {
         "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
         "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1,
@@ -235,6 +375,33 @@ def cuttable(family: str) -> dict[str, Any]:
             "sliding_window": 8, "layer_types": None, "attention_bias": True, "swiglu_limit": 0.1,
         },
         "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
+        "glm": {"partial_rotary_factor": 0.5, "attention_bias": True},
+        "seed_oss": {"attention_bias": True, "attention_out_bias": True},
+        "minimax_m2": {"rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3},
+        "dots1": deepseek | {"sliding_window": 20, "layer_types": windows},
+        "solar_open": deepseek | {"first_k_dense_replace": None},
+        "hy_v3": {
+            "num_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 2,
+            "mlp_layer_types": ["sparse", "dense"], "router_scaling_factor": 2.5,
+        },
+        "exaone4": {"num_hidden_layers": 2, "sliding_window": 20, "layer_types": windows},
+        "exaone_moe": {
+            "num_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3,
+            "num_hidden_layers": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+            "sliding_window": 20, "layer_types": windows,
+        },
+        "ernie4_5_moe": {
+            "moe_num_experts": 8, "moe_k": 3, "num_hidden_layers": 2, "moe_num_shared_experts": 1,
+            "moe_norm_min": 0.3, "moe_layer_start_index": 1, "moe_layer_interval": 1,
+            "moe_layer_end_index": -1,
+        },
+        "phi3": {"rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.5, 2.0, 2.5, 3.0],
+        }},
+        "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3},
+        "cwm": {"num_hidden_layers": 2, "sliding_window": 20, "layer_types": windows},
+        "ministral": {"num_hidden_layers": 2, "sliding_window": 20, "layer_types": windows},
         "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
     }  # fmt: skip
     return heads | changes.get(family, {}) | ({"head_dim": 16} if family not in NO_HEAD_DIM else {})
@@ -299,12 +466,18 @@ def _gap(keys: torch.Tensor, chosen: int) -> torch.Tensor:
     )
 
 
-def _gaps(router: Any, logits: torch.Tensor) -> torch.Tensor:
-    """[rows]: relative to the scores if these come from a softmax, whose sum is 1."""
+def _gaps(router: Any, logits: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    """[rows]: relative to the scores if these come from a softmax, whose sum is 1. bias: an
+    argument of the router's forward method in some families."""
     logits = logits.double()
-    if not hasattr(router, "e_score_correction_bias"):
+    if hasattr(router, "moe_statics"):
+        return _gap(router.moe_statics(logits.softmax(-1)), router.top_k)
+    bias = getattr(router, "e_score_correction_bias", bias)
+    if bias is None:
         return _gap(torch.log_softmax(logits, -1), router.top_k)
-    keys, groups = logits.sigmoid() + router.e_score_correction_bias.double(), router.num_group
+    keys, groups = logits.sigmoid() + bias.double(), getattr(router, "num_group", 1)
+    if groups == 1:
+        return _gap(keys, router.top_k)
     by_group = keys.view(len(keys), groups, -1).topk(2, -1).values.sum(-1)
     best = torch.zeros_like(by_group, dtype=torch.bool).scatter_(
         1, by_group.topk(router.topk_group, -1).indices, True
@@ -318,10 +491,10 @@ def routings(net: Any) -> Iterator[Routing]:
     """Records the routings of the forward passes inside the block, one layer after another."""
     made = Routing()
 
-    def record(router: Any, _: Any, outputs: Any) -> None:
+    def record(router: Any, given: Any, outputs: Any) -> None:
         logits, _, ids = outputs
         made.ids.append(ids.numpy())
-        made.gaps.append(_gaps(router, logits).numpy())
+        made.gaps.append(_gaps(router, logits, *given[1:]).numpy())
 
     hooks = [
         module.register_forward_hook(record)

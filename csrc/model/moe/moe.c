@@ -84,6 +84,7 @@ void rm_moe_route(rm_moe *moe, const rm_moe_rows *at, int32_t *ids) {
       .n_groups = spec->n_groups,
       .top_groups = spec->top_groups,
       .route_scale = spec->route_scale,
+      .min_sum = spec->min_sum,
       .score = spec->sigmoid_scores ? RM_SCORE_SIGMOID : RM_SCORE_SOFTMAX,
       .renormalize = spec->norm_topk_prob,
       .dtype = moe->dtype,

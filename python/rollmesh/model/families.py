@@ -9,13 +9,16 @@ family is added: docs/models.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.model.reader import MAX_POSITION, Reader
+from rollmesh.model.rope import ROPE_TABLES, table_of
+from rollmesh.runtime.arguments import choice
 from rollmesh.runtime.messages import shown
 
+Ropes = tuple[tuple[str, Mapping[str, Any]], ...]
 PerLayer = Callable[[Reader, int], tuple[int, ...]]  # of a config and its number of layers
 LayerKinds = Callable[[Reader, int], tuple[str, ...]]
 Switch = str | bool | Callable[[Reader], bool]
@@ -48,33 +51,31 @@ def _switched_window(c: Reader, default: int | None = 4096) -> int:
     return _window(c, default) if c.boolean("use_sliding_window", False) else 0
 
 
-def _layer_types(c: Reader, layers: int) -> tuple[str, ...] | None:
-    types = c.values.get("layer_types")
+def _layer_types(
+    c: Reader,
+    layers: int,
+    key: str = "layer_types",
+    kinds: tuple[str, ...] = ("full_attention", "sliding_attention"),
+) -> tuple[str, ...] | None:
+    types = c.values.get(key)
     if types is None:
         return None
     if not isinstance(types, (list, tuple)) or len(types) != layers:
         raise ConfigError(
-            f"layer_types: expected one entry for each of num_hidden_layers={layers}, got "
-            f"{shown(types)}"
+            f"{key}: expected one entry for each of num_hidden_layers={layers}, got {shown(types)}"
         )
-    if other := [
-        t
-        for t in types
-        if not isinstance(t, str) or t not in ("full_attention", "sliding_attention")
-    ]:
-        raise ConfigError(
-            f"layer_types: expected full_attention and sliding_attention, got {shown(other)}"
-        )
+    if other := [t for t in types if not isinstance(t, str) or t not in kinds]:
+        raise ConfigError(f"{key}: expected {' and '.join(kinds)}, got {shown(other)}")
     return tuple(types)
 
 
 def _windows(
-    c: Reader, layers: int, has_window: Callable[[int], bool], default: int | None = 4096
+    c: Reader, layers: int, has_window: Callable[[int], bool], window: int
 ) -> tuple[int, ...]:
     """The windows of layer_types, else a window in the layers for which has_window holds."""
-    window, types = _switched_window(c, default), _layer_types(c, layers)
+    types = _layer_types(c, layers)
     if types is None:
-        return tuple(window if has_window(i) else 0 for i in range(layers))
+        return tuple(window if window and has_window(i) else 0 for i in range(layers))
     if "sliding_attention" in types and not window:
         raise ConfigError(
             "layer_types: expected use_sliding_window and sliding_window with sliding_attention, "
@@ -85,13 +86,18 @@ def _windows(
 
 def windows_from_a_layer_on(c: Reader, layers: int) -> tuple[int, ...]:
     """Qwen2, Qwen3: as layer_types says, else from max_window_layers on."""
-    return _windows(c, layers, lambda i: i >= c.integer("max_window_layers", 0, default=28))
+    return _windows(
+        c, layers, lambda i: i >= c.integer("max_window_layers", 0, default=28), _switched_window(c)
+    )
 
 
 def early_even_windows(c: Reader, layers: int) -> tuple[int, ...]:
     """Qwen2-MoE: as layer_types says, else in every second layer below max_window_layers."""
     return _windows(
-        c, layers, lambda i: i % 2 == 0 and i < c.integer("max_window_layers", 0, default=28)
+        c,
+        layers,
+        lambda i: i % 2 == 0 and i < c.integer("max_window_layers", 0, default=28),
+        _switched_window(c),
     )
 
 
@@ -109,6 +115,21 @@ def one_switched_window(c: Reader, layers: int) -> tuple[int, ...]:
 def one_window(default: int | None) -> PerLayer:
     """Mistral, Mixtral: sliding_window in all layers; None: full attention."""
     return lambda c, layers: (_window(c, default),) * layers
+
+
+def windows_where(has_window: Callable[[Reader, int], bool], default: int = 4096) -> PerLayer:
+    """A window by layer_types, else in the layers for which has_window holds."""
+    return lambda c, layers: _windows(c, layers, lambda i: has_window(c, i), _window(c, default))
+
+
+def _pattern(c: Reader, i: int) -> bool:
+    return (i + 1) % c.integer("sliding_window_pattern", default=4) != 0
+
+
+def rope_in_windows(c: Reader, layers: int) -> tuple[int, ...]:
+    """EXAONE-4: rope turns q and k in layers with a window; in all if sliding_window is None."""
+    windows = windows_where(_pattern)(c, layers)
+    return tuple(int(window > 0 or not _window(c, 4096)) for window in windows)
 
 
 def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
@@ -130,18 +151,10 @@ def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
     return tuple(given[:layers])
 
 
-def alternating_windows(c: Reader, layers: int) -> tuple[int, ...]:
-    """gpt-oss: as layer_types says, else in every second layer from the first on."""
-    window, types = c.integer("sliding_window", default=128), _layer_types(c, layers)
-    if types is None:
-        return tuple(window if i % 2 == 0 else 0 for i in range(layers))
-    return tuple(window if t == "sliding_attention" else 0 for t in types)
-
-
 def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
     """SmolLM3: as layer_types says, else in the layers without rope."""
     has_rope = layers_with_rope(c, layers)
-    return _windows(c, layers, lambda i: not has_rope[i], None)
+    return _windows(c, layers, lambda i: not has_rope[i], _switched_window(c, None))
 
 
 def num_experts(
@@ -172,10 +185,34 @@ def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
     )
 
 
-def first_layers_dense(c: Reader, layers: int) -> tuple[int, ...]:
-    """GLM-4-MoE: experts from layer first_k_dense_replace on."""
-    first = c.integer("first_k_dense_replace", 0, default=1)
-    return tuple(int(i >= first) for i in range(layers))
+def first_layers_dense(default: int) -> PerLayer:
+    """GLM-4-MoE: experts as mlp_layer_types says, else from layer first_k_dense_replace on."""
+
+    def rule(c: Reader, layers: int) -> tuple[int, ...]:
+        types = _layer_types(c, layers, "mlp_layer_types", ("dense", "sparse"))
+        first = c.integer("first_k_dense_replace", 0, default=default)
+        return tuple(int(types[i] == "sparse" if types else i >= first) for i in range(layers))
+
+    return rule
+
+
+def ernie_layers(c: Reader, layers: int) -> tuple[int, ...]:
+    """ERNIE-4.5: every moe_layer_interval-th layer from moe_layer_start_index to
+    moe_layer_end_index."""
+    step, start = (
+        c.integer("moe_layer_interval", default=1),
+        c.integer("moe_layer_start_index", 0, default=1),
+    )
+    end = c.integer("moe_layer_end_index", -1, default=-1)
+    end = layers - 1 if end < 0 else end
+    return tuple(int((i + 1) % step == 0 and start <= i <= end) for i in range(layers))
+
+
+def shared_experts(key: str, default: int | None = 1) -> Callable[[Reader], int]:
+    """The width of the shared expert: a number of experts of moe_intermediate_size."""
+    return lambda c: min(
+        c.integer(key, 0, default=default) * c.integer("moe_intermediate_size"), MAX_POSITION
+    )
 
 
 # --------------------------------------------------------------------------------------- families
@@ -185,6 +222,7 @@ class Experts:
 
     number: Callable[[Reader], int] = num_experts
     top_k: int | None = None  # where the config has none; None: it has to
+    top_k_key: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"  # the key
     renormalize: str | bool = (
         # the chosen scores are divided by their sum: the key that says it, or always, or never
@@ -193,7 +231,10 @@ class Experts:
     renormalize_default: bool = False
     score_func: str = "softmax"
     router_bias: bool = False  # every sync has to bring one
-    has_groups: bool = False  # n_group, topk_group and routed_scaling_factor are read
+    has_groups: bool = False  # n_group and topk_group are read
+    scaling: str = ""  # the key of the factor of gates
+    scaling_default: float = 1.0
+    min_sum: bool = False  # moe_norm_min is read: the least sum that scores are divided by
     shared_width: Callable[[Reader], int] = lambda c: 0
     shared_switch: bool = False  # a row's sigmoid scales the shared expert
     bias: bool = False  # of the router's logits, and of experts
@@ -211,6 +252,36 @@ def _olmoe(c: Reader, head_dim: int) -> None:
             f"head_dim: expected hidden_size / num_attention_heads={hidden / heads:g}, got "
             f"{head_dim}"
         )
+
+
+def _rope_is_given(c: Reader, head_dim: int) -> None:
+    """CWM: transformers' default is a table of the type llama3."""
+    if not any(c.given(name) for name in ROPE_TABLES):
+        raise ConfigError("rope_parameters: expected a table, got none")
+
+
+def _phi3_rope(config: Mapping[str, Any]) -> Ropes:
+    """Phi-3: "su" and "yarn" are older names of "longrope", the only type besides "default"."""
+    name, table = table_of(config)
+    given = table.get("rope_type", table.get("type", "default"))
+    kind = choice("rope_type", given, ["default", "longrope", "su", "yarn"])
+    table = {**table, "rope_type": "default" if kind == "default" else "longrope"}
+    return (("", {"original_max_position_embeddings": 4096, **config, name: table}),)
+
+
+def _gpt_oss_rope(config: Mapping[str, Any]) -> Ropes:
+    """gpt-oss: a config without a rope table has this one."""
+    if any(config.get(name) is not None for name in ROPE_TABLES):
+        return (("", config),)
+    table = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    return (("", {**config, ROPE_TABLES[-1]: table}),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +312,9 @@ class Family:
     o_bias: Switch = "attention_bias"
     layer_kinds: LayerKinds = attention_layers  # of LAYER_KINDS
     windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
+    # The config of the rope table, with its path in that of the config; then that of layers with a
+    # window, if it is another one.
+    ropes: Callable[[Mapping[str, Any]], Ropes] = lambda config: (("", config),)
     rope_layers: PerLayer = every  # 1 where rope turns q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
@@ -248,7 +322,6 @@ class Family:
         tuple[str, str], ...
     ] = ()  # (kind of csrc/model/params.c, what a checkpoint calls it instead)
     rope_neighbours: bool = False  # rope turns neighbours of a head; else its halves
-    rope_table: Mapping[str, Any] | None = None  # rope_parameters where the config has none
     activation: str | None = None  # of all MLPs, whatever hidden_act; None: hidden_act says it
     sinks: bool = False  # attention has a sink for each head
     mxfp4: bool = False  # checkpoints may have experts in MXFP4, which SafetensorsFolder converts
@@ -259,6 +332,9 @@ class Family:
     check: Callable[[Reader, int], None] | None = (
         None  # a rule of this family alone, of its config and head_dim
     )
+    # (key, value): what transformers' code computes whatever the key says; another value, also in a
+    # list, is refused
+    fixed: tuple[tuple[str, Any], ...] = ()
 
     @property
     def has_experts(self) -> bool:
@@ -280,6 +356,37 @@ _QWEN_MOE = (
     "num_local_experts norm_topk_prob mlp_only_layers"
 )
 
+
+def _shared(module: str) -> tuple[tuple[str, str], ...]:
+    """The names of the shared expert's weights."""
+    return tuple(
+        (f"shared_{kind}", f"{module}.{kind}_proj.weight") for kind in ("gate", "up", "down")
+    )
+
+
+_MIXTRAL = (
+    ("router", "block_sparse_moe.gate.weight"),
+    ("expert_gate", "block_sparse_moe.experts.#.w1.weight"),
+    ("expert_down", "block_sparse_moe.experts.#.w2.weight"),
+    ("expert_up", "block_sparse_moe.experts.#.w3.weight"),
+)
+# The router and experts of DeepSeek-V3, as in GLM-4-MoE.
+_DEEPSEEK_KEYS = (
+    "moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts num_local_experts "
+    "routed_scaling_factor n_group topk_group first_k_dense_replace norm_topk_prob"
+)
+_DEEPSEEK = Experts(
+    number=lambda c: num_experts(c, "n_routed_experts", 1, 128),
+    top_k=8,
+    renormalize_default=True,
+    score_func="sigmoid",
+    router_bias=True,
+    has_groups=True,
+    scaling="routed_scaling_factor",
+    shared_width=shared_experts("n_shared_experts"),
+)
+_EXAONE = "sliding_window sliding_window_pattern layer_types"
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM", "attention_bias", max_position_embeddings=2048, wq_rows="neighbours"
@@ -297,11 +404,13 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
         _QWEN,
+        "num_nextn_predict_layers",
         eos_token_id=None,
         num_key_value_heads=32,
         attention_bias=True,
         o_bias=False,
         windows=windows_from_a_layer_on,
+        fixed=(("attention_bias", True),),
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -362,12 +471,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=every,
         experts=Experts(top_k=2, width="intermediate_size", renormalize=True),
         wq_rows="neighbours",
-        names=(
-            ("router", "block_sparse_moe.gate.weight"),
-            ("expert_gate", "block_sparse_moe.experts.#.w1.weight"),
-            ("expert_down", "block_sparse_moe.experts.#.w2.weight"),
-            ("expert_up", "block_sparse_moe.experts.#.w3.weight"),
-        ),
+        names=_MIXTRAL,
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -383,10 +487,7 @@ FAMILIES: dict[str, Family] = {
             shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=5632),
             shared_switch=True,
         ),
-        names=tuple(
-            (f"shared_{kind}", f"mlp.shared_expert.{kind}_proj.weight")
-            for kind in ("gate", "up", "down")
-        ),
+        names=_shared("mlp.shared_expert"),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -425,9 +526,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
-        "attention_bias use_qk_norm moe_intermediate_size num_experts_per_tok n_shared_experts "
-        "n_routed_experts routed_scaling_factor "
-        "n_group topk_group first_k_dense_replace norm_topk_prob num_local_experts",
+        f"attention_bias use_qk_norm {_DEEPSEEK_KEYS}",
         "num_experts num_mtp_layers num_nextn_predict_layers",
         eos_token_id=None,
         num_key_value_heads=8,
@@ -436,18 +535,65 @@ FAMILIES: dict[str, Family] = {
         partial_rotary_factor=0.5,
         qk_norm=lambda c: "head" if c.boolean("use_qk_norm", False) else "none",
         o_bias=False,
-        moe_layers=first_layers_dense,
+        moe_layers=first_layers_dense(1),
+        experts=_DEEPSEEK,
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        "attention_bias",
+        head_dim=128,
+        num_key_value_heads=2,
+        max_position_embeddings=131072,
+        rms_norm_eps=1.5625e-7,
+        eos_token_id=(151329, 151336, 151338),
+        partial_rotary_factor=0.5,
+        attention_bias=lambda c: c.boolean("attention_bias", True),
+        o_bias=False,
+        rope_neighbours=True,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        "attention_bias attention_out_bias",
+        "residual_dropout",
+        head_dim=128,
+        num_key_value_heads=8,
+        max_position_embeddings=524288,
+        attention_bias=lambda c: c.boolean("attention_bias", True),
+        o_bias="attention_out_bias",
+    ),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        "rotary_dim num_local_experts num_experts num_experts_per_tok",
+        "router_jitter_noise use_mtp num_mtp_modules mtp_transformer_layers",
+        head_dim=128,
+        num_key_value_heads=8,
+        max_position_embeddings=196608,
+        rope_theta=5000000.0,
+        eos_token_id=200020,
+        partial_rotary_factor=1.0,
+        qk_norm="whole",
+        attention_bias=False,
+        o_bias=False,
+        moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, "n_routed_experts", 1, 128),
+            number=lambda c: num_experts(c, low=1, default=256),
             top_k=8,
-            renormalize_default=True,
+            width="intermediate_size",
+            renormalize=True,
             score_func="sigmoid",
             router_bias=True,
-            has_groups=True,
-            shared_width=lambda c: min(
-                c.integer("n_shared_experts", 0, default=1) * c.integer("moe_intermediate_size"),
-                MAX_POSITION,
-            ),
+        ),
+        names=(
+            *_MIXTRAL,
+            ("router_bias", "block_sparse_moe.e_score_correction_bias"),
+        ),
+        fixed=(
+            ("attn_type_list", 1),
+            ("qk_norm_type", "per_layer"),
+            ("scoring_func", "sigmoid"),
+            ("shared_intermediate_size", 0),
+            ("use_qk_norm", True),
+            ("use_routing_bias", True),
         ),
     ),
     "gpt_oss": Family(
@@ -460,18 +606,11 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=8,
         max_position_embeddings=131072,
         rope_theta=150000.0,
-        rope_table={
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
+        ropes=_gpt_oss_rope,
         rms_norm_eps=1e-5,
         attention_bias=lambda c: c.boolean("attention_bias", True),
         o_bias=lambda c: c.boolean("attention_bias", True),
-        windows=alternating_windows,
+        windows=windows_where(lambda c, i: i % 2 == 0, 128),
         moe_layers=every,
         experts=Experts(
             number=lambda c: num_experts(c, low=1, default=128),
@@ -486,4 +625,192 @@ FAMILIES: dict[str, Family] = {
         mxfp4=True,
         experts_interleaved=True,
     ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        f"attention_bias sliding_window max_window_layers layer_types {_DEEPSEEK_KEYS}",
+        eos_token_id=None,
+        num_key_value_heads=32,
+        max_position_embeddings=2048,
+        qk_norm="head",
+        windows=windows_where(lambda c, i: i >= c.integer("max_window_layers", 0, default=62)),
+        moe_layers=first_layers_dense(0),
+        experts=replace(
+            _DEEPSEEK,
+            number=lambda c: num_experts(c, "n_routed_experts", 1),
+            top_k=None,
+            renormalize_default=False,
+            shared_width=shared_experts("n_shared_experts", None),
+        ),
+    ),
+    "solar_open": Family(
+        "SolarOpenForCausalLM",
+        f"attention_bias {_DEEPSEEK_KEYS}",
+        eos_token_id=None,
+        head_dim=128,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=1000000.0,
+        rms_norm_eps=1e-5,
+        o_bias=False,
+        moe_layers=every,
+        experts=_DEEPSEEK,
+        fixed=(("first_k_dense_replace", 0), ("use_qk_norm", False)),
+    ),
+    "hy_v3": Family(
+        "HYV3ForCausalLM",
+        "attention_bias moe_intermediate_size num_experts_per_tok num_experts num_local_experts "
+        "num_shared_experts router_scaling_factor mlp_layer_types",
+        "enable_moe_fp32_combine",
+        eos_token_id=None,
+        head_dim=128,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=11158840.0,
+        rms_norm_eps=1e-5,
+        qk_norm="head",
+        moe_layers=first_layers_dense(1),
+        experts=Experts(
+            number=lambda c: num_experts(c, low=1, default=192),
+            top_k=8,
+            renormalize=True,
+            score_func="sigmoid",
+            router_bias=True,
+            scaling="router_scaling_factor",
+            scaling_default=2.826,
+            shared_width=shared_experts("num_shared_experts"),
+        ),
+        names=(
+            ("router", "mlp.router.gate.weight"),
+            *_shared("mlp.shared_mlp"),
+        ),
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        _EXAONE,
+        num_key_value_heads=32,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        qk_norm="head",
+        norm_before=False,
+        norm_after=True,
+        attention_bias=False,
+        o_bias=False,
+        windows=windows_where(_pattern),
+        rope_layers=rope_in_windows,
+        names=(("post_attn_norm", "post_attention_layernorm.weight"),),
+    ),
+    "exaone_moe": Family(
+        "ExaoneMoeForCausalLM",
+        f"{_EXAONE} moe_intermediate_size num_experts_per_tok num_experts num_shared_experts "
+        "routed_scaling_factor n_group topk_group first_k_dense_replace norm_topk_prob "
+        "mlp_layer_types",
+        eos_token_id=53,
+        num_key_value_heads=32,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        qk_norm="head",
+        attention_bias=False,
+        o_bias=False,
+        windows=windows_where(_pattern),
+        rope_layers=rope_in_windows,
+        moe_layers=first_layers_dense(1),
+        experts=replace(
+            _DEEPSEEK,
+            number=lambda c: num_experts(c, low=1, default=64),
+            scaling_default=2.5,
+            shared_width=shared_experts("num_shared_experts"),
+        ),
+    ),
+    "flex_olmo": Family(
+        "FlexOlmoForCausalLM",
+        "attention_bias num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+        eos_token_id=100257,
+        max_position_embeddings=4096,
+        rope_theta=500000.0,
+        qk_norm="whole",
+        norm_before=False,
+        norm_after=True,
+        moe_layers=every,
+        experts=Experts(
+            number=lambda c: num_experts(c, low=1, default=7), top_k=5, width="intermediate_size"
+        ),
+        names=(("post_attn_norm", "post_attention_layernorm.weight"),),
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        head_dim=128,
+        num_key_value_heads=2,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+        tied=True,
+        attention_bias=False,
+        o_bias=False,
+        rope_neighbours=True,
+        fixed=(("use_bias", False),),
+    ),
+    "cwm": Family(
+        "CwmForCausalLM",
+        "sliding_window layer_types",
+        eos_token_id=(128001, 128008, 128009),
+        head_dim=128,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=1000000.0,
+        rms_norm_eps=1e-5,
+        attention_bias=False,
+        o_bias=False,
+        windows=windows_where(lambda c, i: i % 4 != 0, 8192),
+        check=_rope_is_given,
+    ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeForCausalLM",
+        "moe_intermediate_size moe_k moe_num_experts moe_num_shared_experts moe_norm_min "
+        "moe_layer_start_index moe_layer_end_index moe_layer_interval",
+        "moe_capacity num_nextn_predict_layers",
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+        tied=True,
+        attention_bias=False,
+        o_bias=False,
+        rope_neighbours=True,
+        moe_layers=ernie_layers,
+        experts=Experts(
+            number=lambda c: c.integer("moe_num_experts", default=64),
+            top_k=6,
+            top_k_key="moe_k",
+            renormalize=True,
+            router_bias=True,
+            min_sum=True,
+            shared_width=shared_experts("moe_num_shared_experts", 2),
+        ),
+        names=(("router_bias", "mlp.moe_statics.e_score_correction_bias"),),
+        fixed=(("use_bias", False), ("moe_use_aux_free", True)),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        "sliding_window",
+        "resid_pdrop embd_pdrop",
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        eos_token_id=32000,
+        partial_rotary_factor=1.0,
+        attention_bias=False,
+        o_bias=False,
+        windows=one_window(None),
+        ropes=_phi3_rope,
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        "sliding_window layer_types",
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        attention_bias=False,
+        o_bias=False,
+        windows=windows_where(lambda c, i: True),
+    ),
 }
+# A model_type without a class in transformers → the family that its checkpoints' code computes.
+SAME_AS = {"mimo": "qwen2"}

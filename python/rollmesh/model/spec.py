@@ -27,7 +27,15 @@ from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
 from rollmesh.model.adapters import refuse_adapter
-from rollmesh.model.families import FAMILIES, LAYER_KINDS, QK_NORMS, WQ_ROWS, Experts, Family
+from rollmesh.model.families import (
+    FAMILIES,
+    LAYER_KINDS,
+    QK_NORMS,
+    SAME_AS,
+    WQ_ROWS,
+    Experts,
+    Family,
+)
 from rollmesh.model.reader import MAX_LAYERS, MAX_POSITION, Reader, key_name, without
 from rollmesh.runtime.arguments import ACTIVATIONS, choice, fields_of
 from rollmesh.runtime.messages import listed, plain, shown
@@ -77,19 +85,25 @@ _IRRELEVANT = _keys(
 )
 
 _UNSUPPORTED = {
-    "quantization_config": "quantized weights",
-    "auto_map": "code that comes with the checkpoint",
-    "pruned_heads": "pruned heads",
-    "is_encoder_decoder": "encoder-decoder models",
-    "add_cross_attention": "cross attention",
-    "mlp_bias": "biases of the MLP",
+    "quantization_config": "quantized weights are",
+    "auto_map": "code that comes with the checkpoint is",
+    "pruned_heads": "pruned heads are",
+    "is_encoder_decoder": "encoder-decoder models are",
+    "add_cross_attention": "cross attention is",
+    "mlp_bias": "biases of the MLP are",
 }
 # transformers' names of the activations.
 _HIDDEN_ACT = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
-_READ = _USED | _keys(" ".join(f"{family.keys} {family.inert}" for family in FAMILIES.values()))
+
+
+def _keys_of(family: Family) -> frozenset[str]:
+    return _USED | _keys(f"{family.keys} {family.inert}") | {key for key, _ in family.fixed}
+
+
+_READ = frozenset[str]().union(*map(_keys_of, FAMILIES.values()))
 _PLAIN = (type(None), bool, int, float, str, list, tuple, Mapping)
 
 
@@ -116,6 +130,7 @@ class EngineValues:
     # [num_hidden_layers][is MoE, rope turns q and k, window (0: none), kind]
     layers: NDArray[np.int64]
     names: tuple[tuple[str, str], ...]  # (kind of parameter, the family's own name for it)
+    min_sum: float  # 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +184,7 @@ class ModelSpec:
     moe_bias: bool = False  # of the router's logits, and of experts
     swiglu_alpha: float = 1.702  # of the activation "swiglu_oai"
     swiglu_limit: float = 7.0
+    topk_sum_min: float | None = None  # with norm_topk_prob and softmax: the least divisor
 
     def __post_init__(self) -> None:
         _core.placement(self.engine_values(1), 1, 1, 1)  # ConfigError by the engine's rules
@@ -199,7 +215,8 @@ class ModelSpec:
             known = _ids_of(values.get("eos_token_id"))
             values["eos_token_id"] = known + [token for token in given if token not in known]
         _refuse_odd(values)
-        model_type = choice("model_type", values.get("model_type"), [*FAMILIES])
+        model_type = choice("model_type", values.get("model_type"), [*FAMILIES, *SAME_AS])
+        model_type = SAME_AS.get(model_type, model_type)
         family = FAMILIES[model_type]
         quantization = values.get("quantization_config")
         if (
@@ -208,7 +225,7 @@ class ModelSpec:
             and quantization.get("quant_method") == "mxfp4"
         ):
             del values["quantization_config"]
-        _refuse_unknown(values, _USED | _keys(f"{family.keys} {family.inert}"))
+        _refuse_unknown(values, _keys_of(family))
         return _read(Reader(values), model_type, family)
 
     @staticmethod
@@ -249,6 +266,7 @@ class ModelSpec:
             "num_groups": self.n_group,
             "top_groups": self.topk_group,
             "route_scale": self.routed_scaling_factor,
+            "min_sum": self.topk_sum_min or 0.0,
         }
 
     def engine_values(self, max_model_len: int) -> EngineValues:
@@ -268,6 +286,7 @@ class ModelSpec:
             inv_freq=inv_freq,
             layers=np.array(list(layers), np.int64),
             names=family.names,
+            min_sum=self.scoring["min_sum"],
         )
 
     def parameters(self) -> Iterator[Parameter]:
@@ -323,6 +342,11 @@ def _from_dict(values: Any) -> ModelSpec:
     read |= {key: choice(key, c.values[key], words) for key, words in _CHOICES.items()}
     read |= {f.name: c.boolean(f.name, False) for f in fields(ModelSpec) if f.type == "bool"}
     read |= {f.name: c.positive(f.name, 1.0) for f in fields(ModelSpec) if f.type == "float"}
+    read |= {
+        f.name: c.positive(f.name, 1.0) if c.given(f.name) else None
+        for f in fields(ModelSpec)
+        if f.type == "float | None"
+    }
     layers = read["num_hidden_layers"]
     for key in ("is_moe_layer", "rope_layers"):
         read[key] = _tuple_of(
@@ -474,7 +498,10 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
     for key, what in _UNSUPPORTED.items():
         value = values.get(key)
         if not isinstance(value, _PLAIN) or value:
-            raise ConfigError(f"{key}={shown(value)}: {what} are not supported")
+            hint = "; ignore=('auto_map',) reads the config as transformers' own class does"
+            raise ConfigError(
+                f"{key}={shown(value)}: {what} not supported{hint if key == 'auto_map' else ''}"
+            )
     unknown = [
         (key, value)
         for key, value in values.items()
@@ -507,8 +534,14 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     is_moe_layer = tuple(map(bool, family.moe_layers(c, layers)))
     max_positions = c.integer("max_position_embeddings", default=family.max_position_embeddings)
     vocab = c.integer("vocab_size")
+    for key, value in family.fixed:
+        if any(given != value for given in _ids_of(c.values.get(key))):
+            raise ConfigError(f"{key}: expected {shown(value)}, got {shown(c.values[key])}")
     if family.check is not None:
         family.check(c, head_dim)
+    partial = family.partial_rotary_factor
+    if c.given("rotary_dim"):
+        partial = c.integer("rotary_dim") / head_dim
     return ModelSpec(
         model_type=model_type,
         vocab_size=vocab,
@@ -529,11 +562,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         rms_norm_eps=c.positive("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_positions,
         rope_settings=_rope.from_config(
-            _with_rope(c.values, family),
-            head_dim,
-            max_positions,
-            family.rope_theta,
-            family.partial_rotary_factor,
+            family.ropes(c.values)[0][1], head_dim, max_positions, family.rope_theta, partial
         ),
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
@@ -568,25 +597,19 @@ def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
     n_group = c.integer("n_group", default=1) if has_groups else 1
     return {
         "num_experts": experts.number(c),
-        "num_experts_per_tok": c.integer("num_experts_per_tok", default=experts.top_k),
+        "num_experts_per_tok": c.integer(experts.top_k_key, default=experts.top_k),
         "moe_intermediate_size": c.integer(experts.width),
         "norm_topk_prob": c.switch(experts.renormalize, experts.renormalize_default),
         "router_bias": experts.router_bias,
         "score_func": experts.score_func,
         "n_group": n_group,
         "topk_group": c.integer("topk_group", default=1) if n_group > 1 else 1,
-        "routed_scaling_factor": c.positive("routed_scaling_factor", 1.0) if has_groups else 1.0,
+        "topk_sum_min": c.positive("moe_norm_min", 1e-12) if experts.min_sum else None,
+        "routed_scaling_factor": c.positive(experts.scaling, experts.scaling_default),
         "shared_intermediate_size": experts.shared_width(c),
         "shared_switch": experts.shared_switch,
         "moe_bias": experts.bias,
     }
-
-
-def _with_rope(values: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """The config with the family's rope table where it has none."""
-    if family.rope_table and all(values.get(name) is None for name in _rope.ROPE_TABLES):
-        return {**values, _rope.ROPE_TABLES[-1]: family.rope_table}
-    return values
 
 
 def _eos(eos: Any, vocab: int) -> tuple[int, ...]:

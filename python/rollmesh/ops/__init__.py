@@ -380,6 +380,7 @@ def router(
     num_groups: int = 1,
     top_groups: int = 1,
     route_scale: float = 1.0,
+    min_sum: float = 0.0,
     logit_bias: Array | None = None,
     isa: str | None = None,
     threads: int = 1,
@@ -388,13 +389,13 @@ def router(
     as gates, both [rows, top_k].
 
     `score`: "softmax" or "sigmoid" of the logits, to which logit_bias [num_experts] is added.
-    `renormalize` divides the gates by their sum
-    (with "sigmoid" by their sum + 1e-20); then they are multiplied by `route_scale`. num_groups > 1
+    `renormalize` divides the gates by their sum (with "sigmoid" by their sum + 1e-20, with
+    "softmax" by at least `min_sum`); then they are multiplied by `route_scale`. num_groups > 1
     (at most 64) divides the experts into groups of at least two consecutive experts. Only experts
     of `top_groups` groups are then chosen: those with the largest sums of their two largest
     score + bias (DeepSeek-V3, arXiv 2412.19437). Raises ConfigError for another score, or for a
-    route_scale that is not a finite float32 >= 0, and ShapeError for groups that do not divide
-    num_experts or have fewer than top_k experts.
+    route_scale or min_sum that is not a finite float32 >= 0, and ShapeError for groups that do not
+    divide num_experts or have fewer than top_k experts.
     """
     return Routing(
         *run("router", **{**locals(), "score": SCORES.index(choice("score", score, SCORES))})

@@ -118,8 +118,11 @@ def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None)
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": None,
+        "attention_dropout": 0.0,
         **table.hf_fields(),
     }
+    if table.architecture == "seed_oss":  # whose default drops
+        fields["residual_dropout"] = 0.0
     if fields["vocab_size"] < len(tokenizer):
         raise ConfigError(
             f"[model] vocab_size: expected at least the tokenizer's {len(tokenizer)}, got "

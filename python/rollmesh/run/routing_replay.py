@@ -4,10 +4,10 @@ Near a tie, a small rounding difference makes a router choose another expert, an
 learns from another function than the one that generated the token. With [correction] routing_replay
 the ids are those of the generator's record, and the gates those of the trainer's router, which is
 therefore trained.
-With p = softmax of the router's logits (GLM-4-MoE: sigmoid), and S the k recorded ids of a token:
+With p = softmax or sigmoid of the router's logits, and S the k recorded ids of a token:
 
-    gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e; GLM-4-MoE:
-                                                times routed_scaling_factor
+    gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e; in some
+                                                families times routed_scaling_factor
 
 The gradient flows through p. A position without a record (padding, the last token of a sequence)
 keeps the trainer's routing; no logprob of a rollout depends on it (samples.make_batch). The
@@ -91,11 +91,14 @@ def _recorded(
     used.add(router)
     logits_RE, gates, own_RK = output
     ids_RK = torch.where(recorded_RK >= 0, recorded_RK, own_RK)
-    is_sigmoid = hasattr(router, "e_score_correction_bias")  # used in the choice only
+    # A bias, which only the choice uses, is the router's own or a second argument.
+    is_sigmoid = hasattr(router, "e_score_correction_bias") or len(args) > 1
     logits = logits_RE.float()
     scores_RE = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
     gates_RK = scores_RE.gather(1, ids_RK)
     if getattr(router, "norm_topk_prob", True):  # Mixtral's router has no such attribute
-        gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True)
-    gates_RK = gates_RK * getattr(router, "routed_scaling_factor", 1.0)
+        least = getattr(router, "norm_min", 0.0)
+        gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp(min=least)
+    for name in ("routed_scaling_factor", "router_scaling_factor"):
+        gates_RK = gates_RK * getattr(router, name, 1.0)
     return logits_RE, gates_RK.to(gates.dtype), ids_RK

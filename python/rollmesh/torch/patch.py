@@ -68,7 +68,12 @@ SWITCHES = frozenset(
     {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
 # Options that add noise in training, and the module of a layer that reads them.
-NOISE = {"attention_dropout": "self_attn", "router_jitter_noise": "mlp"}
+NOISE = {
+    "attention_dropout": "self_attn",
+    "residual_dropout": "self_attn",
+    "resid_pdrop": "resid_attn_dropout",
+    "router_jitter_noise": "mlp",
+}
 GENERATE = "generate with a rollmesh generator, "
 INSTEAD = {
     "cache": GENERATE,
@@ -175,7 +180,7 @@ class Patch:
         parts.check(inner, self.spec)
         for layer in inner.model.layers:
             for name, part in NOISE.items():
-                if getattr(layer, part).training and (noise := getattr(inner.config, name, 0)):
+                if (noise := getattr(inner.config, name, 0)) and getattr(layer, part).training:
                     raise ConfigError(
                         f"{name}: expected 0 in training, got {noise}; a rollout drops nothing"
                     )
@@ -235,10 +240,14 @@ class Patch:
 
     # -------------------------------------------------------------------------------------- a pass
     def attend(self, attention: Any, index: int, x: Tensor, rows: Sequences, how: How) -> Tensor:
-        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         cos, sin = self.rope(rows, x.device)
         turned = 2 * cos.shape[1]
-        weights = self.in_halves(list(map(weight_of, qkv)), turned)
+        if hasattr(attention, "qkv_proj"):  # some families have all three in one module
+            qkv = [attention.qkv_proj]
+            weights = list(torch.split(weight_of(qkv[0]), self.heads[index].widths))
+        else:
+            qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+            weights = self.in_halves(list(map(weight_of, qkv)), turned)
         bias = (
             None
             if base_of(qkv[0]).bias is None
@@ -286,7 +295,7 @@ class Patch:
         made = functions.moe(
             x, router.weight, gate_up, down,
             top_k=spec.num_experts_per_tok, **spec.scoring,
-            bias=getattr(router, "e_score_correction_bias", None), **biases, **spec.gating, how=how,
+            bias=_router_bias(mlp, router), **biases, **spec.gating, how=how,
         )  # fmt: skip
         if self.call.wanted is not None and self.call.wanted.routed:
             self.call.wanted.experts[index] = made.ids
@@ -340,6 +349,16 @@ class Patch:
         wanted.made = torch.stack([made.logprobs, entropy], -1)
         wanted.written = parts.mark(wanted.made)
         return wanted.made[None]  # type: ignore[no-any-return]
+
+
+def _router_bias(mlp: Any, router: Any) -> Tensor | None:
+    """Returns what a router adds to the scores for its choice, float32 [experts]. Families keep the
+    tensor in different modules, some in the model's dtype."""
+    for module in (mlp, router, getattr(router, "moe_statics", None)):
+        bias: Tensor | None = getattr(module, "e_score_correction_bias", None)
+        if bias is not None:
+            return bias.detach().float().flatten()
+    return None
 
 
 # -------------------------------------------------------------------------------- patched modules

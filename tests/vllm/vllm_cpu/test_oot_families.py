@@ -27,6 +27,12 @@ NO_WINDOWS = {
     "smollm3": {"use_sliding_window": False, "no_rope_layers": [1, 0]},
     "gpt_oss": {"layer_types": ["full_attention"] * 2},
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe"), OFF),
+    # Layers without a window, and so without rope in EXAONE-4.
+    **{
+        family: {"layer_types": ["full_attention"] * 2}
+        for family in ("dots1", "exaone4", "exaone_moe", "cwm", "ministral")
+    },
+    "phi3": {"sliding_window": None, "hidden_size": 128},
 }
 QUICK = ("smollm3", "olmoe", "glm4_moe")
 

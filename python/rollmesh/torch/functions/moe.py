@@ -39,6 +39,7 @@ class Scoring(NamedTuple):
     num_groups: int = 1
     top_groups: int = 1
     route_scale: float = 1.0
+    min_sum: float = 0.0
 
 
 class Gating(NamedTuple):
@@ -170,8 +171,10 @@ def _router_gradients(
     scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
     by_chosen = by_gates * by.route_scale
     if by.renormalize:
-        by_chosen -= (by_gates * gates).sum(1, keepdim=True)
-        by_chosen /= scores.gather(1, ids).sum(1, keepdim=True)
+        total = scores.gather(1, ids).sum(1, keepdim=True)
+        by_total = (by_gates * gates).sum(1, keepdim=True)
+        by_chosen -= by_total.masked_fill_(total < by.min_sum, 0)
+        by_chosen /= total.clamp(min=by.min_sum)
     shares = torch.zeros_like(scores).scatter_(1, ids, by_chosen) * scores
     return shares - scores * (shares.sum(1, keepdim=True) if is_softmax else shares)
 
@@ -188,6 +191,7 @@ def moe(
     num_groups: int = 1,
     top_groups: int = 1,
     route_scale: float = 1.0,
+    min_sum: float = 0.0,
     bias: Tensor | None = None,
     logit_bias: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
@@ -202,7 +206,7 @@ def moe(
     of gate first, down [experts, hidden, n]. Gates are float32; gradients flow through them into
     the router. bias, float32 [experts], is added to the scores for the choice of experts only, as
     DeepSeek-V3's; it has no gradient. logit_bias [experts], gate_up_bias [experts, 2n] and
-    down_bias [experts, hidden] are added to the products. renormalize to route_scale: as in
+    down_bias [experts, hidden] are added to the products. renormalize to min_sum: as in
     ops.router; activation, alpha and limit: as in ops.gemm_swiglu."""
     x = rows_of("x", x)
     how = how or how_for(x)
@@ -230,7 +234,7 @@ def moe(
         packing.pack_experts_gate_up(gate_up, x.dtype, how),
         packing.pack_experts(down, x.dtype, how),
     )
-    by = Scoring(renormalize, score, num_groups, top_groups, route_scale)
+    by = Scoring(renormalize, score, num_groups, top_groups, route_scale, min_sum)
     biases = logit_bias, gate_up_bias, down_bias
     gating = Gating(activation, alpha, limit)
     args = (x, router, gate_up, down, *biases, chosen_by, packed, top_k, by, gating, how)

@@ -15,7 +15,8 @@ enum {
   MOE_HOLES = 16,
   MOE_SIGMOID = 32,
   MOE_SCALE = 64,
-  MOE_LOGIT_BIAS = 128
+  MOE_LOGIT_BIAS = 128,
+  MOE_MIN_SUM = 256
 };
 
 static void draw_moe(trial *t) {
@@ -36,7 +37,7 @@ static void draw_router(trial *t) {
   t->s.option = (one_in(t, 2) ? MOE_BIAS : 0) | (one_in(t, 2) ? MOE_RENORMALIZE : 0) |
                 (one_in(t, 4) ? MOE_EQUAL : 0) | (one_in(t, 2) ? MOE_ROUTED : 0) |
                 (one_in(t, 2) ? MOE_SIGMOID : 0) | (one_in(t, 2) ? MOE_SCALE : 0) |
-                (one_in(t, 3) ? MOE_LOGIT_BIAS : 0);
+                (one_in(t, 3) ? MOE_LOGIT_BIAS : 0) | (one_in(t, 2) ? MOE_MIN_SUM : 0);
   const int64_t n_groups = PICK(t, 1, 1, 2, 3, 4, 5, 8, 16, 32, RM_MAX_EXPERT_GROUPS),
                 size = t->s.n_experts / n_groups;
   if (t->s.n_experts % n_groups || size < 2) return;
@@ -55,6 +56,7 @@ static void build_router(trial *t) {
                         .top_groups = s->group,
                         .route_scale =
                             s->option & MOE_SCALE ? 0.5f * (float)PICK(t, 1, 5, INT64_MAX) : 1.0f,
+                        .min_sum = s->option & MOE_MIN_SUM ? 0.25f : 0.0f,
                         .renormalize = !!(s->option & MOE_RENORMALIZE),
                         .score = s->option & MOE_SIGMOID ? RM_SCORE_SIGMOID : RM_SCORE_SOFTMAX,
                         .dtype = s->dtype};
