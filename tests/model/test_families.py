@@ -202,7 +202,7 @@ def test_what_glm4_moe_refuses(changes: dict[str, Any], message: str, seed: int)
 def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
     model = family_models.draw(family, 100, seed, vocab_size=200)
     model.state = {
-        name: x if name.endswith("correction_bias") else x.bfloat16().float()
+        name: x if name.endswith(("correction_bias", "expert_bias")) else x.bfloat16().float()
         for name, x in model.state.items()
     }
     prompts = helpers.prompts(
@@ -245,8 +245,20 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     for name in [name for name in held if name.endswith("mlp.gate_up_proj.weight")]:
         rows, hidden = held.pop(name)
         held |= {name.replace("gate_up", part): (rows // 2, hidden) for part in ("gate", "up")}
+    # GraniteMoE's tensors of all experts, which are listed one by one.
+    parts = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
+    for name in [name for name in held if name.endswith("put_linear.weight")]:
+        experts, rows, hidden = held.pop(name)
+        at, linear = name.removesuffix(".weight").rsplit(".", 1)
+        held |= {
+            f"{at}.experts.{e}.{part}_proj.weight": (rows // len(parts[linear]), hidden)
+            for e in range(experts)
+            for part in parts[linear]
+        }
     assert {
-        name: shape for name, shape in held.items() if not name.endswith("correction_bias")
+        name: shape
+        for name, shape in held.items()
+        if not name.endswith(("correction_bias", "expert_bias"))
     } == listed
     assert model.config.num_hidden_layers == gen.spec.num_hidden_layers
 
@@ -430,8 +442,9 @@ def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, se
 
 @pytest.mark.parametrize("family", TRIED)
 def test_a_patch_refuses_an_activation_that_is_not_the_configs(family: str, seed: int) -> None:
-    net = family_models.draw(family, 400, seed, hidden_act="silu").net()
-    net.config.hidden_act = "gelu"
+    key = family_models.activation_key(family)
+    net = family_models.draw(family, 400, seed, **{key: "silu"}).net()
+    setattr(net.config, key, "gelu")
     with pytest.raises(
         rm.ConfigError,
         match=r"act(ivation)?_fn: expected a .*GELUActivation, as the config says, got a .*SiLU",

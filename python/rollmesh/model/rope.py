@@ -373,7 +373,7 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
     return number(f"{name}.{key}", value, 0, strict=not key.startswith(("mscale", "partial")))
 
 
-def _table(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def table_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     name = next((name for name in ROPE_TABLES if config.get(name)), ROPE_TABLES[-1])
     table = config.get(name) or {}
     if not isinstance(table, Mapping):
@@ -381,10 +381,11 @@ def _table(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return name, table
 
 
-def unknown_keys(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def unknown_keys(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
     """Keys of the rope table that no rope type reads, as (table.key, value). None and False switch
-    a key off."""
-    name, table = _table(config)
+    a key off. path: where the table is in that of the config, if it is a part of it."""
+    name, table = table_of(config)
+    name += path
     odd = [
         (key, value)
         for key, value in table.items()
@@ -405,7 +406,7 @@ def from_config(
     the partial_rotary_factor of a family that turns the first elements of a head when the key is
     missing; None: the family turns whole heads. Raises ConfigError for whatever it would not use or
     could not."""
-    name, given = _table(config)
+    name, given = table_of(config)
     if unknown := unknown_keys(config):
         raise ConfigError(f"{name}: expected keys of the rope types, got {listed(unknown)}")
     if head_dim > MAX_HEAD_DIM:

@@ -26,6 +26,9 @@ NO_WINDOWS = {
     "mixtral": {"sliding_window": None},
     "smollm3": {"use_sliding_window": False, "no_rope_layers": [1, 0]},
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe"), OFF),
+    "gemma2": {"layer_types": ["full_attention"] * 2},
+    "afmoe": {"layer_types": ["full_attention"] * 2},
+    "gemma3_text": {"layer_types": ["full_attention"] * 2},
 }
 QUICK = ("smollm3", "olmoe", "glm4_moe")
 
