@@ -484,6 +484,31 @@ def test_gradients_are_transformers(family: str, seed: int) -> None:
     assert max(error.values()) < 1e-3, error
 
 
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_the_cap_reaches_loss_and_long_sequences(family: str, seed: int) -> None:
+    """A patched model's logits are the generator's, its loss is of these, and gradients of rows too
+    long for stored scores are transformers'."""
+    torch = oracle.torch
+    model = family_models.draw(family, 300, seed, **family_models.cuttable(family))
+    ids = torch.tensor(helpers.prompts({"vocab_size": 300}, [300], seed))
+
+    def gradients(net: Any) -> tuple[Any, dict[str, Any]]:
+        out = net.requires_grad_(True)(ids, labels=ids)
+        out.loss.backward()
+        return out, {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+    net = rm.torch.patch(model.net(), max_model_len=512)
+    out, got = gradients(net)
+    plain, want = gradients(model.net())
+    with generator(model, max_model_len=512) as gen:
+        assert (out.logits[0].detach().numpy() == gen.logits(ids.tolist())[0]).all()
+    assert abs(out.loss.item() - plain.loss.item()) < 1e-4
+    for name, wanted in want.items():
+        least = 1e-4 * max(float(x.norm()) for x in want.values())
+        assert float((got[name] - wanted).norm() / wanted.norm().clamp(min=least)) < 1e-3, name
+    assert net(ids, logits_to_keep=2).logits.shape == (1, 2, 300)
+
+
 # -------------------------------------------------------------------------- a family of one's own
 PARROT = Family(
     "ParrotForCausalLM",

@@ -250,8 +250,8 @@ class ModelSpec:
         return 1.0 / math.sqrt(self.head_dim) if own is None else own
 
     @property
-    def logit_options(self) -> dict[str, float | None]:
-        """Of ops.lm_head."""
+    def logit_options(self) -> dict[str, Any]:
+        """Scale and cap of logits, as arguments of ops.lm_head."""
         divisor = self.logits_scaling
         return {
             "scale": None if divisor is None else 1.0 / divisor,

@@ -47,17 +47,29 @@ _ModelKeys = dataclasses.make_dataclass(
             "hidden_size intermediate_size num_hidden_layers head_dim num_attention_heads "
             "num_key_value_heads max_position_embeddings sliding_window no_rope_layer_interval "
             "moe_intermediate_size num_experts num_local_experts n_routed_experts n_group "
-            "num_experts_per_tok decoder_sparse_step topk_group shared_expert_intermediate_size",
+            "num_experts_per_tok decoder_sparse_step topk_group shared_expert_intermediate_size "
+            "query_pre_attn_scalar sliding_window_pattern global_attn_every_n_layers "
+            "num_shared_experts moe_topk",
             at_least=1,
         ),
-        *_keys(int, "max_window_layers n_shared_experts first_k_dense_replace", at_least=0),
-        *_keys(float, "initializer_range rms_norm_eps routed_scaling_factor", above=0),
+        *_keys(
+            int,
+            "max_window_layers n_shared_experts first_k_dense_replace num_dense_layers",
+            at_least=0,
+        ),
+        *_keys(
+            float,
+            "initializer_range rms_norm_eps routed_scaling_factor attn_logit_softcapping "
+            "final_logit_softcapping embedding_multiplier residual_multiplier "
+            "attention_multiplier logits_scaling route_scale",
+            above=0,
+        ),
         *_keys(
             bool,
             "tie_word_embeddings attention_bias qkv_bias use_qk_norm use_sliding_window "
-            "norm_topk_prob",
+            "norm_topk_prob mup_enabled",
         ),
-        *_keys(str, "hidden_act"),
+        *_keys(str, "hidden_act hidden_activation"),
         *_keys(tuple[str, ...], "layer_types"),
         *_keys(tuple[int, ...], "mlp_only_layers"),
         *_keys(tuple[int, ...], "no_rope_layers", at_least=0, at_most=1),

@@ -341,8 +341,8 @@ class Patch:
         x, wanted = hidden.flatten(0, -2).to(self.dtype), self.call.wanted
         how, weight = self.how(x), weight_of(head)
         if wanted is None:
-            made = functions.lm_head(x, weight, **self.spec.logit_options, how=how)
-            return made.view(*hidden.shape[:-1], -1)
+            logits = functions.lm_head(x, weight, **self.spec.logit_options, how=how)
+            return logits.view(*hidden.shape[:-1], -1)
         targets = wanted.ids.reshape(-1).index_select(0, wanted.places + 1)
         made = functions.token_logprobs(
             x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature,

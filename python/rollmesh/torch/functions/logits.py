@@ -48,7 +48,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What logits are of x · weight, as the arguments of ops.lm_head."""
+    """Scale and cap of logits, as arguments of ops.lm_head."""
 
     scale: float | None = None
     softcap: float | None = None

@@ -43,7 +43,7 @@ class Rope:
 
     cos: torch.Tensor  # float32 [positions, rotary_dim / 2]; [positions, 0] without rope
     sin: torch.Tensor
-    options: Mapping[str, Any]  # of ops.qk_rope_kv: eps, and how norms are computed
+    options: Mapping[str, Any]  # of ops.qk_rope_kv: `how`, and how norms are computed
     softcap: float | None  # of scores
     how: Mapping[str, Any]
 
@@ -151,7 +151,7 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
             qkv, weights.get("q_norm"), weights.get("k_norm"), rope.cos.numpy(), rope.sin.numpy(),
             step.positions, step.slots, *caches,
             num_heads=self.num_heads, page_size=positions, squares=squares,
-            row_flags=step.flags, **rope.options, **rope.how,
+            row_flags=step.flags, **rope.options,
         )  # fmt: skip
         attended = ops.attention(
             q, *caches, step.positions, step.seq_of_row, step.block_tables,

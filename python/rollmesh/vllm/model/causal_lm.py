@@ -228,7 +228,7 @@ class Model(torch.nn.Module):
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         spec = self.spec
-        options = {
+        options = self.how | {
             "eps": spec.rms_norm_eps,
             "zero_centered": spec.zero_centered_norms,
             "norm_last": spec.qk_norm_last,
