@@ -106,8 +106,8 @@ rm_code rm_complete_rows(const rm_pass *pass);
 rm_code rm_complete_columns(const rm_pass *pass, char *matrix, char *home);
 
 // linear.c. y ← x · the layer's matrix `kind` (q: q, k and v), for this rank's columns of y; the
-// matrix y is whole, but those of q, k and v and of the attention gate have this rank's columns only. For a gate the matrix is
-// gate and up, and y ← activation(gate) · up.
+// matrix y is whole, but those of q, k and v and of attention's gate have this rank's columns only.
+// For the gate of an MLP the matrix is gate and up, and y ← activation(gate) · up.
 void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
 // Elements of q, k and v of one token on this rank.
 static inline int64_t rm_qkv_width(const rm_params *params) {

@@ -95,8 +95,8 @@ typedef enum rm_op_type {
 
 // Flags in addition to those of arrays.h. NEW: an output. The call makes it if it is absent, None
 // or `...`; an output that is also OPTIONAL is made only for `...`. ZERO: a new output is filled
-// with zeros. An absent OPTIONAL number is 0, or the value from the arrays; a REAL may be None. SAME: the array may be
-// one of those before it, although the op writes to one of the two.
+// with zeros. An absent OPTIONAL number (a REAL also as None) is 0, or the value from the arrays.
+// SAME: the array may be one of those before it, although the op writes to one of the two.
 enum { RM_OP_NEW = 16, RM_OP_ZERO = 32, RM_OP_OUT = RM_OP_NEW | RM_ARRAY_WRITE, RM_OP_SAME = 64 };
 
 typedef struct rm_op_call rm_op_call;

@@ -1,4 +1,5 @@
-// rows.cu: embed, gather_rows, activate, sigmoid_gate and rms_norm, with one block of threads for each row.
+// rows.cu: embed, gather_rows, activate, sigmoid_gate and rms_norm, with one block of threads for
+// each row.
 //
 // The norm's 16 partial sums are 16 chains for any length of the row, so 16 lanes of one warp run
 // them while the others wait. All threads copy the row to shared memory in stages; a step of a
