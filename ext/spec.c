@@ -34,6 +34,9 @@ static const rm_attribute model_fields[] = {
     SPEC(BOOL, tie_word_embeddings),
     SPEC(BOOL, router_bias),
     SPEC(BOOL, ungated),
+    SPEC(BOOL, zero_centered_norms),
+    SPEC(BOOL, qk_norm_last),
+    SPEC(BOOL, attention_gate),
     SPEC(F32, rms_norm_eps),
     SPEC(BOOL, sinks),
     SPEC(BOOL, moe_bias),
@@ -42,9 +45,12 @@ static const rm_attribute model_fields[] = {
 };
 // Attributes of EngineValues.
 static const rm_attribute fields[] = {
-    SPEC(BOOL, sigmoid_scores),      SPEC(I32, qk_norm),    SPEC(I32, wq_rows),
-    SPEC(BOOL, rope_neighbours),     SPEC(I32, activation), SPEC(F32, rope_scale),
-    SPEC(BOOL, experts_interleaved), SPEC(F32, min_sum),
+    SPEC(BOOL, sigmoid_scores),      SPEC(I32, qk_norm),           SPEC(I32, wq_rows),
+    SPEC(BOOL, rope_neighbours),     SPEC(I32, activation),        SPEC(F32, rope_scale),
+    SPEC(BOOL, experts_interleaved), SPEC(F32, min_sum),           SPEC(F32, local_rope_scale),
+    SPEC(F32, attention_scale),      SPEC(F32, attention_softcap), SPEC(F32, logits_softcap),
+    SPEC(F32, embed_scale),          SPEC(F32, embed_scale_bf16),  SPEC(F32, residual_scale),
+    SPEC(F32, logits_scale),
 };
 enum { LAYER_COLUMNS = 4 }; // is_moe, rotates, window, kind
 
@@ -68,7 +74,7 @@ static rm_layer_spec *layers_of(const int64_t *rows, int64_t n) {
   if (!layers) PyErr_NoMemory();
   for (int64_t i = 0; layers && i < n; i++, rows += LAYER_COLUMNS)
     layers[i] = (rm_layer_spec){.is_moe = rows[0] != 0,
-                                .rotates = rows[1] != 0,
+                                .rotates = (int)rows[1],
                                 .window = rows[2],
                                 .kind = (rm_layer_kind)rows[3]};
   return layers;
@@ -77,11 +83,12 @@ static rm_layer_spec *layers_of(const int64_t *rows, int64_t n) {
 rm_spec *rm_spec_from_python(PyObject *module, PyObject *object) {
   rm_spec values = {0}, *spec = NULL;
   rm_error err = RM_ERROR_INIT;
-  RM_OWNED *model = NULL, *inv_freq = NULL, *rows = NULL, *names = NULL;
+  RM_OWNED *model = NULL, *inv_freq = NULL, *local = NULL, *rows = NULL, *names = NULL;
   rm_layer_spec *layers;
-  void *frequencies, *columns;
+  void *frequencies, *local_frequencies = NULL, *columns;
   if (!(model = PyObject_GetAttrString(object, "spec")) ||
       !(inv_freq = PyObject_GetAttrString(object, "inv_freq")) ||
+      !(local = PyObject_GetAttrString(object, "local_inv_freq")) ||
       !(rows = PyObject_GetAttrString(object, "layers")) ||
       !(names = PyObject_GetAttrString(object, "names")) ||
       rm_attributes_read(module, model, model_fields, RM_LENGTH(model_fields), &values, NULL) ||
@@ -89,12 +96,16 @@ rm_spec *rm_spec_from_python(PyObject *module, PyObject *object) {
       read_names(module, names, &values))
     return NULL;
   rm_array_want of_rope = {"inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, {-1}},
+                of_local = {"local_inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, {-1}},
                 of_layers = {"layers", NPY_INT64, RM_ARRAY_IN, 2, {values.n_layers, LAYER_COLUMNS}};
-  if (rm_array_data(module, inv_freq, &of_rope, &frequencies) ||
+  if (rm_array_data(module, inv_freq, &of_rope, &frequencies)) return NULL;
+  of_local.shape[0] = of_rope.shape[0];
+  if ((local != Py_None && rm_array_data(module, local, &of_local, &local_frequencies)) ||
       rm_array_data(module, rows, &of_layers, &columns) ||
       !(layers = layers_of(columns, of_layers.shape[0])))
     return NULL;
   values.inv_freq = frequencies;
+  values.local_inv_freq = local_frequencies;
   values.rotary_dim = 2 * of_rope.shape[0];
   values.layers = layers;
   if (rm_spec_create(&values, &spec, &err)) rm_raise(module, &err);

@@ -135,6 +135,7 @@ typedef struct rm_embed_args {
   int packed;
   int64_t rows, hidden;
   rm_dtype dtype;
+  float scale; // out ← round(scale · row); 0: copies bits
 } rm_embed_args;
 
 // out[i] = x[from[i]], bit-identical. from: rows of x in any order, with repetitions; if from[i] is
@@ -148,8 +149,9 @@ typedef struct rm_gather_rows_args {
 } rm_gather_rows_args;
 
 // With x: residual ← round(residual + x); with x and x_gate: residual ← round(residual +
-// round(round(sigmoid(x_gate)) · x)). Then out ← round(weight · round(residual / rms(residual)));
-// without a weight out ← residual.
+// round(round(sigmoid(x_gate)) · x)); with x and x_scale: residual ← round(residual +
+// round(x_scale · x)). Then out ← round(weight · round(residual / rms(residual))); zero_centered:
+// out ← round((1 + weight) · (residual / rms(residual))); without a weight out ← residual.
 typedef struct rm_rms_norm_args {
   void *out; // T [rows][n]; may be x or residual; NULL: only updates the residual
   void *residual; // T [rows][n], in and out
@@ -159,6 +161,8 @@ typedef struct rm_rms_norm_args {
   float eps;
   int64_t rows, n;
   rm_dtype dtype;
+  int zero_centered; // the weights are stored as their difference to 1
+  float x_scale; // 0: adds x unscaled; never with x_gate
 } rm_rms_norm_args;
 
 // y[i][j] = round(dot(x[i], w[j]) + bias[j]). With groups, rows [group_rows[g], group_rows[g+1]) of
@@ -198,6 +202,14 @@ typedef struct rm_activate_args {
   rm_activation activation;
 } rm_activate_args;
 
+// out[i][j] = round(round(sigmoid(gate[i][j])) · x[i][j]): the output gate of attention.
+typedef struct rm_sigmoid_gate_args {
+  void *out; // T [rows][n]; may be x
+  const void *x, *gate; // T [rows][n]
+  int64_t rows, n;
+  rm_dtype dtype;
+} rm_sigmoid_gate_args;
+
 // The sum of squares of each head of q and k, as qk_rope_kv computes it for a norm per head. A norm
 // over all heads of a row takes the sums of all ranks' heads.
 typedef struct rm_head_squares_args {
@@ -210,7 +222,8 @@ typedef struct rm_head_squares_args {
 
 // For each head: norms q and k over head_dim, or over all heads of the model by their sums of
 // squares; rotates their first rotary_dim elements (pairs i, i + rotary_dim/2); writes k and v to
-// their slot. If k or v of a head is not finite, stores zeros instead and flags the row.
+// their slot. With norm_last it rotates first and then norms. If k or v of a head is not finite,
+// stores zeros instead and flags the row.
 typedef struct rm_qk_rope_kv_args {
   void *q_out; // T [rows][n_heads][head_dim]
   const void *qkv; // T [rows][(n_heads + 2·n_kv_heads)·head_dim], q then k then v
@@ -228,6 +241,8 @@ typedef struct rm_qk_rope_kv_args {
   int64_t rotary_dim; // even, 0 to head_dim; 0: no rotation
   int64_t all_heads, all_kv_heads; // with squares: heads of the whole model
   rm_dtype dtype;
+  int zero_centered; // the weights are stored as their difference to 1
+  int norm_last; // never with squares
 } rm_qk_rope_kv_args;
 
 // Row r attends to positions max(0, p − window + 1) … p of its sequence, p = positions[r]. Rows may
@@ -254,6 +269,7 @@ typedef struct rm_attention_args {
   // T [n_heads]: a logit of each query head that takes part in the softmax without a key or value;
   // or NULL.
   const void *sinks;
+  float softcap; // scores are softcap · tanh(score / softcap); 0: as they are
 } rm_attention_args;
 RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) {
   return group > 0 ? group : n_heads / n_kv_heads;
@@ -328,8 +344,9 @@ typedef struct rm_combine_args {
   rm_dtype dtype;
 } rm_combine_args;
 
-// logits = x·Wᵀ in float32; stats = (max, Σ exp(logit − max)), per 128 entries and merged
-// ascending. logprob(t) = (logit[t] − max) − log(sum).
+// logits = x·Wᵀ in float32, times `scale` and then softcap · tanh(logit / softcap), if these are not
+// 0; stats = (max, Σ exp(logit − max)), per 128 entries and merged ascending. logprob(t) = (logit[t]
+// − max) − log(sum).
 //
 // A rank of a mesh holds zero or more whole blocks of 128 entries. It computes `pairs` instead of
 // stats; merge_pairs takes the pairs of all ranks in the order of the vocabulary. Targets are
@@ -346,6 +363,7 @@ typedef struct rm_lm_head_args {
   const void *w; // packed T [vocab]×[hidden]
   int64_t rows, vocab, hidden, ldx, ld_logits; // vocab ≥ 1; with pairs ≥ 0
   rm_dtype dtype;
+  float scale, softcap; // 0: none
 } rm_lm_head_args;
 
 // Computes the stats, flags and logprobs of lm_head from the pairs of all blocks of the vocabulary,
@@ -483,6 +501,7 @@ typedef struct rm_pack_args {
 #define RM_ROW_OPS(X) \
   X(rms_norm, rm_rms_norm_args) \
   X(activate, rm_activate_args) \
+  X(sigmoid_gate, rm_sigmoid_gate_args) \
   X(head_squares, rm_head_squares_args) \
   X(qk_rope_kv, rm_qk_rope_kv_args) \
   X(combine, rm_combine_args) \

@@ -48,6 +48,8 @@ static rm_code write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
   const float *q_squares, *k_squares;
   const rm_code code = gather_squares(pass, &q_squares, &k_squares);
   if (code) return code;
+  const int rope = model->spec->layers[pass->index].rotates;
+  const int64_t table = rope > 1 ? rm_rope_elems(model) : 0;
   const rm_qk_rope_kv_args args = {
       .q_out = model->q,
       .qkv = model->qkv,
@@ -57,8 +59,8 @@ static rm_code write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
       .k_squares = k_squares,
       .all_heads = model->spec->n_heads,
       .all_kv_heads = model->spec->n_kv_heads,
-      .cos = model->cos,
-      .sin = model->sin,
+      .cos = model->cos + table,
+      .sin = model->sin + table,
       .positions = rm_on_device(pass, batch->positions),
       .slots = rm_on_device(pass, batch->slots),
       .k_cache = cache->pages[0],
@@ -70,8 +72,10 @@ static rm_code write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
       .n_kv_heads = here->kv_heads.n,
       .head_dim = model->spec->head_dim,
       .page_size = model->options.page_size,
-      .rotary_dim = model->spec->layers[pass->index].rotates ? model->spec->rotary_dim : 0,
+      .rotary_dim = rope ? model->spec->rotary_dim : 0,
       .dtype = model->options.dtype,
+      .zero_centered = model->spec->zero_centered_norms,
+      .norm_last = model->spec->qk_norm_last,
   };
   if (pass->rows) model->kernels->qk_rope_kv(&model->ctx, &args);
   return RM_OK;
@@ -102,11 +106,23 @@ static void attend(const rm_pass *pass, const rm_layer_cache *cache) {
       .group = group,
       .head0 = here->heads.first % group,
       .window = spec->layers[pass->index].window,
-      .scale = (float)(1.0 / __builtin_sqrt((double)spec->head_dim)),
+      .scale = spec->attention_scale != 0 ? spec->attention_scale
+                                          : (float)(1.0 / __builtin_sqrt((double)spec->head_dim)),
       .dtype = model->options.dtype,
       .sinks = rm_weight(pass->weights, pass->layer, RM_P_SINKS),
+      .softcap = spec->attention_softcap,
   };
   if (pass->rows) model->kernels->attention(&model->ctx, &args);
+}
+
+// Multiplies attention's output by the sigmoid of the gate, which is computed from x.
+static void gate_output(const rm_pass *pass) {
+  rm_model *model = pass->model;
+  const int64_t n = model->params->placement.heads.n * model->spec->head_dim;
+  const rm_sigmoid_gate_args args = {model->qkv, model->qkv, model->attn_gate,
+                                     pass->rows, n,          model->options.dtype};
+  rm_linear(pass, RM_P_ATTN_GATE, model->x, model->attn_gate);
+  if (pass->rows) model->kernels->sigmoid_gate(&model->ctx, &args);
 }
 
 rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache) {
@@ -118,6 +134,7 @@ rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   rm_linear(pass, RM_P_Q, model->x, model->qkv);
   if ((code = write_kv(pass, cache))) return code;
   attend(pass, cache);
+  if (model->spec->attention_gate) gate_output(pass);
   if ((code = rm_shard_gather_part(shard, RM_DIM_Q, shard->elem, model->qkv, width, model->attended,
                                    pass->rows, pass->err)))
     return code;

@@ -25,6 +25,9 @@ static rm_limits limits_of(const rm_params *params, const rm_model_options *opti
   };
 }
 
+// The number of rope tables.
+static int n_ropes(const rm_spec *spec) { return spec->local_inv_freq ? 2 : 1; }
+
 // Allocates all activations as one block.
 static rm_code create_buffers(rm_model *model, char **workspace, size_t workspace_bytes,
                               rm_error *err) {
@@ -33,13 +36,13 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   const int parallel = model->shard.comm != NULL;
   const size_t rows = (size_t)options->max_rows, elem = rm_dtype_bytes(options->dtype),
                half = (size_t)spec->rotary_dim / 2, row = (size_t)spec->hidden_size * elem;
-  const size_t table = (size_t)options->max_positions * sizeof(float),
+  const size_t table = (size_t)(options->max_positions * n_ropes(spec)) * sizeof(float),
                wide = (size_t)(spec->n_heads * spec->head_dim) * elem;
   const size_t looked_up =
       (size_t)rm_max64(options->max_rows, options->static_rows * model->shard.size);
   const size_t shared_rows = spec->shared_intermediate_size ? rows : 0;
   const size_t normed_rows = spec->qk_norm == RM_QK_NORM_WHOLE ? rows : 0;
-  enum { FIELDS = 17 };
+  enum { FIELDS = 18 };
   rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
       {&model->cos, table, half},
       {&model->sin, table, half},
@@ -48,6 +51,8 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->out_residual, rows, row},
       {&model->qkv, rows, (size_t)rm_qkv_width(model->params) * elem},
       {&model->q, rows, (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
+      {&model->attn_gate, spec->attention_gate ? rows : 0,
+       (size_t)(model->params->placement.heads.n * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers || shared_rows ? rows : 0,
        (size_t)rm_max64(spec->intermediate_size, spec->shared_intermediate_size) * elem},
       RM_FIELD_ROWS(
@@ -78,15 +83,19 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
 static void make_rope_table(const rm_model *model, float *cos, float *sin) {
   const rm_spec *spec = model->spec;
   const uint32_t saved = rm_fp_enter();
-  rm_rope_table(cos, sin, spec->inv_freq, model->options.max_positions, spec->rotary_dim / 2,
-                spec->rope_scale, model->options.dtype);
+  for (int i = 0; i < n_ropes(spec); i++) {
+    const int64_t at = i * rm_rope_elems(model);
+    rm_rope_table(cos + at, sin + at, i ? spec->local_inv_freq : spec->inv_freq,
+                  model->options.max_positions, spec->rotary_dim / 2,
+                  i ? spec->local_rope_scale : spec->rope_scale, model->options.dtype);
+  }
   rm_fp_leave(saved);
 }
 
 // Computes the table on the host for every device, so that all devices have the same values.
 static rm_code fill_rope_table(rm_model *model, rm_error *err) {
   const rm_device *device = model->device;
-  const size_t n = (size_t)(model->options.max_positions * (model->spec->rotary_dim / 2));
+  const size_t n = (size_t)(rm_rope_elems(model) * n_ropes(model->spec));
   if (device->on_host) {
     make_rope_table(model, model->cos, model->sin);
     return RM_OK;

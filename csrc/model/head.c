@@ -31,6 +31,8 @@ static rm_lm_head_args args_of(const rm_model *model, const char *weights, const
       .ldx = model->spec->hidden_size,
       .ld_logits = head->ld_logits,
       .dtype = model->options.dtype,
+      .scale = model->spec->logits_scale,
+      .softcap = model->spec->logits_softcap,
   };
 }
 

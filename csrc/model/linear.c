@@ -24,9 +24,9 @@ static rm_gemm_args args_of(const rm_pass *pass, rm_param_kind kind, const void 
                        .y_dtype = params->dtype};
   if (kind == RM_P_Q || kind == RM_P_O)
     args.bias = rm_weight(pass->weights, pass->layer, kind == RM_P_Q ? RM_P_Q_BIAS : RM_P_O_BIAS);
-  if (kind == RM_P_Q) {
+  if (kind == RM_P_Q || kind == RM_P_ATTN_GATE) {
     args.y = y;
-    args.n = args.ldy = rm_qkv_width(params);
+    args.n = args.ldy = kind == RM_P_Q ? rm_qkv_width(params) : mine.n;
   }
   return args;
 }
@@ -47,7 +47,8 @@ void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y) 
 // --------------------------------------------------------------------------------------- cuBLASLt
 // Lists the shapes of the dense gemms, which are the same in all layers. Returns their number.
 static int list_shapes(rm_model *model, rm_gemm_shape list[RM_MAX_GEMM_SHAPES]) {
-  static const rm_param_kind kinds[] = {RM_P_Q, RM_P_O, RM_P_GATE, RM_P_UP, RM_P_DOWN};
+  static const rm_param_kind kinds[] = {RM_P_Q,    RM_P_ATTN_GATE, RM_P_O,
+                                        RM_P_GATE, RM_P_UP,        RM_P_DOWN};
   const rm_spec *spec = model->spec;
   int64_t dense = 0;
   int n = 0;

@@ -37,6 +37,8 @@ static void look_up(const rm_pass *pass, void *out, const int32_t *ids, int64_t 
       .rows = rows,
       .hidden = model->spec->hidden_size,
       .dtype = model->options.dtype,
+      .scale = model->options.dtype == RM_BF16 ? model->spec->embed_scale_bf16
+                                               : model->spec->embed_scale,
   };
   if (rows) model->kernels->embed(&model->ctx, &args);
 }
@@ -67,10 +69,11 @@ static rm_code embed(const rm_pass *pass) {
   return code;
 }
 
-// out ← norm(residual += x · gate), without the addition when x is NULL, without the norm when
-// weight is NULL, without out when it is NULL, without the gate when it is NULL.
+// out ← norm(residual += x · gate · scale), without the addition when x is NULL, without the norm
+// when weight is NULL, without out when it is NULL, without the gate when it is NULL, without the
+// scale when it is 0.
 static void norm_rows(rm_model *model, void *out, void *residual, const void *x, const void *gate,
-                      const char *weight, int64_t rows) {
+                      float scale, const char *weight, int64_t rows) {
   const rm_rms_norm_args args = {
       .out = out,
       .residual = residual,
@@ -81,6 +84,8 @@ static void norm_rows(rm_model *model, void *out, void *residual, const void *x,
       .rows = rows,
       .n = model->spec->hidden_size,
       .dtype = model->options.dtype,
+      .zero_centered = model->spec->zero_centered_norms,
+      .x_scale = scale,
   };
   if (rows) model->kernels->rms_norm(&model->ctx, &args);
 }
@@ -96,7 +101,8 @@ static void norm(const rm_pass *pass, const char *weight, int is_first) {
   rm_model *model = pass->model;
   const rm_range rows = rm_kept_rows(model, pass->rows);
   char *out = model->x + (size_t)rows.first * rm_row_bytes(model);
-  norm_rows(model, out, model->residual, is_first ? NULL : output_of(model), NULL, weight, rows.n);
+  norm_rows(model, out, model->residual, is_first ? NULL : output_of(model), NULL,
+            model->spec->residual_scale, weight, rows.n);
 }
 
 // Norms a block's output in place, in models with norms after blocks.
@@ -104,7 +110,7 @@ static void norm_output(const rm_pass *pass, rm_param_kind kind) {
   rm_model *model = pass->model;
   const char *weight = rm_weight(pass->weights, pass->layer, kind);
   if (weight)
-    norm_rows(model, output_of(model), output_of(model), NULL, NULL, weight,
+    norm_rows(model, output_of(model), output_of(model), NULL, NULL, 0, weight,
               rm_kept_rows(model, pass->rows).n);
 }
 
@@ -202,7 +208,7 @@ static rm_code moe_block(const rm_pass *pass) {
   if (!code) code = routed_experts(pass);
   if (!code)
     norm_rows(model, NULL, output_of(model),
-              model->sequence_parallel ? model->shared_home : model->shared, gate, NULL, rows.n);
+              model->sequence_parallel ? model->shared_home : model->shared, gate, 0, NULL, rows.n);
   return code;
 }
 
@@ -229,7 +235,8 @@ static rm_code finish(const rm_pass *pass, const void **hidden) {
   }
   gather(model, model->out_residual, model->residual, from, n);
   gather(model, model->residual, output_of(model), from, n); // residual is free by now
-  norm_rows(model, model->x, model->out_residual, model->residual, NULL, weight, n);
+  norm_rows(model, model->x, model->out_residual, model->residual, NULL,
+            model->spec->residual_scale, weight, n);
   *hidden = model->x;
   if (!model->sequence_parallel) return RM_OK;
   *hidden = model->home;

@@ -20,13 +20,14 @@ struct rm_model {
   rm_shard shard; // owned
   void *block; // owned, device memory: holds the device arrays below
   size_t block_bytes;
-  float *cos, *sin; // [max_positions][rotary_dim/2]
+  float *cos, *sin; // [max_positions][rotary_dim/2]; then of the local table, if there is one
   char *residual, *x; // T [max_rows][hidden]
   char *qkv; // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output
   // Only for RM_QK_NORM_WHOLE: sums of squares of q's heads, then of k's.
   float *squares; // [max_rows][heads + kv_heads] of this rank
   float *all_squares; // [max_rows][all heads + all kv heads]; where tp > 1
   char *q; // T [max_rows][heads·head_dim] of this rank
+  char *attn_gate; // T [max_rows][heads·head_dim] of this rank, with attention_gate
   char *out_residual; // T [max_rows][hidden] residual of the batch's out_rows
   char *inner; // T [max_rows][intermediate], of dense layers and shared experts
   char *shared; // T [max_rows][hidden] a shared expert's output
@@ -87,6 +88,10 @@ typedef struct rm_pass {
   rm_error *err;
 } rm_pass;
 
+// Elements of the cos or sin of one rope table.
+static inline int64_t rm_rope_elems(const rm_model *model) {
+  return model->options.max_positions * (model->spec->rotary_dim / 2);
+}
 static inline size_t rm_row_bytes(const rm_model *model) {
   return (size_t)model->spec->hidden_size * rm_dtype_bytes(model->options.dtype);
 }
@@ -101,8 +106,8 @@ rm_code rm_complete_rows(const rm_pass *pass);
 rm_code rm_complete_columns(const rm_pass *pass, char *matrix, char *home);
 
 // linear.c. y ← x · the layer's matrix `kind` (q: q, k and v), for this rank's columns of y; the
-// matrix y is whole, but that of q, k and v has this rank's columns only. For a gate the matrix is
-// gate and up, and y ← activation(gate) · up.
+// matrix y is whole, but those of q, k and v and of attention's gate have this rank's columns only.
+// For the gate of an MLP the matrix is gate and up, and y ← activation(gate) · up.
 void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
 // Elements of q, k and v of one token on this rank.
 static inline int64_t rm_qkv_width(const rm_params *params) {

@@ -32,6 +32,7 @@ const rm_kind rm_kinds[RM_N_PARAM_KIND] = {
     [RM_P_K] = {"k", "self_attn.k_proj.weight", RM_DIM_KV, RM_DIM_HIDDEN},
     [RM_P_V] = {"v", "self_attn.v_proj.weight", RM_DIM_KV, RM_DIM_HIDDEN},
     [RM_P_O] = {"o", "self_attn.o_proj.weight", RM_DIM_OUT, RM_DIM_Q},
+    [RM_P_ATTN_GATE] = {"attn_gate", "self_attn.gate_proj.weight", RM_DIM_Q, RM_DIM_HIDDEN},
     [RM_P_Q_BIAS] = {"q_bias", "self_attn.q_proj.bias", RM_DIM_Q},
     [RM_P_K_BIAS] = {"k_bias", "self_attn.k_proj.bias", RM_DIM_KV},
     [RM_P_V_BIAS] = {"v_bias", "self_attn.v_proj.bias", RM_DIM_KV},
@@ -109,6 +110,7 @@ static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind 
     case RM_P_K_BIAS:
     case RM_P_V_BIAS: return s->attention_bias;
     case RM_P_O_BIAS: return s->o_bias;
+    case RM_P_ATTN_GATE: return s->attention_gate;
     case RM_P_Q_NORM:
     case RM_P_K_NORM: return s->qk_norm != RM_QK_NORM_NONE;
     case RM_P_SINKS: return s->sinks;

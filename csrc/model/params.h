@@ -83,7 +83,7 @@ static inline int64_t rm_param_extent(const rm_param *param) {
 }
 // Whether a kind is multiplied by a dense gemm, which cuBLASLt may compute.
 static inline int rm_kind_is_dense(rm_param_kind kind) {
-  return (kind >= RM_P_Q && kind <= RM_P_O) || (kind >= RM_P_GATE && kind <= RM_P_DOWN);
+  return (kind >= RM_P_Q && kind <= RM_P_ATTN_GATE) || (kind >= RM_P_GATE && kind <= RM_P_DOWN);
 }
 // The address of a layer's matrix; NULL if the layer does not have it.
 static inline const char *rm_weight(const char *weights, const rm_layer_params *layer,

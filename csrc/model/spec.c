@@ -57,17 +57,43 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
   return RM_OK;
 }
 
-static rm_code check_rope(const rm_spec *s, rm_error *err) {
-  const rm_code code = check_positive("rope_scale", s->rope_scale, err);
-  if (code) return code;
-  if (!s->inv_freq)
-    return rm_fail(err, RM_E_CONFIG, "inv_freq: expected rotary_dim/2=%lld values, got none",
-                   (long long)s->rotary_dim / 2);
-  for (int64_t i = 0; i < s->rotary_dim / 2; i++)
-    if (!(isfinite(s->inv_freq[i]) && s->inv_freq[i] >= 0))
-      return rm_fail(err, RM_E_CONFIG, "inv_freq[%lld]: expected a finite number ≥ 0, got %g",
-                     (long long)i, (double)s->inv_freq[i]);
+static rm_code check_frequencies(const char *name, const float *inv_freq, int64_t n,
+                                 rm_error *err) {
+  if (!inv_freq)
+    return rm_fail(err, RM_E_CONFIG, "%s: expected rotary_dim/2=%lld values, got none", name,
+                   (long long)n);
+  for (int64_t i = 0; i < n; i++)
+    if (!(isfinite(inv_freq[i]) && inv_freq[i] >= 0))
+      return rm_fail(err, RM_E_CONFIG, "%s[%lld]: expected a finite number ≥ 0, got %g", name,
+                     (long long)i, (double)inv_freq[i]);
   return RM_OK;
+}
+
+static rm_code check_rope(const rm_spec *s, rm_error *err) {
+  rm_code code = check_positive("rope_scale", s->rope_scale, err);
+  if (!code) code = check_frequencies("inv_freq", s->inv_freq, s->rotary_dim / 2, err);
+  if (code || !s->local_inv_freq) return code;
+  code = check_positive("local_rope_scale", s->local_rope_scale, err);
+  return code ? code
+              : check_frequencies("local_inv_freq", s->local_inv_freq, s->rotary_dim / 2, err);
+}
+
+static rm_code check_factors(const rm_spec *s, rm_error *err) {
+  const struct {
+    const char *name;
+    float value;
+  } factors[] = {
+      {"attention_scale", s->attention_scale},   {"attention_softcap", s->attention_softcap},
+      {"logits_softcap", s->logits_softcap},     {"embed_scale", s->embed_scale},
+      {"embed_scale_bf16", s->embed_scale_bf16}, {"residual_scale", s->residual_scale},
+      {"logits_scale", s->logits_scale}};
+  rm_code code = RM_OK;
+  for (size_t i = 0; i < sizeof factors / sizeof *factors && !code; i++)
+    if (factors[i].value != 0) code = check_positive(factors[i].name, factors[i].value, err);
+  if (!code && s->qk_norm_last && s->qk_norm == RM_QK_NORM_WHOLE)
+    return rm_fail(err, RM_E_CONFIG,
+                   "qk_norm_last: expected false with norms over all heads, got true");
+  return code;
 }
 
 static rm_code check_experts(const rm_spec *s, rm_error *err) {
@@ -117,6 +143,9 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
     if (s->layers[i].kind < 0 || s->layers[i].kind >= RM_N_LAYER_KIND)
       return rm_fail(err, RM_E_CONFIG, "kind of layer %lld: expected 0 to %d, got %d", (long long)i,
                      RM_N_LAYER_KIND - 1, (int)s->layers[i].kind);
+    if (s->layers[i].rotates == 2 && !s->local_inv_freq)
+      return rm_fail(err, RM_E_CONFIG, "layer %lld: expected local_inv_freq, got none",
+                     (long long)i);
     if (s->layers[i].is_moe && s->n_experts == 0)
       return rm_fail(err, RM_E_CONFIG,
                      "layer %lld: expected a dense MLP with num_experts=0, got experts",
@@ -144,7 +173,8 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   rm_code code;
   if ((code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err)) ||
       (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
-      (code = check_experts(values, err)) || (code = check_layers(values, &n_moe, err)) ||
+      (code = check_factors(values, err)) || (code = check_experts(values, err)) ||
+      (code = check_layers(values, &n_moe, err)) ||
       (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)) ||
       (code = check_positive("swiglu_alpha", values->swiglu_alpha, err)) ||
       (code = check_positive("swiglu_limit", values->swiglu_limit, err)))
@@ -171,13 +201,15 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   }
   const size_t freq_bytes = (size_t)(values->rotary_dim / 2) * sizeof *values->inv_freq;
   // One allocation: the spec, its layers, frequencies and names.
-  rm_spec *spec = rm_alloc(1, sizeof *spec + layers_bytes + freq_bytes + names_bytes);
+  rm_spec *spec = rm_alloc(1, sizeof *spec + layers_bytes + 2 * freq_bytes + names_bytes);
   if (!spec) return rm_no_memory(err, "a spec", 0);
   *spec = *values;
   spec->n_moe_layers = n_moe;
   spec->layers = memcpy(spec + 1, values->layers, layers_bytes);
   spec->inv_freq = memcpy((char *)(spec + 1) + layers_bytes, values->inv_freq, freq_bytes);
-  char *name = (char *)(spec + 1) + layers_bytes + freq_bytes;
+  char *local = (char *)(spec + 1) + layers_bytes + freq_bytes, *name = local + freq_bytes;
+  if (values->local_inv_freq)
+    spec->local_inv_freq = memcpy(local, values->local_inv_freq, freq_bytes);
   for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
     if (!values->names[kind]) continue;
     const size_t bytes = strlen(values->names[kind]) + 1;

@@ -11,7 +11,7 @@
 typedef enum rm_param_kind {
   RM_P_EMBED, RM_P_LM_HEAD, RM_P_FINAL_NORM,
   RM_P_INPUT_NORM, RM_P_POST_ATTN_NORM, RM_P_PRE_MLP_NORM, RM_P_POST_MLP_NORM,
-  RM_P_Q, RM_P_K, RM_P_V, RM_P_O,
+  RM_P_Q, RM_P_K, RM_P_V, RM_P_O, RM_P_ATTN_GATE,
   RM_P_Q_BIAS, RM_P_K_BIAS, RM_P_V_BIAS, RM_P_O_BIAS,
   RM_P_Q_NORM, RM_P_K_NORM, RM_P_SINKS,
   RM_P_GATE, RM_P_UP, RM_P_DOWN,
@@ -37,7 +37,7 @@ typedef enum rm_layer_kind { RM_LAYER_ATTENTION, RM_N_LAYER_KIND } rm_layer_kind
 typedef struct rm_layer_spec {
   rm_layer_kind kind;
   int is_moe;
-  int rotates; // rope rotates its q and k
+  int rotates; // rope rotates its q and k: 0: not; 1: by inv_freq; 2: by local_inv_freq
   int64_t window; // sliding window in positions, 0: full attention
 } rm_layer_spec;
 
@@ -68,6 +68,16 @@ typedef struct rm_spec {
   int64_t n_groups, top_groups; // expert groups, and groups that a row may choose from; 1, 1: all
   float route_scale; // factor of all gates
   float min_sum; // with norm_topk_prob and softmax: the least sum to divide by; 0: any
+  // Factors and caps of numbers; 0: none.
+  float attention_scale; // of scores; 0: 1/√head_dim
+  float attention_softcap, logits_softcap; // scores (logits) are cap · tanh(score / cap)
+  float embed_scale, residual_scale, logits_scale; // of embeddings, blocks' outputs and logits
+  float embed_scale_bf16; // embed_scale of a bfloat16 model
+  int zero_centered_norms; // weights of norms are stored as their difference to 1
+  int attention_gate; // attention's output is multiplied by sigmoid(x · Wᵀ)
+  int qk_norm_last; // q and k are normed after rope; never with RM_QK_NORM_WHOLE
+  const float *local_inv_freq; // [rotary_dim/2] of layers that rotate by it; NULL: no such layer
+  float local_rope_scale;
   rm_wq_rows wq_rows;
   // Rows of q and k under all other names: rope rotates neighbouring elements; else halves of a
   // head.

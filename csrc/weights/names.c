@@ -32,6 +32,12 @@ static const spelling spellings[] = {
     {"mlp.experts.down_proj", EXPERTS, RM_P_EXPERT_DOWN},
     {"mlp.experts.gate_up_proj_bias", EXPERTS_GATE_UP, RM_P_EXPERT_GATE_BIAS},
     {"mlp.experts.down_proj_bias", EXPERTS, RM_P_EXPERT_DOWN_BIAS},
+    {"block_sparse_moe.experts.gate_up_proj", EXPERTS_GATE_UP, RM_P_EXPERT_GATE},
+    {"block_sparse_moe.experts.down_proj", EXPERTS, RM_P_EXPERT_DOWN},
+    {"block_sparse_moe.router.weight", ONE, RM_P_ROUTER},
+    // GraniteMoE's checkpoints
+    {"block_sparse_moe.input_linear.weight", EXPERTS_GATE_UP, RM_P_EXPERT_GATE},
+    {"block_sparse_moe.output_linear.weight", EXPERTS, RM_P_EXPERT_DOWN},
     // fused projections, as inference engines hold them
     {"self_attn.qkv_proj.weight", QKV, RM_P_Q},
     {"self_attn.qkv_proj.bias", QKV, RM_P_Q_BIAS},

@@ -16,6 +16,7 @@ static void embed_table(rm_op_call *c, rm_op_argument *table) {
 
 static const rm_op_argument embed[] = {
     FLAG(packed),
+    OPTIONAL_REAL(scale),
     NUMBER(vocab, x_rows, SIZE, RM_ARRAY_OPTIONAL, 0, RM_OP_MAX_SIZE),
     NUMBER(hidden, hidden, SIZE, RM_ARRAY_OPTIONAL, 0, RM_OP_MAX_SIZE),
     ADJUSTED(embed_table, table, T, RM_ARRAY_IN, x_rows, hidden),
@@ -52,6 +53,8 @@ static void norm_check(rm_op_call *c) {
 
 static const rm_op_argument rms_norm[] = {
     REAL(eps, 0),
+    FLAG(zero_centered),
+    OPTIONAL_REAL(x_scale),
     ADJUSTED(residual_written, residual, T, RM_ARRAY_IN, rows, n),
     ARRAY(x, T, RM_ARRAY_OPTIONAL | RM_OP_SAME, rows, n),
     OPTIONAL(x_gate, T, rows),
@@ -159,12 +162,17 @@ static const rm_op_argument activate[] = {
     {0},
 };
 
-const rm_op rm_ops_dense[] = {
-    OP_OF_T(embed),
-    OP_OF_F32(gather_rows),
-    OP_OF_T(rms_norm),
-    OP_OF_T(gemm),
-    OP_OF_T(gemm_swiglu),
-    OP_OF_T(activate),
+// ----------------------------------------------------------------------------------- sigmoid_gate
+#undef OP
+#define OP a.sigmoid_gate
+static const rm_op_argument sigmoid_gate[] = {
+    IN(x, T, rows, n),
+    IN(gate, T, rows, n),
+    ARRAY(out, T, RM_OP_OUT | RM_OP_SAME, rows, n),
     {0},
+};
+
+const rm_op rm_ops_dense[] = {
+    OP_OF_T(embed),       OP_OF_F32(gather_rows), OP_OF_T(rms_norm),     OP_OF_T(gemm),
+    OP_OF_T(gemm_swiglu), OP_OF_T(activate),      OP_OF_T(sigmoid_gate), {0},
 };

@@ -20,6 +20,8 @@ static void head_sizes(rm_op_call *c) {
    .below = AT(below_)}
 static const rm_op_argument lm_head[] = {
     SIZE(vocab, 1),
+    OPTIONAL_REAL(scale),
+    OPTIONAL_REAL(softcap),
     IN(x, T, rows, hidden),
     STEP(head_sizes),
     PACKED(w, elems),
@@ -33,6 +35,8 @@ static const rm_op_argument lm_head[] = {
 
 static const rm_op_argument lm_head_pairs[] = {
     SIZE(vocab, 0),
+    OPTIONAL_REAL(scale),
+    OPTIONAL_REAL(softcap),
     IN(x, T, rows, hidden),
     STEP(head_sizes),
     PACKED(w, elems),

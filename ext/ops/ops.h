@@ -48,7 +48,7 @@ typedef struct rm_kernels_object {
 // The largest size: sums of sizes and rounding up are exact in int64_t; products are checked.
 enum { RM_OP_MAX_SIZE = INT32_MAX };
 // Blocks and arguments of one op; dims of an array.
-enum { RM_OP_MAX_BLOCKS = 5, RM_OP_MAX_ARGUMENTS = 20, RM_OP_MAX_DIMS = 3 };
+enum { RM_OP_MAX_BLOCKS = 5, RM_OP_MAX_ARGUMENTS = 24, RM_OP_MAX_DIMS = 3 };
 
 // -------------------------------------------------------------------------------------- the table
 // The argument struct of every op.
@@ -95,8 +95,8 @@ typedef enum rm_op_type {
 
 // Flags in addition to those of arrays.h. NEW: an output. The call makes it if it is absent, None
 // or `...`; an output that is also OPTIONAL is made only for `...`. ZERO: a new output is filled
-// with zeros. An absent OPTIONAL number is 0, or the value from the arrays. SAME: the array may be
-// one of those before it, although the op writes to one of the two.
+// with zeros. An absent OPTIONAL number (a REAL also as None) is 0, or the value from the arrays.
+// SAME: the array may be one of those before it, although the op writes to one of the two.
 enum { RM_OP_NEW = 16, RM_OP_ZERO = 32, RM_OP_OUT = RM_OP_NEW | RM_ARRAY_WRITE, RM_OP_SAME = 64 };
 
 typedef struct rm_op_call rm_op_call;
@@ -173,6 +173,7 @@ struct rm_op_argument {
 #define SIZE(name, low) SIZE_AT(name, name, low)
 #define CHOICE(name, last) NUMBER(name, name, CHOICE, 0, 0, last)
 #define REAL(name, low) NUMBER(name, name, REAL, 0, low, 0)
+#define OPTIONAL_REAL(name) NUMBER(name, name, REAL, RM_ARRAY_OPTIONAL, 0, 0)
 #define FLAG(name) NUMBER(name, name, FLAG, RM_ARRAY_OPTIONAL, 0, 0)
 #define STEP(step_) {.step = step_}
 

@@ -70,7 +70,8 @@ static float real_of(rm_op_call *c, PyObject *object, const char *name, float lo
 
 static void take_number(rm_op_call *c, const rm_op_argument *a, PyObject *object) {
   void *to = rm_op_value(c, a->value);
-  if (!object && (a->flags & RM_ARRAY_OPTIONAL)) return;
+  const int is_absent = !object || (object == Py_None && a->type == RM_OP_REAL);
+  if (is_absent && (a->flags & RM_ARRAY_OPTIONAL)) return;
   if (!object) object = Py_None;
   if (a->type == RM_OP_REAL) {
     *(float *)to = real_of(c, object, a->name, a->low ? -FLT_MAX : 0.0f);

@@ -96,14 +96,14 @@ VEC vi live_lanes(const unit *u, int64_t q, int64_t t0, int half) {
   return vi_sub(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
 }
 
-// Scales and masks the scores of q (those of positions that are not live are undefined before) and
-// sets `top` to the maximum of m and the scores.
+// Scales, caps and masks the scores of q (those of positions that are not live are undefined
+// before) and sets `top` to the maximum of m and the scores.
 VEC void mask_scores(unit *u, int64_t q, int64_t t0) {
   const int partly = u->first[q] > t0 || u->last[q] < t0 + RM_ATTN_BLOCK - 1;
   vf top = vf_set1(u->m[q]);
   for (int half = 0; half < 2; half++) {
     float *scores = u->scores + lanes_at(u, half, q);
-    vf s = vf_mul(vf_load(scores), vf_set1(u->a->scale));
+    vf s = vf_softcap(vf_mul(vf_load(scores), vf_set1(u->a->scale)), u->a->softcap);
     if (partly) s = vf_pick(live_lanes(u, q, t0, half), s, vf_set1(-INFINITY));
     vf_store(scores, s);
     top = vf_max(s, top);

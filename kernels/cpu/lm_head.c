@@ -32,7 +32,9 @@ VEC void block_of_row(const head_job *job, const float *acc, int64_t r, int64_t 
   int bad = 0;
   for (int i = 0; entries(n, i) > 0; i++) {
     const vi present = vi_first(entries(n, i));
-    const vf logit = vf_canon(vf_load(acc + (i * job->rows + r) * RM_LANES));
+    vf logit = vf_load(acc + (i * job->rows + r) * RM_LANES);
+    if (a->scale != 0.0f) logit = vf_mul(logit, vf_set1(a->scale));
+    logit = vf_canon(vf_softcap(logit, a->softcap));
     bad |= vf_any_nonfinite(vf_keep(logit, present));
     max = vf_max(vf_pick(present, logit, none), max);
     vf_store(logits + i * RM_LANES, logit);

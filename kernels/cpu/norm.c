@@ -1,21 +1,34 @@
-// norm.c: rms_norm with its residual.
+// norm.c: rms_norm with its residual, and sigmoid_gate.
 #include "variant.h"
 
-VEC vf gate_of(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {
-  const vf logit = vf_set1(rm_get(T, a->x_gate, row));
+// The sigmoid, rounded.
+VEC vf gate_of(rm_dtype T, vf logit) {
   return vt_round(T, vf_div(vf_set1(1.0f), vf_add(vf_set1(1.0f), vf_exp(vf_neg(logit)))));
 }
 
+VEC void gate_row(rm_dtype T, const rm_sigmoid_gate_args *a, int64_t row) {
+  const int64_t base = row * a->n;
+  for (int64_t i = 0; i < a->n; i += RM_LANES) {
+    const int64_t n = rm_min64(RM_LANES, a->n - i);
+    const vf gate = gate_of(T, vt_load_n(T, a->gate, base + i, n));
+    vt_store_n(T, a->out, base + i, vt_round(T, vf_mul(gate, vt_load_n(T, a->x, base + i, n))), n);
+  }
+}
+
+ROW_OP(sigmoid_gate, a->rows * a->n, SPECIALIZE(a->dtype, gate_row(T, a, r)))
+
 VEC void norm_row(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {
   const int64_t base = row * a->n;
-  const vf gate = a->x_gate ? gate_of(T, a, row) : vf_zero();
+  const int is_scaled = a->x_gate || a->x_scale != 0.0f;
+  const vf factor =
+      a->x_gate ? gate_of(T, vf_set1(rm_get(T, a->x_gate, row))) : vf_set1(a->x_scale);
   vf squares = vf_zero();
   for (int64_t i = 0; i < a->n; i += RM_LANES) {
     const int64_t n = rm_min64(RM_LANES, a->n - i);
     vf h = vt_load_n(T, a->residual, base + i, n);
     if (a->x) {
       const vf x = vt_load_n(T, a->x, base + i, n);
-      h = vt_round(T, vf_add(h, a->x_gate ? vt_round(T, vf_mul(gate, x)) : x));
+      h = vt_round(T, vf_add(h, is_scaled ? vt_round(T, vf_mul(factor, x)) : x));
       vt_store_n(T, a->residual, base + i, h, n);
     }
     squares = vf_fma(h, h, squares);
@@ -29,8 +42,9 @@ VEC void norm_row(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {
   const vf scale = vf_set1(1.0f / sqrtf(vf_tree16(squares) / (float)a->n + a->eps));
   for (int64_t i = 0; i < a->n; i += RM_LANES) {
     const int64_t n = rm_min64(RM_LANES, a->n - i);
-    const vf t = vt_round(T, vf_mul(vt_load_n(T, a->residual, base + i, n), scale));
-    vt_store_n(T, a->out, base + i, vt_round(T, vf_mul(vt_load_n(T, a->weight, i, n), t)), n);
+    const vf t = vf_mul(vt_load_n(T, a->residual, base + i, n), scale);
+    vt_store_n(T, a->out, base + i,
+               vt_weighted(T, a->zero_centered, vt_load_n(T, a->weight, i, n), t), n);
   }
 }
 

@@ -23,11 +23,12 @@ void rm_rms_norm_ref(const rm_ctx *ctx, const rm_rms_norm_args *a) {
   const rm_dtype dtype = a->dtype;
   for (int64_t r = 0; r < a->rows; r++) {
     void *h = rm_at_mut(dtype, a->residual, r * a->n);
-    const float gate =
-        a->x_gate ? rm_round_to(dtype, rm_sigmoid(rm_get(dtype, a->x_gate, r))) : 1.0f;
+    const int is_scaled = a->x_gate || a->x_scale != 0.0f;
+    const float factor =
+        a->x_gate ? rm_round_to(dtype, rm_sigmoid(rm_get(dtype, a->x_gate, r))) : a->x_scale;
     for (int64_t i = 0; a->x && i < a->n; i++) {
       const float x = rm_get(dtype, a->x, r * a->n + i);
-      rm_put(dtype, h, i, rm_get(dtype, h, i) + (a->x_gate ? rm_round_to(dtype, gate * x) : x));
+      rm_put(dtype, h, i, rm_get(dtype, h, i) + (is_scaled ? rm_round_to(dtype, factor * x) : x));
     }
     if (!a->weight) {
       if (a->out)
@@ -35,10 +36,10 @@ void rm_rms_norm_ref(const rm_ctx *ctx, const rm_rms_norm_args *a) {
       continue;
     }
     const float scale = rms_scale(sum_of_squares(dtype, h, a->n), a->n, a->eps);
-    for (int64_t i = 0; i < a->n; i++) {
-      const float t = rm_round_to(dtype, rm_get(dtype, h, i) * scale);
-      rm_put(dtype, a->out, r * a->n + i, rm_get(dtype, a->weight, i) * t);
-    }
+    for (int64_t i = 0; i < a->n; i++)
+      rm_put(dtype, a->out, r * a->n + i,
+             rm_weighted(dtype, a->zero_centered, rm_get(dtype, a->weight, i),
+                         rm_get(dtype, h, i) * scale));
   }
 }
 
@@ -100,6 +101,14 @@ void rm_activate_ref(const rm_ctx *ctx, const rm_activate_args *a) {
       rm_put(a->dtype, a->out, i, rm_activate(a->activation, rm_get(a->dtype, a->x, i)));
 }
 
+void rm_sigmoid_gate_ref(const rm_ctx *ctx, const rm_sigmoid_gate_args *a) {
+  (void)ctx;
+  for (int64_t i = 0; i < a->rows * a->n; i++)
+    rm_put(a->dtype, a->out, i,
+           rm_round_to(a->dtype, rm_sigmoid(rm_get(a->dtype, a->gate, i))) *
+               rm_get(a->dtype, a->x, i));
+}
+
 void rm_head_squares_ref(const rm_ctx *ctx, const rm_head_squares_args *a) {
   (void)ctx;
   for (int64_t r = 0; r < a->rows; r++)
@@ -119,17 +128,13 @@ static float scale_of_all(const float *squares, int64_t n_heads, int64_t head_di
   return rms_scale(total, n_heads * head_dim, eps);
 }
 
-// Computes one head, numbered over q's and then k's: out ← rope(norm(x)), without the norm if
-// weights are NULL. `normed` is scratch of head_dim floats.
-static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, float *normed,
-                            void *out) {
+// normed ← norm(x) of one head, numbered over q's and then k's, or x if weights are NULL.
+static void norm_head(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, const void *x,
+                      float *normed) {
   const rm_dtype dtype = a->dtype;
-  const int64_t half = a->rotary_dim / 2, is_k = head >= a->n_heads,
-                own = is_k ? head - a->n_heads : head;
+  const int64_t is_k = head >= a->n_heads, own = is_k ? head - a->n_heads : head;
   const int64_t all = is_k ? a->all_kv_heads : a->all_heads,
                 weight_at = a->q_squares ? own * a->head_dim : 0;
-  const void *x =
-      rm_at(dtype, a->qkv, (row * (a->n_heads + 2 * a->n_kv_heads) + head) * a->head_dim);
   const void *weight = is_k ? a->k_weight : a->q_weight;
   const float *squares = is_k ? a->k_squares : a->q_squares;
   const float scale = squares ? scale_of_all(squares + row * all, all, a->head_dim, a->eps)
@@ -138,10 +143,17 @@ static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t he
                           : 1.0f;
   for (int64_t i = 0; i < a->head_dim; i++) {
     const float value = rm_get(dtype, x, i);
-    normed[i] = weight ? rm_round_to(dtype, rm_get(dtype, weight, weight_at + i) *
-                                                rm_round_to(dtype, value * scale))
-                       : value;
+    normed[i] =
+        weight
+            ? rm_round_to(dtype, rm_weighted(dtype, a->zero_centered,
+                                             rm_get(dtype, weight, weight_at + i), value * scale))
+            : value;
   }
+}
+
+static void rotate_head(const rm_qk_rope_kv_args *a, int64_t row, const float *normed, void *out) {
+  const rm_dtype dtype = a->dtype;
+  const int64_t half = a->rotary_dim / 2;
   for (int64_t i = 0; i < half; i++) {
     const float c = a->cos[a->positions[row] * half + i], s = a->sin[a->positions[row] * half + i];
     const float lo = normed[i], hi = normed[i + half];
@@ -149,6 +161,23 @@ static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t he
     rm_put(dtype, out, i + half, rm_round_to(dtype, hi * c) + rm_round_to(dtype, lo * s));
   }
   for (int64_t i = a->rotary_dim; i < a->head_dim; i++) rm_put(dtype, out, i, normed[i]);
+}
+
+// Computes one head: out ← rope(norm(x)), or norm(rope(x)). `normed` is scratch of head_dim floats.
+static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, float *normed,
+                            void *out) {
+  const rm_dtype dtype = a->dtype;
+  const void *x =
+      rm_at(dtype, a->qkv, (row * (a->n_heads + 2 * a->n_kv_heads) + head) * a->head_dim);
+  if (!a->norm_last) {
+    norm_head(a, row, head, x, normed);
+    rotate_head(a, row, normed, out);
+    return;
+  }
+  for (int64_t i = 0; i < a->head_dim; i++) normed[i] = rm_get(dtype, x, i);
+  rotate_head(a, row, normed, out);
+  norm_head(a, row, head, out, normed);
+  for (int64_t i = 0; i < a->head_dim; i++) rm_put(dtype, out, i, normed[i]);
 }
 
 static int all_finite(rm_dtype dtype, const void *x, int64_t n) {
@@ -238,8 +267,8 @@ void rm_lm_head_ref(const rm_ctx *ctx, const rm_lm_head_args *a) {
       const int64_t n = rm_min64(RM_VOCAB_BLOCK, a->vocab - v0);
       float logits[RM_VOCAB_BLOCK], pair[2];
       for (int64_t i = 0; i < n; i++)
-        logits[i] = rm_canon(
-            rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->ldx), a->w, v0 + i, a->hidden));
+        logits[i] = rm_logit(
+            a, rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->ldx), a->w, v0 + i, a->hidden));
       if (a->logits) memcpy(a->logits + r * a->ld_logits + v0, logits, (size_t)n * sizeof *logits);
       if (target >= v0 && target < v0 + n) target_logit = logits[target - v0];
       block_stats(logits, n, pair);

@@ -18,7 +18,8 @@ static float score(const head_view *h, int64_t t) {
   const rm_attention_args *a = h->a;
   const void *page =
       rm_at(a->dtype, a->k_cache, page_of(h, t) * rm_k_page_elems(a->page_size, a->head_dim));
-  return rm_ref_dot(a->dtype, h->q, page, t % a->page_size, a->head_dim) * a->scale;
+  return rm_softcap(rm_ref_dot(a->dtype, h->q, page, t % a->page_size, a->head_dim) * a->scale,
+                    a->softcap);
 }
 
 static float value(const head_view *h, int64_t t, int64_t d) {

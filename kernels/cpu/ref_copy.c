@@ -1,4 +1,4 @@
-// ref_copy.c: the ops that only copy rows. All CPU variants share them.
+// ref_copy.c: the ops that only copy rows; embed may scale them. All CPU variants share them.
 #include "ref.h"
 #include "threads.h"
 
@@ -12,6 +12,8 @@ static void embed_row(const rm_embed_args *a, int64_t row) {
     memcpy(out + k * bytes, (const char *)a->table + from * bytes,
            (size_t)(rm_min64(run, a->hidden - k) * bytes));
   }
+  for (int64_t k = 0; k < a->hidden && a->scale != 0.0f; k++)
+    rm_put(a->dtype, out, k, a->scale * rm_get(a->dtype, out, k));
 }
 RM_ROW_OP(rm_embed_ref, embed, a->rows * a->hidden, embed_row(a, r))
 

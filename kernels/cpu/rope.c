@@ -46,12 +46,15 @@ static row_norm norm_of(const rm_qk_rope_kv_args *a, const void *weight, const f
                     1.0f / sqrtf(total / (float)(n_heads * a->head_dim) + a->eps)};
 }
 
+VEC void load_head(rm_dtype T, const void *x, int64_t n, float *out) {
+  for (int64_t i = 0; i < n; i += RM_LANES) vf_store(out + i, vt_load_n(T, x, i, n - i));
+}
+
 // normed[0 … head_dim) = round_T(weight · round_T(x · rsqrt)), or x without a weight.
 VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const row_norm *norm,
                    int64_t head, float *normed) {
   if (!norm->weight) {
-    for (int64_t i = 0; i < a->head_dim; i += RM_LANES)
-      vf_store(normed + i, vt_load_n(T, x, i, a->head_dim - i));
+    load_head(T, x, a->head_dim, normed);
     return;
   }
   const void *weight = rm_at(T, norm->weight, head * norm->step);
@@ -60,8 +63,8 @@ VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const
                  : 1.0f / sqrtf(sum_of_squares(T, x, a->head_dim) / (float)a->head_dim + a->eps));
   for (int64_t i = 0; i < a->head_dim; i += RM_LANES) {
     const int64_t n = a->head_dim - i;
-    const vf t = vt_round(T, vf_mul(vt_load_n(T, x, i, n), scale));
-    vf_store(normed + i, vt_round(T, vf_mul(vt_load_n(T, weight, i, n), t)));
+    const vf t = vf_mul(vt_load_n(T, x, i, n), scale);
+    vf_store(normed + i, vt_weighted(T, a->zero_centered, vt_load_n(T, weight, i, n), t));
   }
 }
 
@@ -80,6 +83,21 @@ VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const
     vt_store_n(T, out, half + i, vt_round(T, second), n);
   }
   for (int64_t i = 2 * half; i < a->head_dim; i += RM_LANES)
+    vt_store_n(T, out, i, vt_round(T, vf_load(normed + i)), rm_min64(RM_LANES, a->head_dim - i));
+}
+
+// out = the head normed and rotated, in the order of norm_last.
+VEC void compute_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const void *x,
+                      const row_norm *norm, int64_t head, float *normed, void *out) {
+  if (!a->norm_last) {
+    norm_head(T, a, x, norm, head, normed);
+    rotate_head(T, a, row, normed, out);
+    return;
+  }
+  load_head(T, x, a->head_dim, normed);
+  rotate_head(T, a, row, normed, out);
+  norm_head(T, a, out, norm, head, normed);
+  for (int64_t i = 0; i < a->head_dim; i += RM_LANES)
     vt_store_n(T, out, i, vt_round(T, vf_load(normed + i)), rm_min64(RM_LANES, a->head_dim - i));
 }
 
@@ -109,8 +127,8 @@ VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, v
   const row_norm q_norm = norm_of(
       a, a->q_weight, a->q_squares ? a->q_squares + row * a->all_heads : NULL, a->all_heads);
   for (int64_t h = 0; h < a->n_heads; h++) {
-    norm_head(T, a, rm_at(T, a->qkv, base + h * head_dim), &q_norm, h, normed);
-    rotate_head(T, a, row, normed, rm_at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
+    compute_head(T, a, row, rm_at(T, a->qkv, base + h * head_dim), &q_norm, h, normed,
+                 rm_at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
   }
   if (a->slots[row] < 0) return;
   const int64_t page = a->slots[row] / a->page_size, pos = a->slots[row] % a->page_size;
@@ -118,8 +136,8 @@ VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, v
       a, a->k_weight, a->k_squares ? a->k_squares + row * a->all_kv_heads : NULL, a->all_kv_heads);
   for (int64_t h = 0; h < a->n_kv_heads; h++) {
     const void *v = rm_at(T, a->qkv, base + (a->n_heads + a->n_kv_heads + h) * head_dim);
-    norm_head(T, a, rm_at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h, normed);
-    rotate_head(T, a, row, normed, rotated);
+    compute_head(T, a, row, rm_at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h,
+                 normed, rotated);
     const int k_ok = all_finite(T, rotated, head_dim), v_ok = all_finite(T, v, head_dim);
     if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
     if (!k_ok) memset(rotated, 0, (size_t)head_dim * sizeof *normed);

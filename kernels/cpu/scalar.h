@@ -158,6 +158,37 @@ RM_INLINE const void *rm_bias_of(rm_dtype dtype, const rm_gemm_args *a, int64_t 
   return a->bias ? rm_at(dtype, a->bias, group * (swiglu ? 2 : 1) * a->n) : NULL;
 }
 
+// tanh: near 0 an odd polynomial, which keeps the relative error small; else 1 − 2/(e^2|x| + 1).
+#define RM_TANH_SMALL 0.625f
+#define RM_TANH_Q0 (-0x1.555532p-2f)
+#define RM_TANH_Q1 0x1.110726p-3f
+#define RM_TANH_Q2 (-0x1.b83c5ap-5f)
+#define RM_TANH_Q3 0x1.52269cp-6f
+#define RM_TANH_Q4 (-0x1.75e1ccp-8f)
+
+RM_INLINE float rm_tanh(float x) {
+  const float a = rm_max_f32(x, -x), z = x * x;
+  float q = fmaf(RM_TANH_Q4, z, RM_TANH_Q3);
+  q = fmaf(q, z, RM_TANH_Q2);
+  q = fmaf(q, z, RM_TANH_Q1);
+  q = fmaf(q, z, RM_TANH_Q0);
+  const float near = fmaf(x * z, q, x), far = 1.0f - 2.0f / (rm_exp(a + a) + 1.0f);
+  return RM_TANH_SMALL > a ? near : x < 0.0f ? -far : far;
+}
+
+// `cap` 0: none.
+RM_INLINE float rm_softcap(float x, float cap) { return cap != 0.0f ? cap * rm_tanh(x / cap) : x; }
+
+// The logit of a dot product.
+RM_INLINE float rm_logit(const rm_lm_head_args *a, float acc) {
+  return rm_canon(rm_softcap(a->scale != 0.0f ? acc * a->scale : acc, a->softcap));
+}
+
+// A norm's output: t is the number times 1/rms. Weights as they are stored, or zero-centered.
+RM_INLINE float rm_weighted(rm_dtype dtype, int zero_centered, float weight, float t) {
+  return zero_centered ? (1.0f + weight) * t : weight * rm_round_to(dtype, t);
+}
+
 // log of a positive normal number: x = 2^e·m, √½ ≤ m < √2, f = m − 1, log m = f − f²/2 + f³·p(f).
 RM_INLINE float rm_log(float x) {
   if (!(x > 0.0f)) return rm_is_nan(x) || x < 0.0f ? rm_float(0x7fc00000u) : -INFINITY;

@@ -94,6 +94,12 @@ VEC void vt_store_n(rm_dtype dtype, void *p, int64_t i, vf x, int64_t n) {
   for (int64_t j = 0; j < n; j++) rm_copy_elem(dtype, p, i + j, lanes, j);
 }
 
+// rm_weighted, rounded.
+VEC vf vt_weighted(rm_dtype dtype, int zero_centered, vf weight, vf t) {
+  return vt_round(dtype, zero_centered ? vf_mul(vf_add(vf_set1(1.0f), weight), t)
+                                       : vf_mul(weight, vt_round(dtype, t)));
+}
+
 VEC vf vf_exp(vf x) {
   x = vf_max(vf_set1(RM_EXP_LO), x); // in this order a NaN in x stays
   x = vf_min(vf_set1(RM_EXP_HI), x);
@@ -109,4 +115,20 @@ VEC vf vf_exp(vf x) {
   q = vf_fma(q, r, vf_set1(RM_EXP_Q0));
   const vf p = vf_add(vf_fma(q, vf_mul(r, r), r), vf_set1(1.0f));
   return vf_scale(p, n, i);
+}
+
+VEC vf vf_tanh(vf x) {
+  const vf a = vf_max(x, vf_neg(x)), z = vf_mul(x, x), one = vf_set1(1.0f);
+  vf q = vf_fma(vf_set1(RM_TANH_Q4), z, vf_set1(RM_TANH_Q3));
+  q = vf_fma(q, z, vf_set1(RM_TANH_Q2));
+  q = vf_fma(q, z, vf_set1(RM_TANH_Q1));
+  q = vf_fma(q, z, vf_set1(RM_TANH_Q0));
+  const vf near = vf_fma(vf_mul(x, z), q, x),
+           far = vf_sub(one, vf_div(vf_set1(2.0f), vf_add(vf_exp(vf_add(a, a)), one)));
+  return vf_pick(vf_gt(vf_set1(RM_TANH_SMALL), a), near,
+                 vf_pick(vf_gt(vf_zero(), x), vf_neg(far), far));
+}
+
+VEC vf vf_softcap(vf x, float cap) {
+  return cap != 0.0f ? vf_mul(vf_set1(cap), vf_tanh(vf_div(x, vf_set1(cap)))) : x;
 }

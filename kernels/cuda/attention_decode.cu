@@ -67,7 +67,7 @@ __device__ void soften(float *p, float *alpha, const float *part, const rm_atten
   float score = 0.0f;
   for (int64_t kb = 0; is_live && kb * RM_K_BLOCK < a.head_dim; kb++)
     score = score + part[kb * RM_WARP + lane];
-  score = score * a.scale;
+  score = rm_softcap(score * a.scale, a.softcap);
   float next = is_live ? rm_max_f32(score, *m) : *m;
   next = rm_max_lanes(next);
   const float weight = is_live ? rm_exp(score - next) : 0.0f;

@@ -91,7 +91,8 @@ __device__ void make_scores(columns &c, const rm_attention_args &a, const tiles 
   }
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    c.scores[lane % 4 * 2 + i % 2][warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] = acc[i] * a.scale;
+    c.scores[lane % 4 * 2 + i % 2][warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8] =
+        rm_softcap(acc[i] * a.scale, a.softcap);
 }
 
 // Reduces EACH numbers of every lane over the lanes; a lane gets the result of its column. Each

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, pass
   }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
-    const float logit = rm_canon(acc[r]);
+    const float logit = rm_logit(&a, acc[r]);
     logits[r * COLS + me] = logit;
     rm_keep_logit(a, t, first + r, col, logit);
   }

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(THREADS) logits_kernel(rm_lm_head_args a, rm_l
     for (int i = 0; i < 4; i++) {
       const int in = warp * RM_MMA_ROWS + lane / 4 + i / 2 * 8,
                 r = n * RM_MMA_COLS + lane % 4 * 2 + i % 2;
-      const float logit = rm_canon(acc[n][i]);
+      const float logit = rm_logit(&a, acc[n][i]);
       logits[r * PITCH + in] = logit;
       rm_keep_logit(a, t, first + r, col0 + in, logit);
     }

@@ -35,15 +35,21 @@ __device__ inline float scale_of_all(const float *squares, int64_t n_heads,
   return 1.0f / sqrtf(total / static_cast<float>(n_heads * a.head_dim) + a.eps);
 }
 
-// Writes round_T(weight · round_T(x · scale)) of a head to shared memory, or x without a weight.
+// Copies a head to shared memory.
+template <rm_dtype DTYPE>
+__device__ void load_head(float *head_at, const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
+                          int head_dim, int lane) {
+  const int64_t from = (row * (a.n_heads + 2 * a.n_kv_heads) + head) * head_dim;
+  for (int i = lane; i < head_dim; i += RM_WARP) head_at[i] = rm_get(DTYPE, a.qkv, from + i);
+  __syncwarp();
+}
+
+// Norms a head in shared memory: round_T(weight · round_T(x · scale)), or x without a weight.
 template <rm_dtype DTYPE>
 __device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
                           int head_dim, int lane) {
-  const int64_t from = (row * (a.n_heads + 2 * a.n_kv_heads) + head) * head_dim,
-                kv_head = head - a.n_heads;
+  const int64_t kv_head = head - a.n_heads;
   const void *weight = kv_head < 0 ? a.q_weight : a.k_weight;
-  for (int i = lane; i < head_dim; i += RM_WARP) normed[i] = rm_get(DTYPE, a.qkv, from + i);
-  __syncwarp();
   if (!weight) return;
   float scale;
   int64_t weight_at = 0;
@@ -59,27 +65,28 @@ __device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t ro
     __syncwarp(); // all chains have read their values; a shuffle does not order memory
   }
   for (int i = lane; i < head_dim; i += RM_WARP)
-    normed[i] = rm_round_to(DTYPE, rm_get(DTYPE, weight, weight_at + i) *
-                                       rm_round_to(DTYPE, normed[i] * scale));
+    normed[i] =
+        rm_round_to(DTYPE, rm_weighted(DTYPE, a.zero_centered, rm_get(DTYPE, weight, weight_at + i),
+                                       normed[i] * scale));
   __syncwarp();
 }
 
-// Rotates in place: each lane reads and writes its own pairs. Returns whether all of the head is
-// finite.
+// Rotates in place: each lane reads and writes its own pairs.
 template <rm_dtype DTYPE>
-__device__ bool rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int head_dim,
-                            int lane) {
+__device__ void rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t row, int lane) {
   const int half = static_cast<int>(a.rotary_dim) / 2;
   const int64_t at = static_cast<int64_t>(a.positions[row]) * half;
-  bool bad = false;
   for (int i = lane; i < half; i += RM_WARP) {
     const float c = a.cos[at + i], s = a.sin[at + i], lo = normed[i], hi = normed[i + half];
     normed[i] = rm_round_to(DTYPE, rm_round_to(DTYPE, lo * c) + rm_round_to(DTYPE, -hi * s));
     normed[i + half] = rm_round_to(DTYPE, rm_round_to(DTYPE, hi * c) + rm_round_to(DTYPE, lo * s));
-    bad |= !rm_is_finite(normed[i]) || !rm_is_finite(normed[i + half]);
   }
-  for (int i = 2 * half + lane; i < head_dim; i += RM_WARP) bad |= !rm_is_finite(normed[i]);
-  __syncwarp(); // a ballot does not order memory either
+  __syncwarp();
+}
+
+__device__ bool all_finite(const float *x, int n, int lane) {
+  bool bad = false;
+  for (int i = lane; i < n; i += RM_WARP) bad |= !rm_is_finite(x[i]);
   return __ballot_sync(RM_ALL_LANES, bad) == 0;
 }
 
@@ -118,10 +125,12 @@ __global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
   if (head >= a.n_heads + a.n_kv_heads || (kv_head >= 0 && a.slots[row] < 0)) return; // whole warps
   float *normed = shared + warp * head_dim;
   const int64_t of_row = row * (a.n_heads + 2 * a.n_kv_heads);
-  norm_head<DTYPE>(normed, a, row, head, head_dim, lane);
-  const bool finite = rotate_head<DTYPE>(normed, a, row, head_dim, lane);
+  load_head<DTYPE>(normed, a, row, head, head_dim, lane);
+  if (!a.norm_last) norm_head<DTYPE>(normed, a, row, head, head_dim, lane);
+  rotate_head<DTYPE>(normed, a, row, lane);
+  if (a.norm_last) norm_head<DTYPE>(normed, a, row, head, head_dim, lane);
   if (kv_head >= 0) {
-    store_kv<DTYPE, PACKING>(a, row, kv_head, normed, finite,
+    store_kv<DTYPE, PACKING>(a, row, kv_head, normed, all_finite(normed, head_dim, lane),
                              (of_row + head + a.n_kv_heads) * head_dim, lane);
     return;
   }

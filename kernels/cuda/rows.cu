@@ -1,4 +1,5 @@
-// rows.cu: embed, gather_rows, activate and rms_norm, with one block of threads for each row.
+// rows.cu: embed, gather_rows, activate, sigmoid_gate and rms_norm, with one block of threads for
+// each row.
 //
 // The norm's 16 partial sums are 16 chains for any length of the row, so 16 lanes of one warp run
 // them while the others wait. All threads copy the row to shared memory in stages; a step of a
@@ -19,15 +20,18 @@ __global__ void __launch_bounds__(THREADS) embed_kernel(rm_embed_args a) {
   const int64_t row = blockIdx.x, id = a.ids[row],
                 word = static_cast<int64_t>(rm_dtype_bytes(a.dtype));
   char *out = static_cast<char *>(a.out) + row * a.hidden * word;
-  if (!a.packed) {
+  if (!a.packed && a.scale == 0.0f) {
     rm_copy_row(out, static_cast<const char *>(a.table) + id * a.hidden * word, a.hidden * word,
                 THREADS);
     return;
   }
-  for (int64_t k = threadIdx.x; k < a.hidden; k += THREADS)
-    rm_copy_elem(a.dtype, out, k, a.table,
-                 PACKING == RM_PACKING_MMA ? rm_mma_index(a.hidden, id, k)
-                                           : rm_packed_index(a.dtype, a.hidden, id, k));
+  for (int64_t k = threadIdx.x; k < a.hidden; k += THREADS) {
+    const int64_t from = !a.packed                   ? id * a.hidden + k
+                         : PACKING == RM_PACKING_MMA ? rm_mma_index(a.hidden, id, k)
+                                                     : rm_packed_index(a.dtype, a.hidden, id, k);
+    if (a.scale == 0.0f) rm_copy_elem(a.dtype, out, k, a.table, from);
+    else rm_put(a.dtype, out, k, a.scale * rm_get(a.dtype, a.table, from));
+  }
 }
 
 __global__ void __launch_bounds__(THREADS) gather_kernel(rm_gather_rows_args a) {
@@ -43,6 +47,13 @@ __global__ void __launch_bounds__(THREADS) activate_kernel(rm_activate_args a) {
     rm_put(a.dtype, a.out, at + i, rm_activate(a.activation, rm_get(a.dtype, a.x, at + i)));
 }
 
+__global__ void __launch_bounds__(THREADS) gate_kernel(rm_sigmoid_gate_args a) {
+  const int64_t at = blockIdx.x * a.n;
+  for (int64_t i = at + threadIdx.x; i < at + a.n; i += THREADS)
+    rm_put(a.dtype, a.out, i,
+           rm_round_to(a.dtype, rm_sigmoid(rm_get(a.dtype, a.gate, i))) * rm_get(a.dtype, a.x, i));
+}
+
 template <rm_dtype DTYPE>
 __device__ void load_stage(float (&own)[OWN], const void *row, int64_t from, int n) {
 #pragma unroll
@@ -56,8 +67,9 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
   const int64_t at = blockIdx.x * a.n;
   const int me = rm_thread();
   float partial = 0.0f; // of the first warp: lanes j and j + 16 have partial sum j
-  const float gate =
-      a.x_gate ? rm_round_to(DTYPE, rm_sigmoid(rm_get(DTYPE, a.x_gate, blockIdx.x))) : 0.0f;
+  const bool is_scaled = a.x_gate || a.x_scale != 0.0f;
+  const float factor =
+      a.x_gate ? rm_round_to(DTYPE, rm_sigmoid(rm_get(DTYPE, a.x_gate, blockIdx.x))) : a.x_scale;
   for (int64_t from = 0; from < a.n; from += STAGE) {
     const int n = static_cast<int>(rm_min64(STAGE, a.n - from));
     float own[OWN], x[OWN];
@@ -69,7 +81,7 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
       if (i >= n) break;
       float h = own[j];
       if (a.x) {
-        h = rm_round_to(DTYPE, h + (a.x_gate ? rm_round_to(DTYPE, gate * x[j]) : x[j]));
+        h = rm_round_to(DTYPE, h + (is_scaled ? rm_round_to(DTYPE, factor * x[j]) : x[j]));
         rm_put(DTYPE, a.residual, at + from + i, h);
       }
       if (a.out && !a.weight) {
@@ -101,7 +113,8 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
     for (int j = 0; j < OWN; j++) {
       const int i = me + j * THREADS;
       if (i < n)
-        rm_put(DTYPE, a.out, at + from + i, weight[j] * rm_round_to(DTYPE, own[j] * scale));
+        rm_put(DTYPE, a.out, at + from + i,
+               rm_weighted(DTYPE, a.zero_centered, weight[j], own[j] * scale));
     }
   }
 }
@@ -122,6 +135,10 @@ void rm_cuda_gather_rows(const rm_ctx *ctx, const rm_gather_rows_args *a) {
 
 void rm_cuda_activate(const rm_ctx *ctx, const rm_activate_args *a) {
   RM_LAUNCH(activate_kernel, a->rows, THREADS, 0, ctx->stream, *a);
+}
+
+void rm_cuda_sigmoid_gate(const rm_ctx *ctx, const rm_sigmoid_gate_args *a) {
+  RM_LAUNCH(gate_kernel, a->rows, THREADS, 0, ctx->stream, *a);
 }
 
 void rm_cuda_rms_norm(const rm_ctx *ctx, const rm_rms_norm_args *a) {

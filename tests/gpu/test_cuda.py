@@ -19,7 +19,8 @@ from cuda_device import no_gpu
 from marks import SUMMARY
 
 OPS = (
-    *("embed", "gather_rows", "rms_norm", "gemm", "gemm_swiglu", "activate", "head_squares"),
+    *("embed", "gather_rows", "rms_norm", "gemm", "gemm_swiglu", "activate", "sigmoid_gate"),
+    "head_squares",
     *("qk_rope_kv", "attention", "router", "permute", "static_dispatch", "combine", "lm_head"),
     *("merge_pairs", "sample", "top_logprobs", "ranks", "pack"),
 )

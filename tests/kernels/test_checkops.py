@@ -28,6 +28,7 @@ OPS = (
         "gemm",
         "gemm_swiglu",
         "activate",
+        "sigmoid_gate",
         "head_squares",
         "qk_rope_kv",
         "attention",

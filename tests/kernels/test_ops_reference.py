@@ -226,6 +226,65 @@ def test_rms_norm_against_float64(dtype: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_centered_norm_and_factors(dtype: str, rng: np.random.Generator) -> None:
+    """(1 + weight)·h/rms with one rounding to T, and factors of the addend and of embeddings."""
+    h, x, weight = (normal(rng, shape, dtype) for shape in ((4, 100), (4, 100), (100,)))
+    out = f64(ops.rms_norm(h, weight, eps=1e-6, zero_centered=True, isa=REF))
+    wide = f64(h)
+    want = (1 + f64(weight)) * wide / np.sqrt((wide * wide).mean(1, keepdims=True) + 1e-6)
+    relative = (100 / 16 + 12) * EPS + 1.01 * EPS_T[dtype]
+    assert (np.abs(out - want) <= relative * np.abs(want) + 2.0**-126).all()
+    state, scaled = h.copy(), stored(values(x) * np.float32(0.22), dtype)
+    ops.rms_norm(state, None, eps=1.0, x=x, x_scale=0.22, isa=REF)
+    assert (state == stored(values(h) + values(scaled), dtype)).all()
+    assert (ops.embed(np.arange(4, dtype=np.int32), x, scale=0.22, isa=REF) == scaled).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoid_gate_against_float64(dtype: str, rng: np.random.Generator) -> None:
+    x, gate = normal(rng, (5, 35), dtype), normal(rng, (5, 35), dtype, 4.0)
+    want = f64(x) / (1 + np.exp(-f64(gate)))
+    got = f64(ops.sigmoid_gate(x, gate, isa=REF))
+    assert (np.abs(got - want) <= (4 * EPS + 2.01 * EPS_T[dtype]) * np.abs(want)).all()
+
+
+def test_caps_are_tanh(rng: np.random.Generator) -> None:
+    """Logits are the values themselves, so a cap of 1 shows tanh: to 2 ulp, also near 0."""
+    small = np.float32(10.0) ** rng.uniform(-30, 0, 20000).astype(np.float32)
+    points = np.concatenate([small, -small, np.linspace(-20, 20, 60001), [np.inf, -np.inf]])
+    w = np.zeros((len(points), 32), np.float32)
+    w[:, 0] = np.where(np.isinf(points), 0, points)
+    x = np.zeros((1, 32), np.float32)
+    x[0, 0] = 1
+    packed = ops.pack(w, dtype="float32", isa=REF)
+    got = ops.lm_head(x, packed, len(w), softcap=1.0, isa=REF).logits
+    want = np.tanh(w[:, 0].astype(np.float64))
+    assert (np.abs(got[0] - want) <= 2 * np.spacing(np.abs(want).astype(np.float32))).all()
+    got = ops.lm_head(x, packed, len(w), scale=0.125, softcap=30.0, isa=REF).logits
+    want = 30 * np.tanh(w[:, 0].astype(np.float64) / 240)
+    assert (np.abs(got[0] - want) <= 8 * EPS * np.abs(want) + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_after_rope(dtype: str, rng: np.random.Generator) -> None:
+    qkv, weight = normal(rng, (3, 4 * 16), dtype), normal(rng, (16,), dtype)
+    cos, sin = ops.rope_table(np.float32([1.0, 0.5, 0.25, 0.125]), 9, dtype=dtype)
+    at, slots = np.array([0, 3, 8], np.int32), np.arange(3)
+    caches = ops.kv_cache(1, 1, 16, 16, dtype=dtype)
+    args = {"num_heads": 2, "page_size": 16, "eps": 1e-6, "isa": REF}
+    turned = ops.qk_rope_kv(qkv, None, None, cos, sin, at, slots, *caches, **args)
+    q = ops.qk_rope_kv(qkv, weight, weight, cos, sin, at, slots, *caches, norm_last=True, **args)
+    rows = turned.reshape(6, 16)
+    assert (q.reshape(6, 16) == ops.rms_norm(rows, weight, eps=1e-6, isa=REF)).all()
+    squares = ops.head_squares(qkv, 2, 16)
+    with pytest.raises(errors.ConfigError, match="norm_last: expected False with squares"):
+        ops.qk_rope_kv(
+            qkv, weight, weight, cos, sin, at, slots, *caches, squares=squares, norm_last=True,
+            **args,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_qk_rope_kv(dtype: str, rng: np.random.Generator) -> None:
     """Compares q, k and v of one row with float64, and checks their place in the pages."""
     heads, kv_heads, head_dim, page_size, rows = 4, 2, 24, 16, 21

@@ -36,6 +36,8 @@ HEAD = {
     "x": words(2, 32),
     "w": words(16 * 32),
     "vocab": 16,
+    "scale": 0.5,
+    "softcap": 30.0,
     "targets": i32(2),
     "logits": f32(2, 16),
 }
@@ -51,12 +53,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "embed": {
         "packed": True, "vocab": 16, "hidden": 32, "ids": i32(2), "table": words(512),
-        "out": words(2, 32),
+        "scale": 2.0, "out": words(2, 32),
     },
     "gather_rows": {"x": words(2, 32), "rows": i32(3), "out": words(3, 32)},
     "rms_norm": {
         "eps": 1e-6, "residual": words(2, 32), "x": words(2, 32), "x_gate": words(2),
-        "weight": words(32), "out": words(2, 32),
+        "weight": words(32), "zero_centered": True, "x_scale": 0.5, "out": words(2, 32),
     },
     "gemm": {
         "n": 16, "float32_out": False, "x": words(2, 32), "w": words(512), "bias": words(16),
@@ -67,20 +69,23 @@ CASES: dict[str, dict[str, Any]] = {
         "out": words(2, 16), "group_rows": np.array([0, 2], I32), "bias": words(1, 32),
         "gate_up": words(2, 32),
     },
+    "sigmoid_gate": {"x": words(2, 32), "gate": words(2, 32), "out": words(2, 32)},
     "activate": {"activation": 3, "x": words(2, 32), "out": words(2, 32)},
     "head_squares": {
         "num_heads": 2, "head_dim": 32, "qkv": words(2, 128), "q_squares": f32(2, 2),
         "k_squares": f32(2, 1),
     },
     "qk_rope_kv": {
-        "num_heads": 2, "page_size": 16, "eps": 1e-6, "qkv": words(2, 128), "q_weight": words(64),
+        "num_heads": 2, "page_size": 16, "eps": 1e-6, "zero_centered": True, "norm_last": False,
+        "qkv": words(2, 128), "q_weight": words(64),
         "k_weight": words(32), "k_cache": words(1, 1, 512), "v_cache": words(1, 1, 512),
         "cos": f32(4, 16), "sin": f32(4, 16), "positions": i32(2), "slots": np.arange(2),
         "q_squares": f32(2, 4), "k_squares": f32(2, 2), "out": words(2, 2, 32),
         "row_flags": np.zeros(2, np.uint8),
     },
     "attention": {
-        "page_size": 16, "window": 0, "scale": 1.0, "group": 2, "head0": 0, "q": words(2, 2, 32),
+        "page_size": 16, "window": 0, "scale": 1.0, "softcap": 30.0, "group": 2, "head0": 0,
+        "q": words(2, 2, 32),
         "k_cache": words(1, 1, 512), "v_cache": words(1, 1, 512), "positions": i32(2),
         "seq_of_row": i32(2), "block_tables": i32(1, 2), "sinks": words(2), "out": words(2, 2, 32),
     },
@@ -176,13 +181,20 @@ def test_an_array_that_is_written(op: str, name: str) -> None:
         run(op, **{name: array})
 
 
+MAY_BE_NONE = {
+    *(("rms_norm", "x_scale"), ("embed", "scale"), ("attention", "softcap")),
+    *((op, name) for op in ("lm_head", "lm_head_pairs") for name in ("scale", "softcap")),
+}
+
+
 @pytest.mark.parametrize(("op", "name"), arguments("number"))
 def test_a_number_out_of_range(op: str, name: str) -> None:
     value = CASES[op][name]
     if isinstance(value, bool):
         return  # a flag goes by its truth value
     if isinstance(value, float):
-        for real in (np.nan, np.inf, 1e39, "1", None, True):
+        nothing = () if (op, name) in MAY_BE_NONE else (None,)
+        for real in (np.nan, np.inf, 1e39, "1", *nothing, True):
             with pytest.raises(errors.ConfigError, match=rf"^{name}: expected a finite float32"):
                 run(op, **{name: real})
         return

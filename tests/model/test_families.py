@@ -239,7 +239,7 @@ def test_gpt_oss_published_config() -> None:
 def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
     model = family_models.draw(family, 100, seed, vocab_size=200)
     model.state = {
-        name: x if name.endswith("correction_bias") else x.bfloat16().float()
+        name: x if name.endswith(("correction_bias", "expert_bias")) else x.bfloat16().float()
         for name, x in model.state.items()
     }
     prompts = helpers.prompts(
@@ -294,6 +294,16 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     for name in [name for name in held if name.endswith("self_attn.qkv_proj.weight")]:  # Phi-3's
         held.pop(name)
         held |= {(key := name.replace("qkv", part)): listed[key] for part in "qkv"}
+    # GraniteMoE's tensors of all experts, which are listed one by one.
+    parts = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
+    for name in [name for name in held if name.endswith("put_linear.weight")]:
+        experts, rows, hidden = held.pop(name)
+        at, linear = name.removesuffix(".weight").rsplit(".", 1)
+        held |= {
+            f"{at}.experts.{e}.{part}_proj.weight": (rows // len(parts[linear]), hidden)
+            for e in range(experts)
+            for part in parts[linear]
+        }
     assert {
         name: shape
         for name, shape in held.items()
@@ -515,8 +525,9 @@ def test_a_patched_model_gives_the_rollouts_logprobs(family: str, dtype: str, se
 
 @pytest.mark.parametrize("family", [name for name in TRIED if not FAMILIES[name].activation])
 def test_a_patch_refuses_an_activation_that_is_not_the_configs(family: str, seed: int) -> None:
-    net = family_models.draw(family, 400, seed, hidden_act="silu").net()
-    net.config.hidden_act = "gelu"
+    key = family_models.activation_key(family)
+    net = family_models.draw(family, 400, seed, **{key: "silu"}).net()
+    setattr(net.config, key, "gelu")
     with pytest.raises(
         rm.ConfigError,
         match=r"act(ivation)?_fn: expected a .*GELUActivation, as the config says, got a .*SiLU",
@@ -555,6 +566,31 @@ def test_gradients_are_transformers(family: str, seed: int) -> None:
         for name in want
     }
     assert max(error.values()) < 1e-3, error
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_the_cap_reaches_loss_and_long_sequences(family: str, seed: int) -> None:
+    """A patched model's logits are the generator's, its loss is of these, and gradients of rows too
+    long for stored scores are transformers'."""
+    torch = oracle.torch
+    model = family_models.draw(family, 300, seed, **family_models.cuttable(family))
+    ids = torch.tensor(helpers.prompts({"vocab_size": 300}, [300], seed))
+
+    def gradients(net: Any) -> tuple[Any, dict[str, Any]]:
+        out = net.requires_grad_(True)(ids, labels=ids)
+        out.loss.backward()
+        return out, {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+    net = rm.torch.patch(model.net(), max_model_len=512)
+    out, got = gradients(net)
+    plain, want = gradients(model.net())
+    with generator(model, max_model_len=512) as gen:
+        assert (out.logits[0].detach().numpy() == gen.logits(ids.tolist())[0]).all()
+    assert abs(out.loss.item() - plain.loss.item()) < 1e-4
+    for name, wanted in want.items():
+        least = 1e-4 * max(float(x.norm()) for x in want.values())
+        assert float((got[name] - wanted).norm() / wanted.norm().clamp(min=least)) < 1e-3, name
+    assert net(ids, logits_to_keep=2).logits.shape == (1, 2, 300)
 
 
 # -------------------------------------------------------------------------- a family of one's own

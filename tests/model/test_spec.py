@@ -580,7 +580,7 @@ def test_without_an_end_token_a_config_has_its_familys(family: str, tmp_path: Pa
         rm.ModelSpec.from_hf({**config, "eos_token_id": 7}, ignore=("eos_token_id",)).eos_token_ids
         == ()
     )
-    assert rm.ModelSpec.from_hf({**config, "vocab_size": 2}).eos_token_ids == ()
+    assert rm.ModelSpec.from_hf({**config, "vocab_size": 1}).eos_token_ids == ()
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert rm.ModelSpec.from_hf(tmp_path) == rm.ModelSpec.from_hf(config)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [11, 5]}')

@@ -332,6 +332,68 @@ def ministral(dice: Dice) -> dict[str, Any]:
     return fields | _layer_types(dice, fields["num_hidden_layers"])
 
 
+def gemma2(dice: Dice) -> dict[str, Any]:
+    fields = sizes(dice, heads_divide=True)
+    return fields | _layer_types(dice, fields["num_hidden_layers"]) | {
+        "head_dim": 2 * dice.between(2, 16), "attention_bias": dice.chance(0.3),
+        "query_pre_attn_scalar": dice.between(4, 64),
+        "attn_logit_softcapping": dice.pick(None, 2.0, 50.0),
+        "final_logit_softcapping": dice.pick(None, 3.0, 30.0),
+    }  # fmt: skip
+
+
+def gemma3_text(dice: Dice) -> dict[str, Any]:
+    fields = gemma2(dice)
+    del fields["attn_logit_softcapping"]
+    local = {"rope_type": "default", "rope_theta": float(dice.rng.uniform(100, 1e5))}
+    local |= dice.pick({}, {"rope_type": "linear", "factor": 3.0})
+    tables = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
+    return fields | {
+        "rope_parameters": tables, "sliding_window_pattern": dice.between(1, 3),
+        "num_hidden_layers": 3 if "layer_types" not in fields else fields["num_hidden_layers"],
+    }  # fmt: skip
+
+
+def granite(dice: Dice) -> dict[str, Any]:
+    return sizes(dice) | {
+        "attention_bias": dice.chance(0.4), "embedding_multiplier": dice.pick(1.0, 12, 0.3),
+        "residual_multiplier": dice.pick(1.0, 0.22), "logits_scaling": dice.pick(1.0, 8, 6.0),
+        "attention_multiplier": dice.pick(1.0, 0.0078125, 0.2),
+    }  # fmt: skip
+
+
+def granitemoe(dice: Dice) -> dict[str, Any]:
+    experts = dice.between(1, 12)
+    return granite(dice) | {
+        "num_local_experts": experts, "num_experts_per_tok": dice.between(1, experts)
+    }  # fmt: skip
+
+
+def afmoe(dice: Dice) -> dict[str, Any]:
+    fields, experts = sizes(dice), dice.between(1, 12)
+    layers = fields["num_hidden_layers"]
+    return fields | _layer_types(dice, layers) | {
+        "attention_bias": dice.chance(0.4), "num_experts": experts,
+        "num_experts_per_tok": dice.between(1, experts), "num_shared_experts": dice.between(1, 2),
+        "moe_intermediate_size": dice.between(1, 50), "num_dense_layers": dice.between(0, layers),
+        "route_scale": dice.pick(1.0, 2.5), "mup_enabled": dice.chance(0.5),
+        "global_attn_every_n_layers": dice.between(1, 3),
+    }  # fmt: skip
+
+
+def hunyuan_v1_dense(dice: Dice) -> dict[str, Any]:
+    fields = sizes(dice) | {"attention_bias": dice.chance(0.4)}
+    alpha = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
+    return fields | ({"rope_parameters": alpha} if dice.chance(0.4) else {})
+
+
+def hunyuan_v1_moe(dice: Dice) -> dict[str, Any]:
+    experts = dice.between(1, 12)
+    top_k, fields = dice.between(1, experts), hunyuan_v1_dense(dice)
+    listed = [top_k] * fields["num_hidden_layers"]
+    return fields | {"num_experts": experts, "moe_topk": dice.pick(top_k, listed)}
+
+
 NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe", "flex_olmo", "phi3"}  # draw none
 FAMILIES: dict[str, Draw] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3,
@@ -342,7 +404,12 @@ FAMILIES: dict[str, Draw] = {
     "solar_open": solar_open, "hy_v3": hy_v3, "exaone4": exaone4, "exaone_moe": exaone_moe,
     "flex_olmo": flex_olmo, "ernie4_5": ernie4_5, "cwm": cwm, "ministral": ministral,
     "ernie4_5_moe": ernie4_5_moe, "phi3": phi3,
+    "gemma2": gemma2, "gemma3_text": gemma3_text, "granite": granite, "granitemoe": granitemoe,
+    "afmoe": afmoe, "hunyuan_v1_dense": hunyuan_v1_dense, "hunyuan_v1_moe": hunyuan_v1_moe,
 }  # fmt: skip
+
+
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}
 
 
 def cuttable(family: str) -> dict[str, Any]:
@@ -403,6 +470,18 @@ def cuttable(family: str) -> dict[str, Any]:
         "cwm": {"num_hidden_layers": 2, "sliding_window": 20, "layer_types": windows},
         "ministral": {"num_hidden_layers": 2, "sliding_window": 20, "layer_types": windows},
         "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+        "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        "gemma3_text": {"num_hidden_layers": 2, "final_logit_softcapping": 3.0,
+        "layer_types": ["sliding_attention", "full_attention"]},
+        "granite": GRANITE,
+        "afmoe": {
+            "num_experts": 8, "num_experts_per_tok": 3, "num_dense_layers": 0, "route_scale": 2.5,
+            "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+            "mup_enabled": True,
+        },
+        "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3},
+        "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 3, **GRANITE},
     }  # fmt: skip
     return heads | changes.get(family, {}) | ({"head_dim": 16} if family not in NO_HEAD_DIM else {})
 
@@ -421,6 +500,9 @@ class Model:
             attn_implementation="eager",
             experts_implementation="eager",
         )
+        if dtype == "float64":
+            for parameter in net.parameters():  # HunYuan's routers are float32 in any model
+                parameter.data = parameter.data.double()
         net.load_state_dict(
             {name: x.to(net.state_dict()[name].dtype) for name, x in self.state.items()}
         )
@@ -431,9 +513,13 @@ class Model:
 HIDDEN_ACT = ("gelu", "silu", "gelu_new", "gelu_pytorch_tanh", "relu2", "gelu", "swish")
 
 
+def activation_key(family: str) -> str:
+    return "hidden_activation" if family.startswith("gemma") else "hidden_act"
+
+
 def draw(family: str, number: int, seed: int = 0, **changes: Any) -> Model:
     fields = FAMILIES[family](Dice([seed, number, *family.encode()]))
-    fields |= {"hidden_act": HIDDEN_ACT[(number + number // 100) % 7]} | changes
+    fields |= {activation_key(family): HIDDEN_ACT[(number + number // 100) % 7]} | changes
     config = oracle.config_of({"model_type": family, **fields})
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(
@@ -499,7 +585,7 @@ def routings(net: Any) -> Iterator[Routing]:
     hooks = [
         module.register_forward_hook(record)
         for module in net.modules()
-        if type(module).__name__.lower().endswith("topkrouter")
+        if type(module).__name__.lower().endswith(("topkrouter", "choicerouter", "moev1gate"))
     ]
     try:
         yield made

@@ -14,7 +14,8 @@ from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.model.reader import MAX_POSITION, Reader
-from rollmesh.model.rope import ROPE_TABLES, table_of
+from rollmesh.model.rope import KEYS as ROPE_KEYS
+from rollmesh.model.rope import ROPE_TABLES, number, table_of
 from rollmesh.runtime.arguments import choice
 from rollmesh.runtime.messages import shown
 
@@ -122,14 +123,9 @@ def windows_where(has_window: Callable[[Reader, int], bool], default: int = 4096
     return lambda c, layers: _windows(c, layers, lambda i: has_window(c, i), _window(c, default))
 
 
-def _pattern(c: Reader, i: int) -> bool:
-    return (i + 1) % c.integer("sliding_window_pattern", default=4) != 0
-
-
 def rope_in_windows(c: Reader, layers: int) -> tuple[int, ...]:
     """EXAONE-4: rope turns q and k in layers with a window; in all if sliding_window is None."""
-    windows = windows_where(_pattern)(c, layers)
-    return tuple(int(window > 0 or not _window(c, 4096)) for window in windows)
+    return tuple(int(w > 0 or not _window(c, 4096)) for w in _EXAONE_WINDOWS(c, layers))
 
 
 def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
@@ -155,6 +151,11 @@ def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
     """SmolLM3: as layer_types says, else in the layers without rope."""
     has_rope = layers_with_rope(c, layers)
     return _windows(c, layers, lambda i: not has_rope[i], _switched_window(c, None))
+
+
+def patterned_windows(window: int, every: int, key: str = "") -> PerLayer:
+    """A window by layer_types, else in all but every n-th layer. key: that of n."""
+    return windows_where(lambda c, i: (i + 1) % c.integer(key, default=every) != 0, window)
 
 
 def num_experts(
@@ -329,6 +330,12 @@ class Family:
     experts_interleaved: bool = False
     # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
     wq_rows: str = "none"
+    activation_key: str = "hidden_act"
+    zero_centered_norms: bool = False  # weights of norms are stored as their difference to 1
+    qk_norm_last: bool = False  # q and k are normed after rope
+    attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
+    # Further fields of ModelSpec, as factors and caps.
+    factors: Callable[[Reader], dict[str, Any]] = lambda c: {}
     check: Callable[[Reader, int], None] | None = (
         None  # a rule of this family alone, of its config and head_dim
     )
@@ -339,6 +346,99 @@ class Family:
     @property
     def has_experts(self) -> bool:
         return self.moe_layers is not none
+
+
+def _factor(c: Reader, key: str) -> float | None:
+    value = c.positive(key, 1.0)
+    return None if value == 1 else value
+
+
+def _cap(c: Reader, key: str, default: float | None) -> float | None:
+    given = c.values.get(key, default)
+    return None if given is None else c.positive(key, given)
+
+
+def _gemma(attention_cap: float | None, logit_cap: float | None) -> Callable[[Reader], Any]:
+    """The defaults of its caps; attention_cap None: the family has none there."""
+
+    def factors(c: Reader) -> dict[str, Any]:
+        key = "attn_logit_softcapping"
+        return {
+            "attention_multiplier": c.positive("query_pre_attn_scalar", 256) ** -0.5,
+            key: None if attention_cap is None else _cap(c, key, attention_cap),
+            "final_logit_softcapping": _cap(c, "final_logit_softcapping", logit_cap),
+            "embedding_multiplier": c.integer("hidden_size") ** 0.5,
+            "rounds_embedding_multiplier": True,
+        }
+
+    return factors
+
+
+def _granite(c: Reader) -> dict[str, Any]:
+    keys = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    return {
+        "attention_multiplier": c.positive("attention_multiplier", 1.0),
+        **{key: _factor(c, key) for key in keys},
+    }
+
+
+def gemma3_ropes(config: Mapping[str, Any]) -> Ropes:
+    """rope_parameters has a table for each kind of layer; rope_scaling (4.x) is of full
+    attention."""
+    table = config.get("rope_parameters") or {}
+    if not isinstance(table, Mapping) or table.keys() - {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            "rope_parameters: expected tables full_attention and sliding_attention, got "
+            f"{shown(table)}"
+        )
+    full, local = (
+        table_of({"rope_parameters": table.get(f"{kind}_attention")})[1]
+        for kind in ("full", "sliding")
+    )
+    scaling = table_of({"rope_scaling": config.get("rope_scaling")})[1]
+    rest = {key: config[key] for key in config if key not in ROPE_TABLES}
+    base = config.get("rope_local_base_freq", 10000.0)
+    name, path = ("rope_scaling", "") if scaling else ("rope_parameters", ".full_attention")
+    return (
+        (path, {**rest, name: {**full, **scaling}}),
+        (".sliding_attention", {**rest, "rope_theta": base, "rope_parameters": local}),
+    )
+
+
+def _afmoe(c: Reader) -> dict[str, Any]:
+    is_scaled = c.boolean("mup_enabled", False)
+    return {
+        "routed_scaling_factor": c.positive("route_scale", 1.0),
+        "embedding_multiplier": c.integer("hidden_size") ** 0.5 if is_scaled else None,
+    }
+
+
+def _hunyuan_moe(c: Reader) -> dict[str, Any]:
+    """moe_topk may be a list of equal numbers, one for each layer."""
+    key = "moe_topk" if c.given("moe_topk") else "num_experts_per_tok"
+    given = c.values.get(key, 1)
+    each = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not each or each != [each[0]] * len(each):
+        raise ConfigError(f"{key}: expected one number for all layers, got {shown(given)}")
+    top_k = Reader({key: each[0]}).integer(key)
+    if c.integer("num_experts_per_tok", default=top_k) != top_k:
+        raise ConfigError(f"moe_topk and num_experts_per_tok differ: {shown(c.values)}")
+    return {"num_experts_per_tok": top_k}
+
+
+def hunyuan_ropes(config: Mapping[str, Any]) -> Ropes:
+    """With alpha the type "dynamic" is NTK scaling by alpha, at every length."""
+    name, table = table_of(config)
+    alpha, kind = table.get("alpha"), table.get("rope_type", table.get("type"))
+    if not alpha or kind != "dynamic":
+        return (("", config),)
+    dim = Reader(config).integer("head_dim", 4)
+    theta = table.get("rope_theta", config.get("rope_theta", 10000.0))
+    stretch = number(f"{name}.alpha", alpha, 0) ** (dim / (dim - 2))
+    # The keys of the other types have no effect.
+    kept = {key: value for key, value in table.items() if key not in ROPE_KEYS | {"alpha"}}
+    kept |= {"rope_type": "default", "rope_theta": number("rope_theta", theta, 0) * stretch}
+    return (("", {**config, name: kept}),)
 
 
 # Kinds of csrc/model/layer_kinds.c.
@@ -355,6 +455,20 @@ _QWEN_MOE = (
     "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts "
     "num_local_experts norm_topk_prob mlp_only_layers"
 )
+_GEMMA = (
+    "attention_bias hidden_activation query_pre_attn_scalar final_logit_softcapping "
+    "sliding_window layer_types"
+)
+_GEMMA_NAMES = (
+    ("post_attn_norm", "post_attention_layernorm.weight"),
+    ("pre_mlp_norm", "pre_feedforward_layernorm.weight"),
+)
+_AFMOE_WINDOWS = patterned_windows(1024, 4, "global_attn_every_n_layers")
+_HUNYUAN_NAMES = (
+    ("q_norm", "self_attn.query_layernorm.weight"),
+    ("k_norm", "self_attn.key_layernorm.weight"),
+)
+_GRANITE = "embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 
 
 def _shared(module: str) -> tuple[tuple[str, str], ...]:
@@ -386,6 +500,7 @@ _DEEPSEEK = Experts(
     shared_width=shared_experts("n_shared_experts"),
 )
 _EXAONE = "sliding_window sliding_window_pattern layer_types"
+_EXAONE_WINDOWS = patterned_windows(4096, 4, "sliding_window_pattern")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -695,7 +810,7 @@ FAMILIES: dict[str, Family] = {
         norm_after=True,
         attention_bias=False,
         o_bias=False,
-        windows=windows_where(_pattern),
+        windows=_EXAONE_WINDOWS,
         rope_layers=rope_in_windows,
         names=(("post_attn_norm", "post_attention_layernorm.weight"),),
     ),
@@ -711,7 +826,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         attention_bias=False,
         o_bias=False,
-        windows=windows_where(_pattern),
+        windows=_EXAONE_WINDOWS,
         rope_layers=rope_in_windows,
         moe_layers=first_layers_dense(1),
         experts=replace(
@@ -810,6 +925,137 @@ FAMILIES: dict[str, Family] = {
         attention_bias=False,
         o_bias=False,
         windows=windows_where(lambda c, i: True),
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        f"{_GEMMA} attn_logit_softcapping",
+        eos_token_id=1,
+        head_dim=256,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        tied=True,
+        hidden_act="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
+        norm_after=True,
+        zero_centered_norms=True,
+        windows=patterned_windows(4096, 2),
+        factors=_gemma(50.0, 30.0),
+        names=_GEMMA_NAMES,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        f"{_GEMMA} sliding_window_pattern rope_local_base_freq",
+        "_sliding_window_pattern",
+        eos_token_id=1,
+        head_dim=256,
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+        rope_theta=1000000.0,
+        tied=True,
+        hidden_act="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
+        qk_norm="head",
+        norm_after=True,
+        zero_centered_norms=True,
+        windows=patterned_windows(4096, 6, "sliding_window_pattern"),
+        factors=_gemma(None, None),
+        ropes=gemma3_ropes,
+        names=_GEMMA_NAMES,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        f"attention_bias {_GRANITE}",
+        max_position_embeddings=2048,
+        factors=_granite,
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        f"attention_bias num_local_experts num_experts_per_tok {_GRANITE}",
+        max_position_embeddings=2048,
+        moe_layers=every,
+        experts=Experts(
+            number=lambda c: c.integer("num_local_experts", default=8),
+            top_k=2,
+            width="intermediate_size",
+            renormalize=True,
+        ),
+        factors=_granite,
+        names=(
+            ("router", "block_sparse_moe.router.layer.weight"),
+            *(
+                (f"expert_{kind}", f"block_sparse_moe.experts.#.{kind}_proj.weight")
+                for kind in ("gate", "up", "down")
+            ),
+        ),
+    ),
+    "afmoe": Family(
+        "AfmoeForCausalLM",
+        "attention_bias moe_intermediate_size num_dense_layers num_experts num_experts_per_tok "
+        "num_local_experts num_shared_experts route_scale global_attn_every_n_layers "
+        "sliding_window layer_types mup_enabled",
+        eos_token_id=None,
+        head_dim=128,
+        max_position_embeddings=16384,
+        rms_norm_eps=1e-5,
+        qk_norm="head",
+        norm_after=True,
+        attention_gate=True,
+        windows=_AFMOE_WINDOWS,
+        rope_layers=lambda c, layers: tuple(int(w > 0) for w in _AFMOE_WINDOWS(c, layers)),
+        moe_layers=lambda c, layers: tuple(
+            int(i >= c.integer("num_dense_layers", 0, default=1)) for i in range(layers)
+        ),
+        experts=Experts(
+            number=lambda c: num_experts(c, low=1, default=64),
+            top_k=6,
+            renormalize=True,
+            score_func="sigmoid",
+            router_bias=True,
+            shared_width=shared_experts("num_shared_experts", 2),
+        ),
+        factors=_afmoe,
+        names=(
+            ("post_attn_norm", "post_attention_layernorm.weight"),
+            ("pre_mlp_norm", "pre_mlp_layernorm.weight"),
+            ("post_mlp_norm", "post_mlp_layernorm.weight"),
+            ("router", "mlp.router.gate.weight"),
+            ("router_bias", "mlp.expert_bias"),
+        ),
+    ),
+    "hunyuan_v1_dense": Family(
+        "HunYuanDenseV1ForCausalLM",
+        "attention_bias",
+        "eod_token_id",
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        qk_norm="head",
+        qk_norm_last=True,
+        ropes=hunyuan_ropes,
+        names=_HUNYUAN_NAMES,
+    ),
+    "hunyuan_v1_moe": Family(
+        "HunYuanMoEV1ForCausalLM",
+        "attention_bias num_experts num_local_experts moe_topk num_experts_per_tok",
+        "eod_token_id",
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        qk_norm="head",
+        qk_norm_last=True,
+        moe_layers=every,
+        experts=Experts(
+            number=lambda c: num_experts(c, low=1, default=1),
+            top_k=1,
+            width="intermediate_size",
+            renormalize=True,
+            shared_width=lambda c: c.integer("intermediate_size"),
+        ),
+        factors=_hunyuan_moe,
+        ropes=hunyuan_ropes,
+        names=(
+            *_HUNYUAN_NAMES,
+            ("router", "mlp.gate.wg.weight"),
+            *_shared("mlp.shared_mlp"),
+        ),
     ),
 }
 # A model_type without a class in transformers → the family that its checkpoints' code computes.

@@ -381,10 +381,11 @@ def table_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return name, table
 
 
-def unknown_keys(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def unknown_keys(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
     """Keys of the rope table that no rope type reads, as (table.key, value). None and False switch
-    a key off."""
+    a key off. path: where the table is in that of the config, if it is a part of it."""
     name, table = table_of(config)
+    name += path
     odd = [
         (key, value)
         for key, value in table.items()

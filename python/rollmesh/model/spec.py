@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,10 +127,21 @@ class EngineValues:
     activation: int
     rope_scale: float
     inv_freq: NDArray[np.float32]  # half of the elements of a head that rope turns
-    # [num_hidden_layers][is MoE, rope turns q and k, window (0: none), kind]
+    # [num_hidden_layers][is MoE, rope of q and k (0: none, 2: the local one), window (0: none),
+    # kind]
     layers: NDArray[np.int64]
     names: tuple[tuple[str, str], ...]  # (kind of parameter, the family's own name for it)
     min_sum: float  # 0: none
+    local_rope_scale: float
+    local_inv_freq: NDArray[np.float32] | None
+    # Factors and caps of numbers; 0: none.
+    attention_scale: float
+    attention_softcap: float
+    logits_softcap: float
+    embed_scale: float
+    embed_scale_bf16: float
+    residual_scale: float
+    logits_scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +196,17 @@ class ModelSpec:
     swiglu_alpha: float = 1.702  # of the activation "swiglu_oai"
     swiglu_limit: float = 7.0
     topk_sum_min: float | None = None  # with norm_topk_prob and softmax: the least divisor
+    zero_centered_norms: bool = False  # weights of norms are stored as their difference to 1
+    qk_norm_last: bool = False  # q and k are normed after rope
+    attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
+    local_rope_settings: _rope.Rope | None = None  # of layers with a window
+    attention_multiplier: float | None = None  # of attention's scores; None: head_dim ** -0.5
+    attn_logit_softcapping: float | None = None  # scores are cap · tanh(score / cap); None: no cap
+    final_logit_softcapping: float | None = None  # likewise logits
+    embedding_multiplier: float | None = None  # None: 1, as the next ones
+    rounds_embedding_multiplier: bool = False  # to the dtype
+    residual_multiplier: float | None = None  # of blocks' outputs, before they are added
+    logits_scaling: float | None = None  # logits are divided by it
 
     def __post_init__(self) -> None:
         _core.placement(self.engine_values(1), 1, 1, 1)  # ConfigError by the engine's rules
@@ -225,7 +247,7 @@ class ModelSpec:
             and quantization.get("quant_method") == "mxfp4"
         ):
             del values["quantization_config"]
-        _refuse_unknown(values, _keys_of(family))
+        _refuse_unknown(values, _keys_of(family), family.ropes(values))
         return _read(Reader(values), model_type, family)
 
     @staticmethod
@@ -243,10 +265,33 @@ class ModelSpec:
         values, beyond = _torchtitan.hf_config(model)
         return replace(ModelSpec.from_hf(values), **beyond)
 
-    def rope(self, max_model_len: int) -> tuple[NDArray[np.float32], float]:
+    def rope(self, max_model_len: int, *, local: bool = False) -> tuple[NDArray[np.float32], float]:
         """(inv_freq [rotary_dim / 2] with torch's bits, the factor on cos and sin) of a generator
-        for max_model_len positions."""
-        return self.rope_settings.frequencies(max_model_len)
+        for max_model_len positions. local: of layers with a window."""
+        settings = (self.local_rope_settings if local else None) or self.rope_settings
+        return settings.frequencies(max_model_len)
+
+    @property
+    def attention_scale(self) -> float:
+        own = self.attention_multiplier
+        return 1.0 / math.sqrt(self.head_dim) if own is None else own
+
+    @property
+    def logit_options(self) -> dict[str, Any]:
+        """Scale and cap of logits, as arguments of ops.lm_head."""
+        divisor = self.logits_scaling
+        return {
+            "scale": None if divisor is None else 1.0 / divisor,
+            "softcap": self.final_logit_softcapping,
+        }
+
+    def embed_scale(self, dtype: str) -> float | None:
+        """The factor of embeddings of a model of this dtype."""
+        factor = self.embedding_multiplier
+        if factor is None or not self.rounds_embedding_multiplier or dtype != "bfloat16":
+            return factor
+        word = int(np.float32(factor).view(np.uint32))
+        return float(np.uint32((word + 0x7FFF + (word >> 16 & 1)) & 0xFFFF0000).view(np.float32))
 
     @property
     def gating(self) -> dict[str, Any]:
@@ -272,8 +317,13 @@ class ModelSpec:
     def engine_values(self, max_model_len: int) -> EngineValues:
         inv_freq, scale = self.rope(max_model_len)
         family = FAMILIES[self.model_type]
+        local = self.local_rope_settings and self.rope(max_model_len, local=True)
+        ropes = [
+            int(rotates) + bool(rotates and local and window)
+            for rotates, window in zip(self.rope_layers, self.sliding_windows, strict=True)
+        ]
         kinds = map(LAYER_KINDS.index, self.layer_kinds or ("attention",) * self.num_hidden_layers)
-        layers = zip(self.is_moe_layer, self.rope_layers, self.sliding_windows, kinds, strict=True)
+        layers = zip(self.is_moe_layer, ropes, self.sliding_windows, kinds, strict=True)
         return EngineValues(
             spec=self,
             sigmoid_scores=self.score_func == "sigmoid",
@@ -287,6 +337,15 @@ class ModelSpec:
             layers=np.array(list(layers), np.int64),
             names=family.names,
             min_sum=self.scoring["min_sum"],
+            local_rope_scale=local[1] if local else 1.0,
+            local_inv_freq=local[0] if local else None,
+            attention_scale=self.attention_multiplier or 0.0,
+            attention_softcap=self.attn_logit_softcapping or 0.0,
+            logits_softcap=self.final_logit_softcapping or 0.0,
+            embed_scale=self.embed_scale("float32") or 0.0,
+            embed_scale_bf16=self.embed_scale("bfloat16") or 0.0,
+            residual_scale=self.residual_multiplier or 0.0,
+            logits_scale=self.logit_options["scale"] or 0.0,
         )
 
     def parameters(self) -> Iterator[Parameter]:
@@ -365,12 +424,12 @@ def _from_dict(values: Any) -> ModelSpec:
     if not isinstance(eos, (list, tuple)):
         raise ConfigError(f"eos_token_ids: expected a list of token ids, got {shown(eos)}")
     read["eos_token_ids"] = _eos(eos, read["vocab_size"])
-    spec = ModelSpec(
-        **read,
-        rope_settings=_rope_from_dict(
-            c.values["rope_settings"], read["head_dim"], read["max_position_embeddings"]
-        ),
-    )
+    for key in ("rope_settings", "local_rope_settings"):
+        if c.given(key) or key == "rope_settings":
+            read[key] = _rope_from_dict(
+                c.values[key], read["head_dim"], read["max_position_embeddings"]
+            )
+    spec = ModelSpec(**read)
     _check_layers(spec)
     return spec
 
@@ -493,7 +552,9 @@ def _refuse_odd(values: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
+def _refuse_unknown(
+    values: Mapping[str, Any], used: frozenset[str], ropes: Sequence[tuple[str, Mapping[str, Any]]]
+) -> None:
     """Refuses unsupported options that change the numbers, then unknown options."""
     for key, what in _UNSUPPORTED.items():
         value = values.get(key)
@@ -511,7 +572,9 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
         and value is not None
         and value is not False
     ]
-    if unknown := unknown + _rope.unknown_keys(values):
+    for path, config in ropes:
+        unknown += _rope.unknown_keys(config, path)
+    if unknown:
         names = tuple(key_name(key) for key, _ in unknown)
         error = ConfigError(
             f"unknown config keys: {listed(unknown)}; ignore={shown(names)} reads the config "
@@ -522,8 +585,9 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
 
 
 def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
+    act_key = family.activation_key
     activation = family.activation or choice(
-        "hidden_act", c.values.get("hidden_act", family.hidden_act), [*_HIDDEN_ACT]
+        act_key, c.values.get(act_key, family.hidden_act), [*_HIDDEN_ACT]
     )
     if not c.boolean("is_causal", True):
         raise ConfigError("is_causal=False: attention to later tokens is not supported")
@@ -542,6 +606,15 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     partial = family.partial_rotary_factor
     if c.given("rotary_dim"):
         partial = c.integer("rotary_dim") / head_dim
+    rope, *local = (
+        _rope.from_config(config, head_dim, max_positions, family.rope_theta, partial)
+        for _, config in family.ropes(c.values)
+    )
+    if local and local[0].depends_on_length:
+        raise ConfigError(
+            f"rope_type={local[0].type!r} of sliding_attention: expected one that does not depend "
+            "on the length"
+        )
     return ModelSpec(
         model_type=model_type,
         vocab_size=vocab,
@@ -561,9 +634,8 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         tie_word_embeddings=c.boolean("tie_word_embeddings", family.tied),
         rms_norm_eps=c.positive("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_positions,
-        rope_settings=_rope.from_config(
-            family.ropes(c.values)[0][1], head_dim, max_positions, family.rope_theta, partial
-        ),
+        rope_settings=rope,
+        local_rope_settings=local[0] if local else None,
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
         sliding_windows=family.windows(c, layers),
@@ -579,7 +651,10 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         sinks=family.sinks,
         swiglu_alpha=c.positive("swiglu_alpha", 1.702),
         swiglu_limit=c.positive("swiglu_limit", 7.0),
-        **_experts(c, family.experts) if any(is_moe_layer) else _NO_EXPERTS,
+        zero_centered_norms=family.zero_centered_norms,
+        qk_norm_last=family.qk_norm_last,
+        attention_gate=family.attention_gate,
+        **(_experts(c, family.experts) if any(is_moe_layer) else _NO_EXPERTS) | family.factors(c),
     )
 
 

@@ -90,6 +90,7 @@ __all__ = [
     "rope_table",
     "router",
     "sample",
+    "sigmoid_gate",
     "to_device",
     "top_logprobs",
 ]
@@ -146,16 +147,17 @@ def embed(
     table: Array,
     *,
     packed: tuple[int, int] | None = None,
+    scale: float | None = None,
     out: Array | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """Returns the rows `ids` of a table, [len(ids), hidden]. table: [vocab, hidden], or a packed
-    table with packed=(vocab, hidden)."""
+    """Returns the rows `ids` of a table, [len(ids), hidden], times scale if it is given. table:
+    [vocab, hidden], or a packed table with packed=(vocab, hidden)."""
     if packed is not None and not (isinstance(packed, (tuple, list)) and len(packed) == 2):
         raise ShapeError(f"packed: expected (vocab, hidden), got {shown(packed)}")
     sizes = {} if packed is None else {"packed": True, "vocab": packed[0], "hidden": packed[1]}
-    return run("embed", isa, threads, ids=ids, table=table, out=out, **sizes)[0]
+    return run("embed", isa, threads, ids=ids, table=table, scale=scale, out=out, **sizes)[0]
 
 
 def gather_rows(
@@ -178,15 +180,20 @@ def rms_norm(
     eps: float,
     x: Array | None = None,
     x_gate: Array | None = None,
+    x_scale: float | None = None,
+    zero_centered: bool = False,
     out: Array | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
-    """Returns weight · residual / rms(residual) for each row, [rows, n]; without a weight, the
-    residual. With x, residual += x is stored to `residual` first; with x_gate [rows] too,
-    residual += sigmoid(x_gate) · x, with one factor for each row."""
-    if x_gate is not None and x is None:
-        raise ConfigError("x_gate: expected x beside it, got none")
+    """Returns weight · residual / rms(residual) for each row, [rows, n], with 1 + weight if
+    zero_centered; without a weight, the residual. With x, residual += x is stored to `residual`
+    first; with x_gate [rows] too, residual += sigmoid(x_gate) · x, with one factor for each row;
+    with x_scale residual += x_scale · x."""
+    if x_gate is not None and (x is None or x_scale is not None):
+        raise ConfigError(
+            f"x_gate: expected x beside it, got {'none' if x is None else 'x_scale too'}"
+        )
     return run("rms_norm", **locals())[0]
 
 
@@ -239,6 +246,13 @@ def activate(
     gemm_swiglu, without "swiglu_oai"."""
     choice("activation", activation, ACTIVATIONS[:-1])
     return run("activate", **{**locals(), "activation": _activation(activation)})[0]
+
+
+def sigmoid_gate(
+    x: Array, gate: Array, *, out: Array | None = None, isa: str | None = None, threads: int = 1
+) -> Array:
+    """Returns sigmoid(gate) · x for x and gate [rows, n]."""
+    return run("sigmoid_gate", **locals())[0]
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -302,6 +316,8 @@ def qk_rope_kv(
     page_size: int,
     eps: float,
     squares: tuple[Array, Array] | None = None,
+    zero_centered: bool = False,
+    norm_last: bool = False,
     row_flags: NDArray[np.uint8] | None = None,
     out: Array | None = None,
     isa: str | None = None,
@@ -313,8 +329,9 @@ def qk_rope_kv(
     q_weight, k_weight: [head_dim]; both None: no norm. squares: (q_squares, k_squares) of
     head_squares, [rows, all heads of the model] and [rows, all its kv heads]. With squares, q and k
     are each normed over all these heads, and q_weight is [num_heads·head_dim] and k_weight
-    [kv_heads·head_dim], for the heads in qkv. cos, sin: [positions, n]; the first 2·n elements of a
-    head are rotated in pairs (i, i + n), and n is at most head_dim / 2.
+    [kv_heads·head_dim], for the heads in qkv. zero_centered: factors are 1 + weight. norm_last:
+    heads are rotated first and then normed; not with squares. cos, sin: [positions, n]; the first
+    2·n elements of a head are rotated in pairs (i, i + n), and n is at most head_dim / 2.
     A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
     """
     if squares is not None and not (
@@ -328,6 +345,8 @@ def qk_rope_kv(
             "squares: expected q_weight and k_weight with them, got "
             f"{'q_weight' if q_weight is None else 'k_weight'} = None"
         )
+    if squares is not None and norm_last:
+        raise ConfigError("norm_last: expected False with squares, got True")
     if (q_weight is None) != (k_weight is None):
         raise ConfigError(
             "q_weight, k_weight: expected both or none, got only "
@@ -348,6 +367,7 @@ def attention(
     *,
     page_size: int,
     scale: float,
+    softcap: float | None = None,
     window: int = 0,
     group: int = 0,
     head0: int = 0,
@@ -357,7 +377,8 @@ def attention(
     threads: int = 1,
 ) -> Array:
     """Returns attention of q [rows, heads, head_dim] over positions max(0, p − window + 1) … p of
-    each row's sequence, through the block table of the sequence.
+    each row's sequence, through the block table of the sequence. With softcap, scores are
+    softcap · tanh(score / softcap).
 
     Query head h reads kv head (head0 + h) // group of the caches; group 0 stands for
     heads // kv_heads. For a rank's shard of the heads, pass the model's group and, as head0, the
@@ -434,13 +455,17 @@ def lm_head(
     *,
     targets: NDArray[np.int32] | None = None,
     keep_logits: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> LmHead:
     """Returns the logits of x [rows, hidden], their statistics, and the logprob of one target for
-    each row (−1: no target)."""
+    each row (−1: no target). With scale, logits are multiplied by it; then, with softcap, they are
+    softcap · tanh(logit / softcap)."""
     return LmHead(*run(
-        "lm_head", isa, threads, x=x, w=w, vocab=vocab, targets=targets,
+        "lm_head", isa, threads, x=x, w=w, vocab=vocab, scale=scale, softcap=softcap,
+        targets=targets,
         logits=_new(boolean("keep_logits", keep_logits)),
         target_logprobs=_new(targets is not None),
     ))  # fmt: skip
@@ -453,6 +478,8 @@ def lm_head_pairs(
     *,
     targets: NDArray[np.int32] | None = None,
     keep_logits: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> LmHeadPairs:
@@ -463,7 +490,8 @@ def lm_head_pairs(
     the pairs of all shards, concatenated in the order of the vocabulary, to merge_pairs.
     """
     return LmHeadPairs(*run(
-        "lm_head_pairs", isa, threads, x=x, w=w, vocab=vocab, targets=targets,
+        "lm_head_pairs", isa, threads, x=x, w=w, vocab=vocab, scale=scale, softcap=softcap,
+        targets=targets,
         logits=_new(boolean("keep_logits", keep_logits)),
         target_logits=_new(targets is not None),
     ))  # fmt: skip

@@ -48,27 +48,30 @@ _ModelKeys = dataclasses.make_dataclass(
             "num_key_value_heads max_position_embeddings sliding_window no_rope_layer_interval "
             "moe_intermediate_size num_experts num_local_experts n_routed_experts n_group "
             "num_experts_per_tok decoder_sparse_step topk_group shared_expert_intermediate_size "
-            "rotary_dim sliding_window_pattern moe_num_experts moe_k moe_layer_interval",
+            "rotary_dim query_pre_attn_scalar sliding_window_pattern global_attn_every_n_layers "
+            "moe_num_experts moe_k moe_topk moe_layer_interval",
             at_least=1,
         ),
         *_keys(
             int,
             "max_window_layers n_shared_experts num_shared_experts first_k_dense_replace "
-            "moe_num_shared_experts moe_layer_start_index moe_layer_end_index",
+            "num_dense_layers moe_num_shared_experts moe_layer_start_index moe_layer_end_index",
             at_least=0,
         ),
         *_keys(
             float,
             "initializer_range rms_norm_eps routed_scaling_factor router_scaling_factor "
-            "moe_norm_min swiglu_alpha swiglu_limit",
+            "moe_norm_min swiglu_alpha swiglu_limit attn_logit_softcapping "
+            "final_logit_softcapping embedding_multiplier residual_multiplier "
+            "attention_multiplier logits_scaling route_scale",
             above=0,
         ),
         *_keys(
             bool,
             "tie_word_embeddings attention_bias attention_out_bias qkv_bias use_qk_norm "
-            "use_sliding_window norm_topk_prob",
+            "use_sliding_window norm_topk_prob mup_enabled",
         ),
-        *_keys(str, "hidden_act"),
+        *_keys(str, "hidden_act hidden_activation"),
         *_keys(tuple[str, ...], "layer_types mlp_layer_types"),
         *_keys(tuple[int, ...], "mlp_only_layers"),
         *_keys(tuple[int, ...], "no_rope_layers", at_least=0, at_most=1),

@@ -48,7 +48,7 @@ FLOATS = "a tensor of float32, bfloat16, float16 or float64 numbers"
 INTERNAL = frozenset(vars(nn.Module()))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
-FREQUENCIES = ("original_inv_freq", "inv_freq")  # buffers of a rope module
+ROPES = ("rope_settings", "local_rope_settings")  # of a spec
 ROUNDINGS = (torch.float32, torch.bfloat16, torch.float16)  # that Module.to applies to frequencies
 
 
@@ -131,7 +131,7 @@ def plain_class(module: Any) -> type:
 def _is_unchanged(model: Any, seen: _Seen) -> bool:
     if not all(module.is_unchanged() for module in seen.modules):
         return False
-    rope = [getattr(model.model.rotary_emb, name) for name in FREQUENCIES]
+    rope = [x for _, x in _frequencies(model)]
     same = all(
         a.device == b.device and torch.equal(a, b) for a, b in zip(rope, seen.rope, strict=True)
     )
@@ -152,7 +152,7 @@ def _compared(model: Any, spec: ModelSpec, seen: _Seen | None) -> _Seen:
         compare.part(name, getattr(model, name, None), getattr(template, name))
     _check_rope(model, spec)
     _check_functions(model.config)
-    rope = [getattr(model.model.rotary_emb, name).clone() for name in FREQUENCIES]
+    rope = [x.clone() for _, x in _frequencies(model)]
     configs = [(config, copy.deepcopy(vars(config))) for config in compare.configs]
     return _Seen(template, spec, configs, compare.code, compare.seen, compare.lora, rope)
 
@@ -162,11 +162,11 @@ def _check_rope(model: Any, spec: ModelSpec) -> None:
     a length they may be those of an earlier batch."""
     rope, settings = model.model.rotary_emb, spec.rope_settings
     lengths = [1, MAX_POSITION, int(rope.max_seq_len_cached)] if settings.depends_on_length else [1]
-    for name, some in zip(FREQUENCIES, (lengths[:1], lengths), strict=True):
-        found = getattr(rope, name).detach().float().cpu()
+    for name, buffer in _frequencies(model):
+        found, local = buffer.detach().float().cpu(), name.startswith("sliding_attention")
         wanted = [
-            torch.from_numpy(spec.rope(length)[0]).to(d).float()
-            for length in some
+            torch.from_numpy(spec.rope(length, local=local)[0]).to(d).float()
+            for length in (lengths[:1] if name.endswith("original_inv_freq") else lengths)
             for d in ROUNDINGS
         ]
         if not any(torch.allclose(found, w, rtol=1e-5, atol=0) for w in wanted):
@@ -174,6 +174,11 @@ def _check_rope(model: Any, spec: ModelSpec) -> None:
                 f"model.rotary_emb.{name}: expected the frequencies of the config, "
                 f"{shown(wanted[0].tolist())}, got {shown(found.tolist())}{UNDO}"
             )
+
+
+def _frequencies(model: Any) -> list[tuple[str, Tensor]]:
+    """The buffers of the rope module, some of the kinds of layers."""
+    return [(name, x) for name, x in model.model.rotary_emb.named_buffers() if "inv_freq" in name]
 
 
 def _check_functions(config: Any) -> None:
@@ -219,7 +224,7 @@ def _check_config(config: Any, spec: ModelSpec) -> None:
         now = ModelSpec.from_hf(config, ignore=error.names)
     for name, old, new in [
         *differences(spec, now),
-        ("rope_parameters", spec.rope_settings, now.rope_settings),
+        *(("rope_parameters", getattr(spec, name), getattr(now, name)) for name in ROPES),
     ]:
         if old != new:
             raise ConfigError(
@@ -232,7 +237,7 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
     names = ModelSpec.__dataclass_fields__.keys() - {
         "eos_token_ids",
         "max_position_embeddings",
-        "rope_settings",
+        *ROPES,
     }
     both = [(name, getattr(one, name), getattr(other, name)) for name in sorted(names)]
     return [(name, a, b) for name, a, b in both if a != b]

@@ -55,7 +55,7 @@ from rollmesh.torch.arrays import check_tensor, check_tokens
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
 from rollmesh.torch.fused_head import with_contract_logprobs
-from rollmesh.torch.lora import base_of, state_of, weight_of
+from rollmesh.torch.lora import base_of, in_use, state_of, weight_of
 from rollmesh.torch.sequences import Sequences
 
 # Arguments that repeat what position_ids tell.
@@ -143,6 +143,10 @@ class Patch:
                 spec.rms_norm_eps,
                 window,
                 spec.qk_norm == "whole",
+                spec.attention_multiplier,
+                spec.attn_logit_softcapping,
+                spec.zero_centered_norms,
+                spec.qk_norm_last,
             )
             for window in spec.sliding_windows
         ]
@@ -151,7 +155,7 @@ class Patch:
             kind: name.split(".", 3)[-1].removesuffix(".weight")
             for kind, name, _ in _core.parameters(spec.engine_values(1))
         }
-        self._ropes: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._ropes: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the arguments of __init__; a loaded model makes its rope tables again."""
@@ -180,7 +184,9 @@ class Patch:
         parts.check(inner, self.spec)
         for layer in inner.model.layers:
             for name, part in NOISE.items():
-                if (noise := getattr(inner.config, name, 0)) and getattr(layer, part).training:
+                if getattr(layer, part, layer).training and (
+                    noise := getattr(inner.config, name, 0)
+                ):
                     raise ConfigError(
                         f"{name}: expected 0 in training, got {noise}; a rollout drops nothing"
                     )
@@ -188,7 +194,9 @@ class Patch:
     def how(self, x: Tensor) -> How:
         return functions.how_for(x, self.isa, self.threads)
 
-    def rope(self, rows: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
+    def rope(
+        self, rows: Sequences, device: torch.device, local: bool = False
+    ) -> tuple[Tensor, Tensor]:
         longest, most = int(rows.lengths.max()), self.max_model_len
         if most is None:
             most = self.spec.max_position_embeddings
@@ -203,20 +211,24 @@ class Patch:
                 f"input_ids: expected sequences of at most {most} tokens (max_model_len), "
                 f"got one of {longest}"
             )
-        known = self._ropes.get(device)
+        known = self._ropes.get((device, local))
         if known is None or len(known[0]) < longest:
             positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, most)
-            table = functions.rope_table(self.spec.rope(most), positions, self.dtype, device)
-            known = self._ropes[device] = table
+            frequencies = self.spec.rope(most, local=local)
+            table = functions.rope_table(frequencies, positions, self.dtype, device)
+            known = self._ropes[device, local] = table
         return known
 
     def check_generator(self, generator: Generator) -> None:
         """Raises a ConfigError if the generator computes another function of the same weights."""
         spec, length, state = generator.spec, generator.max_model_len, generator.metrics()
         differ = parts.differences(self.spec, spec)
-        mine, theirs = self.spec.rope(self.max_model_len or length), spec.rope(length)
-        if not np.array_equal(mine[0], theirs[0]) or mine[1] != theirs[1]:
-            differ.append(("rope_settings", self.spec.rope_settings, spec.rope_settings))
+        for local, name in enumerate(parts.ROPES):
+            mine = self.spec.rope(self.max_model_len or length, local=bool(local))
+            theirs = spec.rope(length, local=bool(local))
+            if np.array_equal(mine[0], theirs[0]) and mine[1] == theirs[1]:
+                continue
+            differ.append((name, getattr(self.spec, name), getattr(spec, name)))
             differ.append(("max_model_len", self.max_model_len, length))
         differ.append(("dtype", packing.name_of(self.dtype), generator.dtype))
         if generator.dtype == "bfloat16":  # in which cuda_mma computes other bits
@@ -240,7 +252,9 @@ class Patch:
 
     # -------------------------------------------------------------------------------------- a pass
     def attend(self, attention: Any, index: int, x: Tensor, rows: Sequences, how: How) -> Tensor:
-        cos, sin = self.rope(rows, x.device)
+        spec = self.spec
+        local = spec.local_rope_settings is not None and spec.sliding_windows[index] > 0
+        cos, sin = self.rope(rows, x.device, local)
         turned = 2 * cos.shape[1]
         if hasattr(attention, "qkv_proj"):  # some families have all three in one module
             qkv = [attention.qkv_proj]
@@ -254,13 +268,17 @@ class Patch:
             else torch.cat(self.in_halves([base_of(m).bias for m in qkv], turned))
         )
         made = functions.linear(x, *weights, bias=bias, how=how)
-        norms = () if self.spec.qk_norm == "none" else (attention.q_norm, attention.k_norm)
+        paths = [] if spec.qk_norm == "none" else [self.paths["q_norm"], self.paths["k_norm"]]
+        norms = [attention.get_submodule(path.removeprefix("self_attn.")) for path in paths]
         q_norm, k_norm = [norm.weight for norm in norms] or (None, None)
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
         attended = functions.attention(
             made, q_norm, k_norm, turn, rows, self.heads[index],
-            sinks=attention.sinks if self.spec.sinks else None, how=how,
+            sinks=attention.sinks if spec.sinks else None, how=how,
         )  # fmt: skip
+        if spec.attention_gate:
+            gate = functions.linear(x, weight_of(attention.gate_proj), how=how)
+            attended = functions.sigmoid_gate(attended, gate, how=how)
         o = attention.o_proj
         return functions.linear(attended, weight_of(o), bias=base_of(o).bias, how=how)
 
@@ -278,7 +296,10 @@ class Patch:
 
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
         spec = self.spec
-        router, experts = mlp.router if hasattr(mlp, "router") else mlp.gate, mlp.experts
+        router, experts = mlp.gate if hasattr(mlp, "gate") else mlp.router, mlp.experts
+        bias = _router_bias(mlp, router)
+        for name in ("gate", "wg"):  # the matrix may be in a module of the router
+            router = getattr(router, name, router)
         gate_up, down, biases = experts.gate_up_proj, experts.down_proj, {}
         if spec.moe_bias:
             gate_up_bias = experts.gate_up_proj_bias
@@ -295,14 +316,15 @@ class Patch:
         made = functions.moe(
             x, router.weight, gate_up, down,
             top_k=spec.num_experts_per_tok, **spec.scoring,
-            bias=_router_bias(mlp, router), **biases, **spec.gating, how=how,
+            bias=bias, **biases, **spec.gating, how=how,
         )  # fmt: skip
         if self.call.wanted is not None and self.call.wanted.routed:
             self.call.wanted.experts[index] = made.ids
         if not spec.shared_intermediate_size:
             return made.out
-        # The expert that all rows pass has one of two names.
-        expert = mlp.shared_expert if hasattr(mlp, "shared_expert") else mlp.shared_experts
+        # The expert that all rows pass has one of these names.
+        names = ("shared_expert", "shared_experts", "shared_mlp")
+        expert = next(getattr(mlp, name) for name in names if hasattr(mlp, name))
         shared = self.mix_dense(expert, x, how)
         if not spec.shared_switch:
             return functions.add(made.out, shared, how=how)
@@ -314,7 +336,8 @@ class Patch:
 
         def mix(x: Tensor) -> Tensor:
             if spec.is_moe_layer[index]:
-                return self.mix_experts(layer.mlp, index, x, how)
+                experts = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
+                return self.mix_experts(experts, index, x, how)
             return self.mix_dense(layer.mlp, x, how)
 
         def norms(*kinds: str) -> list[Tensor]:
@@ -330,6 +353,8 @@ class Patch:
             spec.rms_norm_eps,
             norm_after=not before,
             also_after=after if before and after else None,
+            zero_centered=spec.zero_centered_norms,
+            scale=spec.residual_multiplier,
             how=how,
         )
 
@@ -339,11 +364,12 @@ class Patch:
         x, wanted = hidden.flatten(0, -2).to(self.dtype), self.call.wanted
         how, weight = self.how(x), weight_of(head)
         if wanted is None:
-            return functions.lm_head(x, weight, how=how).view(*hidden.shape[:-1], -1)
+            logits = functions.lm_head(x, weight, **self.spec.logit_options, how=how)
+            return logits.view(*hidden.shape[:-1], -1)
         targets = wanted.ids.reshape(-1).index_select(0, wanted.places + 1)
         made = functions.token_logprobs(
             x, weight, targets, kept_tokens=wanted.kept_tokens, temperature=wanted.temperature,
-            entropy=wanted.entropy, how=how,
+            entropy=wanted.entropy, **self.spec.logit_options, how=how,
         )  # fmt: skip
         entropy = made.logprobs if made.entropy is None else made.entropy
         wanted.made = torch.stack([made.logprobs, entropy], -1)
@@ -355,9 +381,10 @@ def _router_bias(mlp: Any, router: Any) -> Tensor | None:
     """Returns what a router adds to the scores for its choice, float32 [experts]. Families keep the
     tensor in different modules, some in the model's dtype."""
     for module in (mlp, router, getattr(router, "moe_statics", None)):
-        bias: Tensor | None = getattr(module, "e_score_correction_bias", None)
-        if bias is not None:
-            return bias.detach().float().flatten()
+        for name in ("e_score_correction_bias", "expert_bias"):
+            bias: Tensor | None = getattr(module, name, None)
+            if bias is not None:
+                return bias.detach().float().flatten()
     return None
 
 
@@ -384,6 +411,42 @@ class _Model(_Part):
         super().__setattr__(
             name, with_contract_logprobs(self, value, _score_labels) if name == "forward" else value
         )
+
+
+class _ModelOfLogits(_Model):
+    """A …ForCausalLM whose forward method scales or caps logits. The kernels have done that, so
+    this forward method leaves them as they are."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: Any = 0,
+        **others: Any,
+    ) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        me: Any = self
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, **others}
+        hidden = me.model(input_ids=input_ids, **given).last_hidden_state
+        is_count = isinstance(logits_to_keep, int)
+        kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
+        logits, loss = me.lm_head(hidden[:, kept]), None
+        if labels is not None:
+            total = others.get("num_items_in_batch")
+            vocab = me.config.vocab_size
+            loss = me.loss_function(logits, labels, vocab, num_items_in_batch=total)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits)
+        return output.to_tuple() if others.get("return_dict") is False else output
+
+
+class _Rows(_Part):
+    """An embedding whose forward method scales the rows. The model does that by the kernels."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.nn.Embedding.forward(self, input)  # type: ignore[arg-type]
 
 
 class _Called(_Part):
@@ -456,10 +519,15 @@ class _Base(_Called):
         ids = rows.pick(input_ids)
         check_tokens("input_ids", ids, 0, patch.spec.vocab_size)
         hidden = me.embed_tokens(ids).to(patch.dtype)  # copies bits, as torch does
+        how, scale = patch.how(hidden), patch.spec.embed_scale(packing.name_of(patch.dtype))
+        if scale is not None:
+            hidden = functions.add(torch.zeros_like(hidden), hidden, scale=scale, how=how)
         for layer in me.layers:
             hidden = layer(hidden, rows=rows)
-        how = patch.how(hidden)
-        hidden = functions.rms_norm(hidden, me.norm.weight, patch.spec.rms_norm_eps, how=how)
+        hidden = functions.rms_norm(
+            hidden, me.norm.weight, patch.spec.rms_norm_eps,
+            zero_centered=patch.spec.zero_centered_norms, how=how,
+        )  # fmt: skip
         rows.forget_caches()
         if wanted is None:
             hidden = rows.pad(hidden)
@@ -597,11 +665,15 @@ def patch(
 
 
 def _modules(inner: Any) -> Iterator[tuple[Any, Any]]:
-    yield inner, _Model
+    keys = ("final_logit_softcapping", "logits_scaling")
+    yield inner, _ModelOfLogits if any(hasattr(inner.config, key) for key in keys) else _Model
     yield inner.model, _Base
     yield inner.lm_head, _Head
     for layer in inner.model.layers:
         yield layer, _Layer
+    rows = in_use(inner.model.embed_tokens)
+    if hasattr(rows, "embed_scale"):
+        yield rows, _Rows
 
 
 def unpatch(model: Any) -> Any:

@@ -30,7 +30,16 @@ NO_WINDOWS = {
     # Layers without a window, and so without rope in EXAONE-4.
     **{
         family: {"layer_types": ["full_attention"] * 2}
-        for family in ("dots1", "exaone4", "exaone_moe", "cwm", "ministral")
+        for family in (
+            "dots1",
+            "exaone4",
+            "exaone_moe",
+            "cwm",
+            "ministral",
+            "gemma2",
+            "gemma3_text",
+            "afmoe",
+        )
     },
     "phi3": {"sliding_window": None, "hidden_size": 128},
 }

@@ -28,6 +28,7 @@ from rollmesh.torch.functions.dense import (
     embedding,
     linear,
     rms_norm,
+    sigmoid_gate,
     swiglu,
 )
 from rollmesh.torch.functions.logits import TokenLogprobs, lm_head, token_logprobs
@@ -50,6 +51,7 @@ __all__ = [
     "moe",
     "rms_norm",
     "rope_table",
+    "sigmoid_gate",
     "swiglu",
     "token_logprobs",
 ]

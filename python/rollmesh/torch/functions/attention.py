@@ -18,6 +18,7 @@ from rollmesh.torch.arrays import array_of, check_flags, check_tensor, in_turn, 
 from rollmesh.torch.functions.common import (
     Gradients,
     How,
+    Pull,
     aten,
     backward_pass,
     how_for,
@@ -41,10 +42,14 @@ class Heads(NamedTuple):
     eps: float
     window: int = 0  # positions that a token sees, its own included; 0: all
     norm_whole: bool = False  # q and k are normed over all heads; else each head
+    multiplier: float | None = None  # of scores; None: head_dim ** -0.5
+    softcap: float | None = None  # scores are softcap · tanh(score / softcap)
+    zero_centered: bool = False  # q and k are normed with 1 + weight
+    norm_last: bool = False  # after rope
 
     @property
     def scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim)
+        return 1.0 / math.sqrt(self.head_dim) if self.multiplier is None else self.multiplier
 
     @property
     def widths(self) -> list[int]:
@@ -104,11 +109,12 @@ class _Attention(torch.autograd.Function):
             q = ops.qk_rope_kv(
                 array_of(qkv), q_norm, k_norm, cos, sin, rows.positions, rows.slots, k, v,
                 num_heads=heads.num_heads, page_size=PAGE, eps=heads.eps, squares=squares,
+                zero_centered=heads.zero_centered, norm_last=heads.norm_last,
                 row_flags=array_of(flags), **how,
             )  # fmt: skip
             out = ops.attention(
                 q, k, v, rows.positions, rows.seq_of_row, rows.block_tables,
-                page_size=PAGE, scale=heads.scale, window=heads.window,
+                page_size=PAGE, scale=heads.scale, softcap=heads.softcap, window=heads.window,
                 sinks=vector_of("sinks", sinks, qkv, heads.num_heads), **how,
             )  # fmt: skip
             made = tensor_of(out).view(rows.num_rows, heads.widths[0])
@@ -128,16 +134,26 @@ class _Attention(torch.autograd.Function):
         def by_heads(x: Tensor) -> Tensor:
             return x.view(len(x), -1, heads.head_dim)
 
+        def made(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Pull]:
+            x = x if heads.norm_whole else by_heads(x)
+            x = _rotated(x.float(), cos, sin) if heads.norm_last else x
+            normed, pull = norm(x, weight, heads.eps, heads.zero_centered)
+            if not heads.norm_last:
+                return _rotated(by_heads(normed()), cos, sin), lambda grad: pull(
+                    _rotated(grad, cos, -sin)
+                )
+
+            def back(grad: Tensor) -> Gradients:
+                by_x, by_weight = pull(grad)
+                return _rotated(by_x, cos, -sin), by_weight
+
+            return normed(), back
+
         q, k, v = qkv.split(heads.widths, 1)
-        (q, pull_q), (k, pull_k) = (
-            norm(x if heads.norm_whole else by_heads(x), weight, heads.eps)
-            for x, weight in ((q, q_weight), (k, k_weight))
-        )
-        q, k = (_rotated(by_heads(normed()), cos, sin) for normed in (q, k))
+        (q, pull_q), (k, pull_k) = made(q, q_weight), made(k, k_weight)
         q, k, v, grad = (x.to(matmul_dtype(qkv)) for x in (q, k, by_heads(v), by_heads(grad)))
         (by_q, by_k, by_v), by_sinks = _attention_gradients(q, k, v, grad, sinks, rows, heads)
-        by_q, by_k = (_rotated(x.float(), cos, -sin) for x in (by_q, by_k))
-        (by_q, by_q_weight), (by_k, by_k_weight) = pull_q(by_q), pull_k(by_k)
+        (by_q, by_q_weight), (by_k, by_k_weight) = pull_q(by_q.float()), pull_k(by_k.float())
         by_qkv = torch.cat([x.flatten(1) for x in (by_q, by_k, by_v)], 1)
         return by_qkv, by_q_weight, by_k_weight, None, None, None, by_sinks, None
 
@@ -184,7 +200,7 @@ def _attention_gradients(
             for i, (x, last) in enumerate(zip(padded, lasts, strict=True))
         ]
         steps += 1
-    is_short = steps <= SHORT
+    is_short = steps <= SHORT or heads.softcap is not None  # torch's attention has no cap
     each = max(1, SCORES_AT_ONCE // (heads.num_heads * steps**2)) if is_short else len(rows.lengths)
     mask: Any = None
     if is_short or 0 < heads.window < steps:
@@ -208,7 +224,7 @@ def _padded_gradients(
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of q [sequences, heads, steps, head_dim], k and v. mask: added to the
     scores; None: that of causal attention."""
-    if q.shape[2] > SHORT:
+    if q.shape[2] > SHORT and heads.softcap is None:
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         with torch.enable_grad():
             out = F.scaled_dot_product_attention(
@@ -219,11 +235,16 @@ def _padded_gradients(
     shape, keys, values = q.shape, k.flatten(0, 1), v.flatten(0, 1)
     q, grad = (x.reshape(len(keys), -1, shape[-1]) for x in (q, grad))  # of each KV head
     masks = mask.repeat(heads.num_heads // heads.num_kv_heads, 1)
-    scores = torch.baddbmm(masks, q, keys.transpose(1, 2), alpha=heads.scale)
-    p = scores.float().softmax(-1)
+    slope: Tensor | float = heads.scale
+    if heads.softcap is None:
+        scores = torch.baddbmm(masks, q, keys.transpose(1, 2), alpha=heads.scale).float()
+    else:
+        shares = ((q @ keys.transpose(1, 2)).float() * (heads.scale / heads.softcap)).tanh()
+        scores, slope = shares * heads.softcap + masks, heads.scale * (1 - shares**2)
+    p = scores.softmax(-1)
     by_v = p.to(values.dtype).transpose(1, 2) @ grad
     by_p = (grad @ values.transpose(1, 2)).float()
-    by_scores = aten._softmax_backward_data(by_p, p, -1, p.dtype).mul_(heads.scale).to(q.dtype)
+    by_scores = aten._softmax_backward_data(by_p, p, -1, p.dtype).mul_(slope).to(q.dtype)
     by_q, by_k = by_scores @ keys, by_scores.transpose(1, 2) @ q
     return by_q.view(shape), by_k.view_as(k), by_v.view_as(v)
 

@@ -100,13 +100,16 @@ def backward_pass(backward: Callable[..., Any]) -> Callable[..., Any]:
     return once_differentiable(plain)
 
 
-def norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Callable[[], Tensor], Pull]:
+def norm(
+    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
+) -> tuple[Callable[[], Tensor], Pull]:
     """Returns two functions: the first computes weight · x / rms(x) over the last dim in float32
-    (without a weight x itself), the second maps its gradient to those of x and weight."""
+    (without a weight x itself; zero_centered: with 1 + weight), the second maps its gradient to
+    those of x and weight."""
     wide = x.float()
     if weight is None:
         return lambda: wide, lambda grad: (grad, None)
-    factors, size = weight.float(), len(weight)
+    factors, size = weight.float() + zero_centered, len(weight)
     scale = torch.rsqrt(torch.linalg.vecdot(wide, wide)[..., None] / size + eps)
     normed = wide * scale
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,24 +77,34 @@ def linear(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, how: How) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, how: How
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return call_op(ops.rms_norm, x, vector_of("weight", weight, x, x.shape[1]), eps=eps, **how)
+        ctx.options = eps, zero_centered
+        vector = vector_of("weight", weight, x, x.shape[1])
+        return call_op(ops.rms_norm, x, vector, eps=eps, zero_centered=zero_centered, **how)
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
-        _, pull = norm(x, weight, ctx.eps)
-        return *pull(grad), None, None
+        _, pull = norm(x, weight, *ctx.options)
+        return *pull(grad), None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, how: How | None = None) -> Tensor:
-    """weight · x / rms(x) over rows [rows, n]."""
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    how: How | None = None,
+) -> Tensor:
+    """weight · x / rms(x) over rows [rows, n]; zero_centered: with 1 + weight."""
     x = rows_of("x", x)
     return _RmsNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, weight, eps, how or how_for(x)
+        x, weight, eps, zero_centered, how or how_for(x)
     )
 
 
@@ -107,11 +118,15 @@ def add_rms_norm(
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, x: Tensor, gate: Tensor | None, how: How) -> Tensor:
-        total = residual.clone()
+    def forward(
+        ctx: Any, residual: Tensor, x: Tensor, gate: Tensor | None, scale: float | None, how: How
+    ) -> Tensor:
+        total, ctx.scale = residual.clone(), scale
         gates = None if gate is None else array_of(gate.reshape(-1))
         # The op that a rollout adds with.
-        call_op(ops.rms_norm, total, None, eps=1.0, x=array_of(x), x_gate=gates, **how)
+        call_op(
+            ops.rms_norm, total, None, eps=1.0, x=array_of(x), x_gate=gates, x_scale=scale, **how
+        )
         if gate is not None:
             ctx.save_for_backward(x, gate)
         return total
@@ -121,23 +136,29 @@ class _Add(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         saved = ctx.saved_tensors  # gradient checkpointing allows a single read
         if not saved:
-            return grad, grad, None, None
+            scaled = grad if ctx.scale is None else grad * ctx.scale
+            return grad, scaled, None, None, None
         x, gate = saved
         share, wide = gate.float().sigmoid(), grad.float()
         by_gate = (wide * x.float()).sum(1, keepdim=True) * share * (1 - share)
-        return grad, wide * share, by_gate, None
+        return grad, wide * share, by_gate, None, None
 
 
 def add(
-    residual: Tensor, x: Tensor, gate: Tensor | None = None, *, how: How | None = None
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    how: How | None = None,
 ) -> Tensor:
     """residual + x, [rows, n]: the sum of add_rms_norm. gate [rows, 1]: residual + sigmoid(gate) ·
-    x."""
+    x. scale: residual + scale · x; not with a gate."""
     residual = rows_of("residual", residual)
     gate = None if gate is None else rows_of("gate", gate, 1)
     x = rows_of("x", x, residual.shape[1])
     return _Add.apply(  # type: ignore[no-any-return, no-untyped-call]
-        residual, x, gate, how or how_for(x)
+        residual, x, gate, scale, how or how_for(x)
     )
 
 
@@ -150,16 +171,20 @@ def decoder_layer(
     *,
     norm_after: bool = False,
     also_after: Sequence[Tensor] | None = None,
+    zero_centered: bool = False,
+    scale: float | None = None,
     how: How | None = None,
 ) -> Tensor:
     """A layer over rows [rows, n], with a rollout's norms and sums. norms: weights before attention
     and before the MLP or experts, which `attend` and `mix` compute; with norm_after of their
-    outputs. also_after: weights of norms of the outputs, beside those before."""
+    outputs. also_after: weights of norms of the outputs, beside those before. zero_centered: as in
+    rms_norm; scale: of the outputs, as in add."""
     after = norms if norm_after else also_after
+    normed = partial(rms_norm, eps=eps, zero_centered=zero_centered, how=how)
     for i, compute in enumerate((attend, mix)):
-        out = compute(hidden if norm_after else rms_norm(hidden, norms[i], eps, how=how))
-        out = out if after is None else rms_norm(out, after[i], eps, how=how)
-        hidden = add(hidden, out, how=how)
+        out = compute(hidden if norm_after else normed(hidden, norms[i]))
+        out = out if after is None else normed(out, after[i])
+        hidden = add(hidden, out, scale=scale, how=how)
     return hidden
 
 
@@ -219,6 +244,29 @@ class _Activate(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         _, pull = ACTIVATIONS[ctx.activation]
         return pull(grad.float(), x.float()), None, None
+
+
+class _SigmoidGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, how: How) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return call_op(ops.sigmoid_gate, x, array_of(gate), **how)
+
+    @staticmethod
+    @backward_pass
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        x, gate = ctx.saved_tensors
+        share, wide = gate.float().sigmoid(), grad.float()
+        return wide * share, wide * x.float() * share * (1 - share), None
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor, *, how: How | None = None) -> Tensor:
+    """sigmoid(gate) · x, [rows, n]."""
+    x = rows_of("x", x)
+    gate = rows_of("gate", gate, x.shape[1])
+    return _SigmoidGate.apply(  # type: ignore[no-any-return, no-untyped-call]
+        x, gate, how or how_for(x)
+    )
 
 
 def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:

@@ -28,11 +28,11 @@ from rollmesh.torch.functions.common import (
     How,
     backward_pass,
     how_for,
+    linear_gradients,
     matmul_dtype,
     rows_of,
     width_of,
 )
-from rollmesh.torch.functions.dense import Linear
 
 LOGITS_AT_ONCE = (
     1 << 25
@@ -47,26 +47,60 @@ class TokenLogprobs(NamedTuple):
     entropy: Tensor | None
 
 
-class _LmHead(Linear):
+class Shape(NamedTuple):
+    """Scale and cap of logits, as arguments of ops.lm_head."""
+
+    scale: float | None = None
+    softcap: float | None = None
+
+    def of(self, dots: Tensor) -> Tensor:
+        logits = dots if self.scale is None else dots * self.scale
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+    def pull(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Maps the gradient of logits to that of x · weight."""
+        grad = grad if self.scale is None else grad * self.scale
+        if self.softcap is None:
+            return grad
+        # The logit −∞ stands for a token that is left out.
+        return grad * (1 - (logits.clamp(min=-self.softcap) / self.softcap) ** 2)
+
+
+class _LmHead(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shape: Shape, packed: Any, how: How) -> Tensor:
         with in_turn(x):
-            head = ops.lm_head(array_of(x), packed, n, **how)
+            head = ops.lm_head(array_of(x), packed, len(weight), **shape._asdict(), **how)
             check_flags("logits", head.row_flags)
-            return tensor_of(head.logits)
+            logits = tensor_of(head.logits)
+        ctx.shape = shape
+        ctx.save_for_backward(x, weight, *([] if shape.softcap is None else [logits]))
+        return logits
+
+    @staticmethod
+    @backward_pass
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        x, weight, *logits = ctx.saved_tensors
+        grad = ctx.shape.pull(grad, logits[0] if logits else grad).to(matmul_dtype(x))
+        return *linear_gradients(x, [weight], [grad], ctx.needs_input_grad[:2]), None, None, None
 
 
-def lm_head(x: Tensor, weight: Tensor, *, packed: Any = None, how: How | None = None) -> Tensor:
-    """Logits of x [rows, hidden], float32 [rows, vocab]."""
+def lm_head(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    packed: Any = None,
+    how: How | None = None,
+) -> Tensor:
+    """Logits of x [rows, hidden], float32 [rows, vocab]. scale, softcap: as in ops.lm_head."""
     x = rows_of("x", x)
     how = how or how_for(x)
-    n = width_of("weight", [weight], x.shape[1])
+    width_of("weight", [weight], x.shape[1])
     packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
     return _LmHead.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, None, packed, how, n, weight
+        x, weight, Shape(scale, softcap), packed, how
     )
 
 
@@ -82,11 +116,11 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         kept_tokens: Tensor | None,
-        options: tuple[float, bool],
+        options: tuple[float, bool, Shape],
         packed: Any,
         how: How,
     ) -> tuple[Tensor, Tensor]:
-        vocab, (temperature, wants_entropy) = len(weight), options
+        vocab, (temperature, wants_entropy, ctx.shape) = len(weight), options
         columns = vocab if kept_tokens is None else kept_tokens.shape[1] + 1
         keep = any(ctx.needs_input_grad) and len(x) * columns <= LOGITS_KEPT
         is_drawn = temperature != 1 or kept_tokens is not None  # logprobs are the sampler's
@@ -102,6 +136,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     vocab,
                     targets=array_of(targets[at]),
                     keep_logits=wants_logits,
+                    **ctx.shape._asdict(),
                     **how,
                 )
                 check_flags("logits", head.row_flags)
@@ -143,7 +178,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if kept:
                 among, place = kept[2 * i : 2 * i + 2]
             else:
-                logits = (x[at].to(dtype) @ matrix.t()).float()
+                logits = ctx.shape.of((x[at].to(dtype) @ matrix.t()).float())
                 among, place = _among(logits, targets[at], of_rows)
             p = torch.softmax(among if ctx.temperature == 1 else among / ctx.temperature, -1)
             factors = -grad[at]
@@ -152,6 +187,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 mean = torch.linalg.vecdot(p, log_p)[:, None]
                 factors = log_p.sub_(mean).mul_(-grad_entropy[at]).sub_(grad[at])
             by_logits = p.mul_(factors).scatter_add_(1, place[:, None].long(), grad[at])
+            by_logits = ctx.shape.pull(by_logits, among)
             if of_rows is not None:
                 by_logits = by_logits.new_zeros(len(place), len(weight)).scatter_add_(
                     1, of_rows.clamp(min=0).long(), by_logits[:, :-1]
@@ -200,6 +236,8 @@ def token_logprobs(
     kept_tokens: Tensor | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
     packed: Any = None,
     how: How | None = None,
 ) -> TokenLogprobs:
@@ -208,6 +246,7 @@ def token_logprobs(
     token, which is 27 or more below the most likely one, it is torch's log_softmax instead of −inf.
     weight [vocab, hidden]; targets, integers [rows]. kept_tokens, integers [rows, k], −1 after a
     row's last: the softmax is over these tokens alone, as that of a draw whose filters kept them.
+    scale, softcap: as in ops.lm_head.
     Logits are made in chunks, and those that need more than 1 GiB are not kept for the backward
     pass but computed again."""
     x = rows_of("x", x)
@@ -226,10 +265,10 @@ def token_logprobs(
         kept_tokens = _check_kept(kept_tokens, targets, len(weight))
     entropy = boolean("entropy", entropy)
     packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
+    options = float(temperature), entropy, Shape(scale, softcap)
     logprobs, of_row = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        x, weight, targets.int().contiguous(), kept_tokens, (float(temperature), entropy), packed,
-        how
-    )  # fmt: skip
+        x, weight, targets.int().contiguous(), kept_tokens, options, packed, how
+    )
     return TokenLogprobs(logprobs, of_row if entropy else None)
 
 

@@ -43,7 +43,8 @@ class Rope:
 
     cos: torch.Tensor  # float32 [positions, rotary_dim / 2]; [positions, 0] without rope
     sin: torch.Tensor
-    eps: float
+    options: Mapping[str, Any]  # of ops.qk_rope_kv: `how`, and how norms are computed
+    softcap: float | None  # of scores
     how: Mapping[str, Any]
 
 
@@ -149,13 +150,13 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         q = ops.qk_rope_kv(
             qkv, weights.get("q_norm"), weights.get("k_norm"), rope.cos.numpy(), rope.sin.numpy(),
             step.positions, step.slots, *caches,
-            num_heads=self.num_heads, page_size=positions, eps=rope.eps, squares=squares,
-            row_flags=step.flags, **rope.how,
+            num_heads=self.num_heads, page_size=positions, squares=squares,
+            row_flags=step.flags, **rope.options,
         )  # fmt: skip
         attended = ops.attention(
             q, *caches, step.positions, step.seq_of_row, step.block_tables,
-            page_size=positions, scale=self.scale, group=self._group, head0=self._head0,
-            sinks=weights.get("sinks"), **rope.how,
+            page_size=positions, scale=self.scale, softcap=rope.softcap, group=self._group,
+            head0=self._head0, sinks=weights.get("sinks"), **rope.how,
         )  # fmt: skip
         output[:n] = tensor_of(attended)
         return output

@@ -23,7 +23,6 @@ NumericsError.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -70,7 +69,7 @@ class Block(torch.nn.Module):
         self.attn = Attention(
             len(here.heads),
             spec.head_dim,
-            1.0 / math.sqrt(spec.head_dim),
+            spec.attention_scale,
             num_kv_heads=len(here.kv_heads),
             cache_config=model.vllm_config.cache_config,
             prefix=prefix,
@@ -90,6 +89,9 @@ class Block(torch.nn.Module):
         attended = array_of(
             self.attn(*map(tensor_of, np.split(qkv, np.cumsum(self.sizes)[:-1], 1)))
         )
+        if spec.attention_gate:
+            gate = ops.gemm(x, w["attn_gate"], self.sizes[0], **model.how)
+            attended = ops.sigmoid_gate(attended, gate, **model.how)
         attended = here.whole(attended, "heads", spec.head_dim)
         out = ops.gemm(attended, w["o"], len(here.here.hidden), bias=w.get("o_bias"), **model.how)
         return here.whole(out, "hidden")
@@ -233,8 +235,15 @@ class Model(torch.nn.Module):
         )
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
-        self.rope = Rope(cos, sin, self.spec.rms_norm_eps, self.how)
-        self.no_rope = Rope(cos[:, :0], sin[:, :0], self.spec.rms_norm_eps, self.how)
+        spec = self.spec
+        options = self.how | {
+            "eps": spec.rms_norm_eps,
+            "zero_centered": spec.zero_centered_norms,
+            "norm_last": spec.qk_norm_last,
+        }
+        cap = spec.attn_logit_softcapping
+        self.rope = Rope(cos, sin, options, cap, self.how)
+        self.no_rope = Rope(cos[:, :0], sin[:, :0], options, cap, self.how)
 
     # ------------------------------------------------------------------------------------- weights
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
@@ -312,7 +321,11 @@ class Model(torch.nn.Module):
 
     def _norm(self, x: Array, weight: Array | None, added: Array | None = None) -> Array:
         """Adds `added` to x and returns the normed x; without a weight x itself."""
-        normed: Array = ops.rms_norm(x, weight, eps=self.spec.rms_norm_eps, x=added, **self.how)
+        spec = self.spec
+        normed: Array = ops.rms_norm(
+            x, weight, eps=spec.rms_norm_eps, x=added, x_scale=spec.residual_multiplier,
+            zero_centered=spec.zero_centered_norms, **self.how,
+        )  # fmt: skip
         return normed
 
     def _norm_after(self, x: Array, weight: Array | None) -> Array:
@@ -327,7 +340,13 @@ class Model(torch.nn.Module):
         )
         packed = (len(here), hidden) if self.spec.tie_word_embeddings else None
         found = (
-            ops.embed(local, self._ends["embed"], packed=packed, **self.how)
+            ops.embed(
+                local,
+                self._ends["embed"],
+                packed=packed,
+                scale=self.spec.embed_scale(self.dtype),
+                **self.how,
+            )
             if here
             else np.zeros((len(ids), hidden), np.uint16 if self.dtype == "bfloat16" else np.float32)
         )
@@ -347,10 +366,12 @@ class Model(torch.nn.Module):
             return torch.zeros(rows, vocab)  # vLLM's profiling pass
         x, w, here = array_of(hidden_states.contiguous()), self._ends["lm_head"], self.columns
         if here.size == 1:
-            head = ops.lm_head(x, w, vocab, **self.how)
+            head = ops.lm_head(x, w, vocab, **self.spec.logit_options, **self.how)
             logits = head.logits
         else:
-            part = ops.lm_head_pairs(x, w, len(here.here.vocab), **self.how)
+            part = ops.lm_head_pairs(
+                x, w, len(here.here.vocab), **self.spec.logit_options, **self.how
+            )
             assert part.logits is not None
             logits = here.whole(part.logits, "vocab")
             pairs = here.joined(

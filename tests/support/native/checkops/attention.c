@@ -149,6 +149,8 @@ static void build_qk_rope_kv(trial *t) {
                             .head_dim = s->head_dim,
                             .page_size = s->page_size,
                             .rotary_dim = s->rotary_dim,
+                            .zero_centered = !t->timed && one_in(t, 3),
+                            .norm_last = !t->timed && !(s->option & WHOLE) && one_in(t, 3),
                             .dtype = s->dtype};
   a->qkv = float_input(t, "qkv", s->dtype, s->rows * width, what);
   if (s->option & WHOLE) {
@@ -339,6 +341,7 @@ static void build_attention(trial *t) {
                            .group = s->group,
                            .head0 = s->head0,
                            .window = s->window,
+                           .softcap = draw_factor(t),
                            .dtype = s->dtype};
   a->scale = one_in(t, 4) ? 1.0f : 0.125f;
   a->n_seqs = draw_rows_of(t, seqs, positions);

@@ -41,6 +41,7 @@ static void build_embed(trial *t) {
                                   .packed = s->option & EMBED_PACKED,
                                   .rows = s->rows,
                                   .hidden = s->n,
+                                  .scale = draw_factor(t),
                                   .dtype = s->dtype};
   t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n, .vocab = s->vocab};
 }
@@ -131,6 +132,8 @@ static void build_rms_norm(trial *t) {
   *a = (rm_rms_norm_args){.rows = s->rows,
                           .n = s->n,
                           .dtype = s->dtype,
+                          .zero_centered = !t->timed && one_in(t, 3),
+                          .x_scale = s->option & NORM_GATE ? 0.0f : draw_factor(t),
                           .eps = one_in(t, 8)   ? 0.0f
                                  : one_in(t, 2) ? 1e-6f
                                                 : 1e-5f};
@@ -285,6 +288,35 @@ static void build_activate(trial *t) {
   t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n};
   t->flops = 20.0 * (double)(s->rows * s->n);
 }
+
+static void draw_sigmoid_gate(trial *t) {
+  draw_activate(t);
+  t->s.option &= ACTIVATE_IN_PLACE;
+}
+
+static void build_sigmoid_gate(trial *t) {
+  const shape *s = &t->s;
+  const int64_t n = s->rows * s->n;
+  rm_sigmoid_gate_args *a = &t->args.sigmoid_gate;
+  *a = (rm_sigmoid_gate_args){.rows = s->rows, .n = s->n, .dtype = s->dtype};
+  a->gate = float_input(t, "gate", s->dtype, n, draw_kind(t, SPOILED));
+  a->out = partial_output(t, "out", n, size_of(s->dtype), n);
+  fill(t, s->dtype, a->out, n, draw_kind(t, SPOILED));
+  a->x = s->option & ACTIVATE_IN_PLACE ? a->out
+                                       : float_input(t, "x", s->dtype, n, draw_kind(t, SPOILED));
+  t->limits = (rm_limits){.max_rows = s->rows, .max_n = s->n};
+}
+
+static void call_sigmoid_gate(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
+  k->sigmoid_gate(ctx, &t->args.sigmoid_gate);
+}
+
+const op_test op_sigmoid_gate = {.name = "sigmoid_gate",
+                                 .share = 60,
+                                 .draw = draw_sigmoid_gate,
+                                 .build = build_sigmoid_gate,
+                                 .call = call_sigmoid_gate,
+                                 .bench = {{.rows = 32, .n = 2048}}};
 
 static void call_activate(const rm_kernels *k, const rm_ctx *ctx, trial *t) {
   k->activate(ctx, &t->args.activate);

@@ -49,6 +49,8 @@ static void build_lm_head(trial *t) {
   const kind what = draw_kind(t, SPOILED);
   *a = (rm_lm_head_args){
       .rows = s->rows, .vocab = s->vocab, .hidden = s->k, .ldx = s->k, .dtype = s->dtype};
+  a->scale = draw_factor(t);
+  a->softcap = draw_factor(t);
   a->ldx = draw_stride(t, s->k, s->option & HEAD_STRIDES);
   a->x = strided_input(t, "x", s->dtype, s->rows, s->k, a->ldx, what);
   const packing p = {.as = MATRICES, .n = 1, .rows = s->vocab, .k = s->k};

@@ -42,6 +42,11 @@ int64_t draw_rows(trial *t, int64_t most) {
   return rm_min64(drawn, most);
 }
 
+float draw_factor(trial *t) {
+  static const float factors[] = {0x1p-126f, 0.0078125f, 0.22f, 1.0f, 12.0f, 30.0f, 1e30f};
+  return t->timed || !one_in(t, 3) ? 0.0f : factors[between(t, 0, 6)];
+}
+
 rm_dtype draw_dtype(trial *t) { return one_in(t, 3) ? RM_F32 : RM_BF16; }
 
 kind draw_kind(trial *t, kind last) {

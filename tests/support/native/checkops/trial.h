@@ -70,6 +70,7 @@ typedef struct trial {
     rm_rms_norm_args rms_norm;
     rm_gemm_args gemm;
     rm_activate_args activate;
+    rm_sigmoid_gate_args sigmoid_gate;
     rm_head_squares_args head_squares;
     rm_qk_rope_kv_args rope;
     rm_attention_args attention;
@@ -98,7 +99,7 @@ typedef struct op_test {
 } op_test;
 
 extern const op_test op_embed, op_gather_rows, op_rms_norm, op_gemm, op_gemm_swiglu, op_activate,
-    op_head_squares, op_qk_rope_kv, op_attention;
+    op_sigmoid_gate, op_head_squares, op_qk_rope_kv, op_attention;
 extern const op_test op_router, op_permute;
 extern const op_test op_static_dispatch, op_combine, op_lm_head, op_merge_pairs, op_sample,
     op_top_logprobs, op_ranks, op_pack;
@@ -114,6 +115,7 @@ int64_t pick(trial *t, const int64_t *of, int64_t n);
 int64_t draw_width(trial *t, int64_t most); // ≥ 1, mostly around multiples of 16 and 32
 int64_t draw_depth(trial *t, int64_t most); // the same, of sums: a multiple of 8 if is_aligned
 int64_t draw_rows(trial *t, int64_t most); // ≥ 0
+float draw_factor(trial *t); // of a scale or a cap; mostly 0, which stands for none
 rm_dtype draw_dtype(trial *t);
 kind draw_kind(trial *t, kind last); // PLAIN … last
 void shuffle(trial *t, int32_t *x, int64_t n);
