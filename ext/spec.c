@@ -35,11 +35,16 @@ static const rm_attribute model_fields[] = {
     SPEC(BOOL, router_bias),
     SPEC(BOOL, ungated),
     SPEC(F32, rms_norm_eps),
+    SPEC(BOOL, sinks),
+    SPEC(BOOL, moe_bias),
+    SPEC(F32, swiglu_alpha),
+    SPEC(F32, swiglu_limit),
 };
 // Attributes of EngineValues.
 static const rm_attribute fields[] = {
-    SPEC(BOOL, sigmoid_scores),  SPEC(I32, qk_norm),    SPEC(I32, wq_rows),
-    SPEC(BOOL, rope_neighbours), SPEC(I32, activation), SPEC(F32, rope_scale),
+    SPEC(BOOL, sigmoid_scores),      SPEC(I32, qk_norm),    SPEC(I32, wq_rows),
+    SPEC(BOOL, rope_neighbours),     SPEC(I32, activation), SPEC(F32, rope_scale),
+    SPEC(BOOL, experts_interleaved),
 };
 enum { LAYER_COLUMNS = 4 }; // is_moe, rotates, window, kind
 

@@ -162,13 +162,15 @@ typedef struct rm_rms_norm_args {
 } rm_rms_norm_args;
 
 // y[i][j] = round(dot(x[i], w[j]) + bias[j]). With groups, rows [group_rows[g], group_rows[g+1]) of
-// x are multiplied by matrix g. gemm_swiglu: w holds gate and up interleaved (rm_gate_up_row),
-// y[i][j] = round(round(activation(round gate)) · round up).
+// x are multiplied by matrix g and use bias g. gemm_swiglu: w holds gate and up interleaved
+// (rm_gate_up_row), y[i][j] = round(round(activation(round gate)) · round up), where gate and up
+// include their biases.
 typedef enum rm_activation {
   RM_SILU,
   RM_GELU_TANH,
   RM_GELU, // by erf
-  RM_RELU2 // max(x, 0)²
+  RM_RELU2, // max(x, 0)²
+  RM_SWIGLU_OAI // min(gate, limit) · sigmoid(alpha · it), times up within ±limit, plus 1; only gated
 } rm_activation;
 
 typedef struct rm_gemm_args {
@@ -176,13 +178,15 @@ typedef struct rm_gemm_args {
   void *gate_up; // with swiglu, out: T [m][2n] rounded gate and up, for a backward pass; or NULL
   const void *x; // T [m][k], row stride ldx
   const void *w; // packed T [n]×[k]; with groups: n_groups of them, group_stride elements apart
-  const void *bias; // T [n] or NULL; never with groups or swiglu
+  // T [n], with groups [n_groups][n]; with swiglu 2n instead of n, gate's before up's; or NULL.
+  const void *bias;
   const int32_t *group_rows; // [n_groups + 1] ascending, or NULL
   int64_t n_groups, group_stride;
   int64_t m, n, k; // n: columns of y (with swiglu the intermediate width)
   int64_t ldx, ldy;
   rm_dtype dtype, y_dtype; // y_dtype: dtype, or RM_F32
   rm_activation activation; // of the gate, with swiglu
+  float alpha, limit; // of RM_SWIGLU_OAI
 } rm_gemm_args;
 
 // out[i][j] = round(activation(x[i][j])), for an MLP without a gate.
@@ -247,6 +251,9 @@ typedef struct rm_attention_args {
   int64_t window; // 0: none
   float scale;
   rm_dtype dtype;
+  // T [n_heads]: a logit of each query head that takes part in the softmax without a key or value;
+  // or NULL.
+  const void *sinks;
 } rm_attention_args;
 RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) {
   return group > 0 ? group : n_heads / n_kv_heads;
@@ -273,6 +280,7 @@ typedef struct rm_router_args {
   int renormalize;
   rm_score score;
   rm_dtype dtype;
+  const void *logit_bias; // T [n_experts], added to the logits; or NULL
 } rm_router_args;
 
 // Sorts the rows·top_k choices by expert, then row. Negative ids are skipped.

@@ -104,6 +104,7 @@ static void attend(const rm_pass *pass, const rm_layer_cache *cache) {
       .window = spec->layers[pass->index].window,
       .scale = (float)(1.0 / __builtin_sqrt((double)spec->head_dim)),
       .dtype = model->options.dtype,
+      .sinks = rm_weight(pass->weights, pass->layer, RM_P_SINKS),
   };
   if (pass->rows) model->kernels->attention(&model->ctx, &args);
 }

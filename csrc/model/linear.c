@@ -18,6 +18,8 @@ static rm_gemm_args args_of(const rm_pass *pass, rm_param_kind kind, const void 
                        .ldx = k,
                        .ldy = params->sizes[dim],
                        .activation = params->spec->activation,
+                       .alpha = params->spec->swiglu_alpha,
+                       .limit = params->spec->swiglu_limit,
                        .dtype = params->dtype,
                        .y_dtype = params->dtype};
   if (kind == RM_P_Q || kind == RM_P_O)

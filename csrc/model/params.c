@@ -38,11 +38,13 @@ const rm_kind rm_kinds[RM_N_PARAM_KIND] = {
     [RM_P_O_BIAS] = {"o_bias", "self_attn.o_proj.bias", RM_DIM_OUT},
     [RM_P_Q_NORM] = {"q_norm", "self_attn.q_norm.weight", RM_DIM_HEAD},
     [RM_P_K_NORM] = {"k_norm", "self_attn.k_norm.weight", RM_DIM_HEAD},
+    [RM_P_SINKS] = {"sinks", "self_attn.sinks", RM_DIM_HEADS},
     [RM_P_GATE] = {"gate", "mlp.gate_proj.weight", RM_DIM_INNER, RM_DIM_HIDDEN},
     [RM_P_UP] = {"up", "mlp.up_proj.weight", RM_DIM_INNER, RM_DIM_HIDDEN},
     [RM_P_DOWN] = {"down", "mlp.down_proj.weight", RM_DIM_OUT, RM_DIM_INNER},
     [RM_P_ROUTER] = {"router", "mlp.gate.weight", RM_DIM_EXPERTS, RM_DIM_HIDDEN},
     [RM_P_ROUTER_BIAS] = {"router_bias", "mlp.gate.e_score_correction_bias", RM_DIM_EXPERTS},
+    [RM_P_ROUTER_LOGIT_BIAS] = {"router_logit_bias", "mlp.gate.bias", RM_DIM_EXPERTS},
     [RM_P_SHARED_GATE] = {"shared_gate", "mlp.shared_experts.gate_proj.weight", RM_DIM_SHARED_INNER,
                           RM_DIM_HIDDEN},
     [RM_P_SHARED_UP] = {"shared_up", "mlp.shared_experts.up_proj.weight", RM_DIM_SHARED_INNER,
@@ -57,6 +59,11 @@ const rm_kind rm_kinds[RM_N_PARAM_KIND] = {
                         RM_DIM_HIDDEN},
     [RM_P_EXPERT_DOWN] = {"expert_down", "mlp.experts.#.down_proj.weight", RM_DIM_EXPERT_OUT,
                           RM_DIM_EXPERT_INNER},
+    [RM_P_EXPERT_GATE_BIAS] = {"expert_gate_bias", "mlp.experts.#.gate_proj.bias",
+                               RM_DIM_EXPERT_INNER},
+    [RM_P_EXPERT_UP_BIAS] = {"expert_up_bias", "mlp.experts.#.up_proj.bias", RM_DIM_EXPERT_INNER},
+    [RM_P_EXPERT_DOWN_BIAS] = {"expert_down_bias", "mlp.experts.#.down_proj.bias",
+                               RM_DIM_EXPERT_OUT},
 };
 
 rm_dim rm_kind_rows(const rm_spec *spec, rm_param_kind kind) {
@@ -104,6 +111,11 @@ static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind 
     case RM_P_O_BIAS: return s->o_bias;
     case RM_P_Q_NORM:
     case RM_P_K_NORM: return s->qk_norm != RM_QK_NORM_NONE;
+    case RM_P_SINKS: return s->sinks;
+    case RM_P_ROUTER_LOGIT_BIAS:
+    case RM_P_EXPERT_GATE_BIAS:
+    case RM_P_EXPERT_UP_BIAS:
+    case RM_P_EXPERT_DOWN_BIAS: return s->moe_bias;
     case RM_P_GATE: return !s->ungated;
     case RM_P_SHARED_GATE:
     case RM_P_SHARED_UP:
@@ -116,7 +128,10 @@ static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind 
 // The number of kinds from this one on that are one matrix.
 static int n_fused(rm_param_kind kind) {
   if (kind == RM_P_Q || kind == RM_P_Q_BIAS) return 3;
-  return kind == RM_P_GATE || kind == RM_P_SHARED_GATE || kind == RM_P_EXPERT_GATE ? 2 : 1;
+  return kind == RM_P_GATE || kind == RM_P_SHARED_GATE || kind == RM_P_EXPERT_GATE ||
+                 kind == RM_P_EXPERT_GATE_BIAS
+             ? 2
+             : 1;
 }
 
 // Adds a parameter, or one for each expert. The matrices of this rank's experts follow one another;
@@ -198,7 +213,7 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
                          int plain, rm_params **out, rm_error *err) {
   *out = NULL;
   // Checked before anything of that size is allocated.
-  const int64_t per_expert = 3 * spec->n_experts * spec->n_moe_layers;
+  const int64_t per_expert = (spec->moe_bias ? 6 : 3) * spec->n_experts * spec->n_moe_layers;
   if (per_expert > MAX_PARAMS)
     return rm_fail(err, RM_E_CONFIG,
                    "num_experts: expected at most %d expert tensors, got %lld (num_experts=%lld in "

@@ -48,15 +48,15 @@ typedef enum rm_dim {
   RM_DIM_VOCAB,
   RM_DIM_Q,
   RM_DIM_KV,
+  RM_DIM_HEADS,
   RM_DIM_OUT, // hidden elements that o_proj or down_proj computes
   RM_DIM_INNER,
   RM_DIM_SHARED_INNER,
   // Parts of one expert. The placement's `experts` selects the ranks that hold it.
   RM_DIM_EXPERT_INNER,
   RM_DIM_EXPERT_OUT,
-  // Not of parameters: heads, and KV heads without those that a lower rank of the tp group holds.
-  // Only the first KV head can be shared with the previous rank.
-  RM_DIM_HEADS,
+  // Not of parameters: KV heads without those that a lower rank of the tp group holds. Only the
+  // first KV head can be shared with the previous rank.
   RM_DIM_NEW_KV_HEADS,
   RM_N_DIM
 } rm_dim;

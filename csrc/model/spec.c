@@ -145,7 +145,9 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   if ((code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err)) ||
       (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
       (code = check_experts(values, err)) || (code = check_layers(values, &n_moe, err)) ||
-      (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)))
+      (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)) ||
+      (code = check_positive("swiglu_alpha", values->swiglu_alpha, err)) ||
+      (code = check_positive("swiglu_limit", values->swiglu_limit, err)))
     return code;
   if (!values->norm_before && !values->norm_after)
     return rm_fail(

@@ -13,11 +13,12 @@ typedef enum rm_param_kind {
   RM_P_INPUT_NORM, RM_P_POST_ATTN_NORM, RM_P_PRE_MLP_NORM, RM_P_POST_MLP_NORM,
   RM_P_Q, RM_P_K, RM_P_V, RM_P_O,
   RM_P_Q_BIAS, RM_P_K_BIAS, RM_P_V_BIAS, RM_P_O_BIAS,
-  RM_P_Q_NORM, RM_P_K_NORM,
+  RM_P_Q_NORM, RM_P_K_NORM, RM_P_SINKS,
   RM_P_GATE, RM_P_UP, RM_P_DOWN,
-  RM_P_ROUTER, RM_P_ROUTER_BIAS,
+  RM_P_ROUTER, RM_P_ROUTER_BIAS, RM_P_ROUTER_LOGIT_BIAS,
   RM_P_SHARED_GATE, RM_P_SHARED_UP, RM_P_SHARED_DOWN, RM_P_SHARED_SWITCH,
   RM_P_EXPERT_GATE, RM_P_EXPERT_UP, RM_P_EXPERT_DOWN,
+  RM_P_EXPERT_GATE_BIAS, RM_P_EXPERT_UP_BIAS, RM_P_EXPERT_DOWN_BIAS,
   RM_N_PARAM_KIND
 } rm_param_kind;
 // clang-format on
@@ -51,7 +52,10 @@ typedef struct rm_spec {
   int norm_before, norm_after; // norms of a block's input; of its output, before it is added
   int attention_bias, o_bias; // of q, k and v; of o
   int router_bias; // every version must have one; 0: it may be absent
+  int sinks; // attention has a sink for each head
+  int moe_bias; // of the router's logits, and of experts
   rm_activation activation; // of MLPs and experts
+  float swiglu_alpha, swiglu_limit; // of RM_SWIGLU_OAI
   int ungated; // dense MLPs have no gate: down(activation(up(x)))
   float rms_norm_eps;
   float rope_scale; // attention_scaling of the rope type, 1 by default
@@ -67,6 +71,8 @@ typedef struct rm_spec {
   // Rows of q and k under all other names: rope rotates neighbouring elements; else halves of a
   // head.
   int rope_neighbours;
+  // Tensors of all experts are transposed, and rows of gate and up alternate in them.
+  int experts_interleaved;
   // A family's own names, in the form of rm_param_name with # for the expert; NULL: the usual name.
   const char *names[RM_N_PARAM_KIND];
 } rm_spec;

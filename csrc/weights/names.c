@@ -30,6 +30,8 @@ static const spelling spellings[] = {
     // modules of transformers 5: one tensor for all experts
     {"mlp.experts.gate_up_proj", EXPERTS_GATE_UP, RM_P_EXPERT_GATE},
     {"mlp.experts.down_proj", EXPERTS, RM_P_EXPERT_DOWN},
+    {"mlp.experts.gate_up_proj_bias", EXPERTS_GATE_UP, RM_P_EXPERT_GATE_BIAS},
+    {"mlp.experts.down_proj_bias", EXPERTS, RM_P_EXPERT_DOWN_BIAS},
     // fused projections, as inference engines hold them
     {"self_attn.qkv_proj.weight", QKV, RM_P_Q},
     {"self_attn.qkv_proj.bias", QKV, RM_P_Q_BIAS},
@@ -165,6 +167,18 @@ static int matches(const char *pattern, rm_param_kind kind, bare name, int32_t *
 }
 
 // ---------------------------------------------------------------------------------------- targets
+// For tensors of all experts that are transposed and in which rows of gate and up alternate.
+static void interleave(const rm_params *params, const spelling *s, rm_target *out, int64_t rows) {
+  for (int64_t i = 0; i < out->n_pieces; i++) {
+    rm_param_rows *piece = &out->pieces[i];
+    if (s->form == EXPERTS_GATE_UP) piece->head_dim = piece->turned = rows;
+    piece->transposed = params->list[piece->param].n_dims == 2;
+  }
+  if (!out->pieces[0].transposed) return;
+  out->shape[1] = params->list[out->pieces[0].param].cols;
+  out->shape[2] = rows;
+}
+
 // Fills the target of a spelling: its kinds, which are adjacent, concatenated along the rows.
 static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, int32_t expert,
                     rm_target *out, rm_error *err) {
@@ -194,6 +208,7 @@ static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, i
   if (stacked) *shape++ = copies;
   shape[0] = rows;
   shape[1] = first->cols; // not used if the tensor is a vector
+  if (stacked && params->spec->experts_interleaved) interleave(params, s, out, rows);
   out->n_dims = first->n_dims + stacked;
   return RM_OK;
 }
@@ -236,6 +251,9 @@ static rm_code fail_absent(const rm_params *params, const char *name, const spel
                                : ": the model has no bias there (attention_bias=False)";
   else if (s->kind == RM_P_Q_NORM || s->kind == RM_P_K_NORM)
     why = ": the model does not norm q and k";
+  else if (s->kind == RM_P_SINKS) why = ": the model's attention has no sinks";
+  else if (is_moe && (s->kind == RM_P_ROUTER_LOGIT_BIAS || s->kind >= RM_P_EXPERT_GATE_BIAS))
+    why = ": the model has no bias there";
   else if (s->kind >= RM_P_INPUT_NORM && s->kind <= RM_P_POST_MLP_NORM)
     why = spec->norm_after ? ": the model norms a block's output"
                            : ": the model norms a block's input";

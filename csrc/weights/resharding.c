@@ -6,11 +6,13 @@ static rm_part wanted(const rm_params *params, const rm_placement *placement, in
   const rm_param *param = &params->list[at->param];
   const rm_range rows = rm_param_rows_of(params, placement, param);
   rm_part part = {rank, {0, 0, 0, 0}, {1, 1, 1, 1}};
-  const int d = n_dims == 3;
+  const int d = n_dims > param->n_dims, row_dim = d + at->transposed;
+  // Gate and up alternate: the gate's part has the rows of both.
+  const int both = at->turned > rm_param_extent(param);
   part.first[0] = at->outer;
-  part.first[d] = at->row0 + rows.first;
-  part.n[d] = rows.n;
-  if (n_dims > 1) part.n[d + 1] = param->cols;
+  part.first[row_dim] = both ? 2 * rows.first : at->row0 + rows.first;
+  part.n[row_dim] = both ? (at->row0 ? 0 : 2 * rows.n) : rows.n;
+  if (param->n_dims > 1) part.n[d + !at->transposed] = param->cols;
   return part;
 }
 

@@ -174,13 +174,13 @@ static int64_t tied_twin(const rm_store *store, int64_t index) {
 
 // Returns the row of the tensor that contains this row of a piece's parameter.
 static int64_t source_row(const rm_param_rows *piece, int64_t row) {
-  const int64_t half = piece->turned / 2, at = half ? row % piece->head_dim : 0;
+  const int64_t half = piece->turned / 2, at = rm_place_in_head(piece, row);
   return piece->row0 + (at < 2 * half ? row - at + 2 * (at % half) + at / half : row);
 }
 
 // Returns how many rows from this one on, at most n, are evenly spaced in the tensor.
 static int64_t even_rows(const rm_param_rows *piece, int64_t row, int64_t n) {
-  const int64_t half = piece->turned / 2, at = half ? row % piece->head_dim : 0;
+  const int64_t half = piece->turned / 2, at = rm_place_in_head(piece, row);
   return half ? rm_min64(n, at < 2 * half ? half - at % half : piece->head_dim - at) : n;
 }
 
@@ -189,40 +189,42 @@ static int64_t even_rows(const rm_param_rows *piece, int64_t row, int64_t n) {
 static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
                               const rm_tensor *tensor, rm_range run) {
   const rm_param *param = &store->params->list[piece->param];
-  const int n = tensor->n_dims;
-  const int64_t row_stride = n == 1 ? 0 : tensor->strides[n - 2],
-                col_stride = tensor->strides[n - 1];
+  const int is_vector = param->n_dims == 1, last = tensor->n_dims - 1,
+            row_dim = last - (!is_vector && !piece->transposed);
+  const int64_t row_stride = tensor->strides[row_dim],
+                col_stride = is_vector ? 0 : tensor->strides[2 * last - 1 - row_dim];
   const int64_t row = source_row(piece, run.first),
-                step = piece->turned && run.first % piece->head_dim < piece->turned ? 2 : 1;
-  const int64_t start = n == 1
-                            ? row * col_stride
-                            : row * row_stride + (n == 3 ? piece->outer * tensor->strides[0] : 0);
-  const int64_t skipped = run.first - param->first;
+                step = rm_place_in_head(piece, run.first) < piece->turned ? 2 : 1;
+  const int64_t outer = tensor->n_dims > param->n_dims ? piece->outer * tensor->strides[0] : 0,
+                start = outer + row * row_stride, skipped = run.first - param->first;
   return (rm_pack_args){
       .src = (const char *)tensor->data + start * (int64_t)rm_src_bytes(tensor->dtype),
       .src_dtype = tensor->dtype,
-      .rows = n == 1 ? 1 : run.n,
-      .cols = n == 1 ? run.n : param->cols,
-      .row_stride = step * row_stride,
-      .col_stride = n == 1 ? step * col_stride : col_stride,
+      .rows = is_vector ? 1 : run.n,
+      .cols = is_vector ? run.n : param->cols,
+      .row_stride = is_vector ? 0 : step * row_stride,
+      .col_stride = is_vector ? step * row_stride : col_stride,
       .dst = store->staged.block + param->offset +
-             (n == 1 ? (size_t)skipped * rm_dtype_bytes(param->dtype) : 0),
+             (is_vector ? (size_t)skipped * rm_dtype_bytes(param->dtype) : 0),
       .dst_dtype = param->dtype,
       .layout = param->layout,
-      .dst_row0 = param->dst_row0 + (n == 1 ? 0 : skipped),
-      .dst_cols = n == 1 ? run.n : param->cols,
-      .index0 = run.first * (n == 1 ? 1 : param->cols),
+      .dst_row0 = param->dst_row0 + (is_vector ? 0 : skipped),
+      .dst_cols = is_vector ? run.n : param->cols,
+      .index0 = run.first * (is_vector ? 1 : param->cols),
   };
 }
 
 // The index of a piece's element in the sender's tensor.
 static rm_dims_text show_index(const rm_store *store, const rm_param_rows *piece,
                                const rm_tensor *tensor, int64_t element) {
-  const int64_t cols = store->params->list[piece->param].cols, row = element / cols,
-                col = element % cols;
-  const int64_t from = source_row(piece, row), at1[1] = {source_row(piece, col)},
-                at2[2] = {from, col}, at3[3] = {piece->outer, from, col};
-  return rm_show_dims(tensor->n_dims == 1 ? at1 : tensor->n_dims == 2 ? at2 : at3, tensor->n_dims);
+  const rm_param *param = &store->params->list[piece->param];
+  const int64_t row = source_row(piece, param->n_dims == 1 ? element : element / param->cols),
+                col = element % param->cols;
+  int64_t at[3] = {piece->outer};
+  int n = tensor->n_dims > param->n_dims;
+  if (param->n_dims == 1) at[n] = row;
+  else at[n + piece->transposed] = row, at[n + !piece->transposed] = col;
+  return rm_show_dims(at, tensor->n_dims);
 }
 
 static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_entry *entry,

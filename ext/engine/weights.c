@@ -29,6 +29,7 @@ static const char *const fused_names[RM_N_PARAM_KIND] = {
     [RM_P_GATE] = "gate_up",
     [RM_P_SHARED_GATE] = "shared_gate_up",
     [RM_P_EXPERT_GATE] = "expert_gate_up",
+    [RM_P_EXPERT_GATE_BIAS] = "expert_gate_up_bias",
 };
 
 // Returns a layer's matrices, or those outside of layers.

@@ -189,6 +189,7 @@ static const rm_op_argument attention[] = {
     INDICES(positions, I32, 0, n_positions, rows),
     INDICES(seq_of_row, I32, 0, n_seqs, rows),
     STEP(check_tables),
+    OPTIONAL(sinks, T, n_heads),
     OUT(out, T, rows, n_heads, head_dim),
     {0},
 };

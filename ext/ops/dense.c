@@ -99,13 +99,20 @@ static void check_groups(rm_op_call *c) {
       rm_op_refuse(c, RM_E_SHAPE, "group_rows", bounds[g + 1], "ascending, at least", bounds[g]);
 }
 
+// The biases of a gemm: of each group if there are groups; of gate and up with swiglu.
+static void gemm_biases(rm_op_call *c, rm_op_argument *bias) {
+  const size_t width = bias->dims[0];
+  if (!c->a.gemm.group_rows) return;
+  bias->dims[0] = AT(n_groups);
+  bias->dims[1] = width;
+}
+
 static void gemm_check(rm_op_call *c) {
   rm_gemm_args *a = &c->a.gemm;
   a->ldx = a->k;
   a->ldy = a->n;
   a->y_dtype = c->out_dtype;
   c->limits = (rm_limits){.max_rows = a->m, .max_k = a->k, .max_n = a->n};
-  if (a->bias && a->group_rows) rm_op_refuse(c, RM_E_SHAPE, "bias with groups", 1, "at most", 0);
   check_groups(c);
 }
 
@@ -116,7 +123,7 @@ static const rm_op_argument gemm[] = {
     OPTIONAL(group_rows, I32, bounds),
     STEP(gemm_weights),
     PACKED(w, elems),
-    OPTIONAL(bias, T, n),
+    ADJUSTED(gemm_biases, bias, T, RM_ARRAY_OPTIONAL, n),
     // float32 with float32_out
     {ARRAY_AT(out, y, OUT_T, RM_OP_OUT, m, n), .adjust = gemm_out},
     STEP(gemm_check),
@@ -125,11 +132,14 @@ static const rm_op_argument gemm[] = {
 
 static const rm_op_argument gemm_swiglu[] = {
     SIZE(n, 0),
-    CHOICE(activation, RM_RELU2),
+    CHOICE(activation, RM_SWIGLU_OAI),
+    REAL(alpha, -1),
+    REAL(limit, 0),
     IN(x, T, m, k),
     OPTIONAL(group_rows, I32, bounds),
     STEP(swiglu_weights),
     PACKED(w, elems),
+    ADJUSTED(gemm_biases, bias, T, RM_ARRAY_OPTIONAL, both),
     OUT_AT(out, y, T, m, n),
     OPTIONAL_OUT(gate_up, T, m, both),
     STEP(gemm_check),

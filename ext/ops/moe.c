@@ -45,6 +45,7 @@ static const rm_op_argument router[] = {
     STEP(router_sizes),
     PACKED(w, elems),
     OPTIONAL(bias, F32, n_experts),
+    OPTIONAL(logit_bias, T, n_experts),
     OUT(ids, I32, rows, top_k),
     OUT(gates, F32, rows, top_k),
     {0},

@@ -272,9 +272,16 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
   }
   end_products(T);
   for (int64_t q = 0; q < u.n_q; q++) {
-    const int64_t out = ((row0 + q / per) * a->n_heads + head + q % per) * a->head_dim;
+    const int64_t of = head + q % per, out = ((row0 + q / per) * a->n_heads + of) * a->head_dim;
+    float scale = 1.0f;
+    if (a->sinks) { // merged like a split without values
+      const float z = rm_get(T, a->sinks, of), next = rm_max_f32(z, u.m_all[q]);
+      scale = rm_exp(u.m_all[q] - next);
+      u.l_all[q] = fmaf(u.l_all[q], scale, rm_exp(z - next));
+    }
     for (int64_t d = 0; d < a->head_dim; d += RM_LANES) {
-      const vf y = vf_div(vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)), vf_set1(u.l_all[q]));
+      const vf sum = vf_mul(vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)), vf_set1(scale)),
+               y = vf_div(sum, vf_set1(u.l_all[q]));
       vt_store_n(T, a->out, out + d, vt_round(T, y), a->head_dim - d);
     }
   }

@@ -29,11 +29,11 @@ enum { LEAST_TILES = 1 };
 static int64_t column_cost(int64_t rows) { return rows > 0 ? rows + 4 : 0; }
 
 VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row,
-                     int64_t rows, int64_t tile, int64_t n_tiles) {
+                     int64_t rows, int64_t tile, int64_t n_tiles, const void *biases) {
   const rm_gemm_args *a = job->a;
   for (int64_t t = 0; t < n_tiles; t++) {
     const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col);
-    const vf bias = a->bias ? vt_load_n(T, a->bias, col, n) : vf_zero();
+    const vf bias = biases ? vt_load_n(T, biases, col, n) : vf_zero();
     for (int64_t r = 0; r < rows; r++) {
       const vf sum = vf_add(vf_load(acc + (t * rows + r) * RM_N_TILE), bias);
       vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, sum), n);
@@ -61,29 +61,45 @@ VEC vf activate(rm_activation how, vf x) {
   return vf_div(x, vf_add(one, vf_exp(vf_neg(z))));
 }
 
+// rm_gated for 16 lanes.
+VEC vf gated(rm_dtype T, const rm_gemm_args *a, vf gate, vf up) {
+  if (a->activation != RM_SWIGLU_OAI) return vf_mul(vt_round(T, activate(a->activation, gate)), up);
+  const vf one = vf_set1(1.0f), limit = vf_set1(a->limit), least = vf_neg(limit);
+  const vf g = vf_pick(vf_gt(gate, limit), limit, gate);
+  up = vf_pick(vf_gt(up, limit), limit, up);
+  up = vf_pick(vf_gt(least, up), least, up);
+  const vf z = vf_mul(vf_set1(a->alpha), g);
+  return vf_mul(vt_round(T, vf_div(g, vf_add(one, vf_exp(vf_neg(z))))), vf_add(up, one));
+}
+
 VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row,
-                      int64_t rows, int64_t tile, int64_t n_tiles) {
+                      int64_t rows, int64_t tile, int64_t n_tiles, const void *biases) {
   const rm_gemm_args *a = job->a;
-  for (int64_t t = 0; t < n_tiles; t++)
+  for (int64_t t = 0; t < n_tiles; t++) {
+    const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col);
+    const vf gate_bias = biases ? vt_load_n(T, biases, col, n) : vf_zero(),
+             up_bias = biases ? vt_load_n(T, biases, a->n + col, n) : vf_zero();
     for (int64_t r = 0; r < rows; r++) {
-      const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col),
-                    both = 2 * (row + r) * a->n + col;
+      const int64_t both = 2 * (row + r) * a->n + col;
       const float *sum = acc + (2 * t * rows + r) * RM_N_TILE; // up's tile follows gate's
-      const vf gate = vt_round(T, vf_load(sum)), up = vt_round(T, vf_load(sum + rows * RM_N_TILE));
-      const vf open = vt_round(T, activate(a->activation, gate));
-      vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, vf_mul(open, up)), n);
+      const vf gate = vt_round(T, vf_add(vf_load(sum), gate_bias)),
+               up = vt_round(T, vf_add(vf_load(sum + rows * RM_N_TILE), up_bias));
+      vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, gated(T, a, gate, up)), n);
       if (!a->gate_up) continue;
       // Rounded again, like every stored value: an emulator may not flush denormals.
       vt_store_n(T, a->gate_up, both, vt_round(T, gate), n);
       vt_store_n(T, a->gate_up, both + a->n, vt_round(T, up), n);
     }
+  }
 }
 
-// A thread's scratch: a panel of the rows from `row` on (−1: empty), followed by sums.
+// A thread's scratch: a panel of the rows from `row` on (−1: empty), followed by sums; and the
+// biases of the matrix, or NULL.
 typedef struct scratch {
   float *panel;
   int64_t row;
   panel_rows rows;
+  const void *bias;
 } scratch;
 
 // Multiplies rows [row0, row1) of x by tile columns [tile0, tile1) of matrix w.
@@ -102,8 +118,8 @@ VEC void region_as(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, cons
       const int64_t n_tiles = rm_min64(at_once, tile1 - tile);
       panel_dots(T, s->rows, rows, rm_at(T, w, tile * per * n_blocks * TILE), n_tiles * per,
                  n_blocks, acc);
-      if (job->swiglu) store_swiglu(T, Y, job, acc, row, rows, tile, n_tiles);
-      else store_plain(T, Y, job, acc, row, rows, tile, n_tiles);
+      if (job->swiglu) store_swiglu(T, Y, job, acc, row, rows, tile, n_tiles, s->bias);
+      else store_plain(T, Y, job, acc, row, rows, tile, n_tiles, s->bias);
     }
   }
 }
@@ -133,6 +149,7 @@ static void grouped(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
     if (cost == 0) continue;
     const int64_t tile0 = rm_max64(0, (from - start + cost - 1) / cost),
                   tile1 = rm_min64(job->tiles, (to - start + cost - 1) / cost);
+    s->bias = rm_bias_of(a->dtype, a, g, job->swiglu);
     if (from - start < job->tiles * cost && tile0 < tile1)
       region(job, s, rm_at(a->dtype, a->w, g * a->group_stride), row0, row1, tile0, tile1);
     start += job->tiles * cost;
@@ -151,7 +168,8 @@ static void plain(const gemm_job *job, scratch *s, int64_t from, int64_t to) {
 
 static void gemm_task(void *arg, int thread, int n_threads) {
   gemm_job *job = arg;
-  scratch s = {.panel = job->workspace + thread * dots_floats(job->a->k), .row = -1};
+  scratch s = {
+      .panel = job->workspace + thread * dots_floats(job->a->k), .row = -1, .bias = job->a->bias};
   int64_t from, to;
   while (rm_take(&job->work, n_threads, &from, &to)) {
     if (job->a->group_rows) grouped(job, &s, from, to);

@@ -116,6 +116,7 @@ void RM_FN(router)(const rm_ctx *ctx, const rm_router_args *a) {
     const rm_gemm_args gemm = {.y = job.logits,
                                .x = rm_at(a->dtype, a->x, job.row0 * a->hidden),
                                .w = a->w,
+                               .bias = a->logit_bias,
                                .m = job.rows,
                                .n = a->n_experts,
                                .k = a->hidden,

@@ -6,6 +6,7 @@ typedef struct head_view { // one query head of one row, and its sequence
   const rm_attention_args *a;
   const void *q; // T [head_dim]
   const int32_t *pages; // block table of the sequence
+  int64_t head;
   int64_t kv_head, first, last; // live positions, both included
 } head_view;
 
@@ -71,6 +72,12 @@ static void one_head(const head_view *h, float *acc, float *merged, void *out) {
     m_all = next;
     for (int64_t d = 0; d < head_dim; d++) merged[d] = fmaf(merged[d], a, acc[d] * b);
   }
+  if (h->a->sinks) { // merged like a split without values
+    const float z = rm_get(h->a->dtype, h->a->sinks, h->head), next = rm_max_f32(z, m_all),
+                a = rm_exp(m_all - next);
+    l_all = fmaf(l_all, a, rm_exp(z - next));
+    for (int64_t d = 0; d < head_dim; d++) merged[d] = merged[d] * a;
+  }
   for (int64_t d = 0; d < head_dim; d++) rm_put(h->a->dtype, out, d, merged[d] / l_all);
 }
 
@@ -83,6 +90,7 @@ void rm_attention_ref(const rm_ctx *ctx, const rm_attention_args *a) {
           .a = a,
           .q = rm_at(a->dtype, a->q, at),
           .pages = a->block_tables + a->seq_of_row[r] * a->max_pages,
+          .head = head,
           .kv_head = (a->head0 + head) / rm_query_group(a->group, a->n_heads, a->n_kv_heads),
           .first = a->window > 0 ? rm_max64(0, a->positions[r] - a->window + 1) : 0,
           .last = a->positions[r],

@@ -78,9 +78,11 @@ void rm_router_ref(const rm_ctx *ctx, const rm_router_args *a) {
   float *scores = ctx->workspace;
   for (int64_t r = 0; r < a->rows; r++) {
     int32_t *ids = a->ids + r * a->top_k;
-    for (int64_t e = 0; e < a->n_experts; e++)
-      scores[e] =
-          rm_canon(rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->hidden), a->w, e, a->hidden));
+    for (int64_t e = 0; e < a->n_experts; e++) {
+      const float acc =
+          rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, r * a->hidden), a->w, e, a->hidden);
+      scores[e] = rm_canon(a->logit_bias ? acc + rm_get(a->dtype, a->logit_bias, e) : acc);
+    }
     score(scores, a);
     choose(scores, a, ids);
     const float sum = a->renormalize ? sum_of_chosen(scores, a, ids) : 0.0f;

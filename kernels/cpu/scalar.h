@@ -141,6 +141,23 @@ RM_INLINE float rm_activate(rm_activation how, float x) {
   return x / (1.0f + rm_exp(-z));
 }
 
+// activation(gate) · up of gemm_swiglu for rounded gate and up, before it is rounded. A NaN stays a
+// NaN.
+RM_INLINE float rm_gated(rm_dtype dtype, const rm_gemm_args *a, float gate, float up) {
+  if (a->activation != RM_SWIGLU_OAI)
+    return rm_round_to(dtype, rm_activate(a->activation, gate)) * up;
+  const float limit = a->limit, g = gate > limit ? limit : gate,
+              u = up > limit    ? limit
+                  : up < -limit ? -limit
+                                : up;
+  return rm_round_to(dtype, g / (1.0f + rm_exp(-(a->alpha * g)))) * (u + 1.0f);
+}
+
+// The biases of a group's matrix.
+RM_INLINE const void *rm_bias_of(rm_dtype dtype, const rm_gemm_args *a, int64_t group, int swiglu) {
+  return a->bias ? rm_at(dtype, a->bias, group * (swiglu ? 2 : 1) * a->n) : NULL;
+}
+
 // log of a positive normal number: x = 2^e·m, √½ ≤ m < √2, f = m − 1, log m = f − f²/2 + f³·p(f).
 RM_INLINE float rm_log(float x) {
   if (!(x > 0.0f)) return rm_is_nan(x) || x < 0.0f ? rm_float(0x7fc00000u) : -INFINITY;

@@ -28,6 +28,16 @@ RM_INLINE int64_t rm_count_splits(int64_t positions) {
   return (positions + RM_ATTN_SPLIT - 1) / RM_ATTN_SPLIT;
 }
 
+// The merge of a row's sums with the sink of its head, after the last split: sets l and returns the
+// factor of the sums. Without sinks the factor is 1.
+__device__ inline float rm_add_sink(const rm_attention_args &a, int64_t head, float m, float *l) {
+  if (!a.sinks) return 1.0f;
+  const float sink = rm_get(a.dtype, a.sinks, head), next = rm_max_f32(sink, m),
+              factor = rm_exp(m - next);
+  *l = fmaf(*l, factor, rm_exp(sink - next));
+  return factor;
+}
+
 // The rows that one call computes by states: all rows in order, or those of listed tiles of
 // tile_rows rows each.
 struct rm_row_list {

@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(THREADS)
       sum = fmaf(sum, old, state[d] * add);
       m_all = next;
     }
-    rm_put(DTYPE, a.out, (row * a.n_heads + head) * a.head_dim + d, sum / l_all);
+    const float factor = rm_add_sink(a, head, m_all, &l_all);
+    rm_put(DTYPE, a.out, (row * a.n_heads + head) * a.head_dim + d, sum * factor / l_all);
   }
 }
 

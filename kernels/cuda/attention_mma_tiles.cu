@@ -62,6 +62,7 @@ struct alignas(16) joined {
   float old, add; // factors of the previous sums and of the split's sums
   float l; // the divisor of the row
   int place; // row · n_heads + head of the column; −1: the split has no live position
+  float last; // factor of the sums of all splits
 };
 
 // In shared memory.
@@ -279,7 +280,7 @@ __device__ void add_positions(float (&acc)[S::DT][CT][4], block &b, const char *
 __device__ void join(block &b, const rm_attention_args &a, float *states, int64_t place0,
                      int split) {
   const column c = b.columns[threadIdx.x];
-  joined of = {0.0f, 1.0f, c.l, -1};
+  joined of = {0.0f, 1.0f, c.l, -1, 1.0f};
   if (rm_is_live(c.live, split * SPLIT, SPLIT)) {
     const rm_attn_owner o = rm_attn_owner_of(b.w, rm_thread());
     of.place = static_cast<int>(o.row * a.n_heads + o.head);
@@ -290,6 +291,7 @@ __device__ void join(block &b, const rm_attention_args &a, float *states, int64_
       of.l = fmaf(state[1], of.old, c.l * of.add);
     }
     if (split != c.live.last / SPLIT) state[0] = m, state[1] = of.l;
+    else of.last = rm_add_sink(a, o.head, m, &of.l);
   }
   b.merges[threadIdx.x] = of;
 }
@@ -327,7 +329,7 @@ __device__ void end_split(const float (&acc)[S::DT][CT][4], block &b, const rm_a
               sum = mine[at * PUT_PITCH + in];
         if (split != live.first / SPLIT) sum = fmaf(state[d], of.old, sum * of.add);
         if (split == live.last / SPLIT)
-          rm_put(RM_BF16, a.out, of.place * a.head_dim + d, sum / of.l);
+          rm_put(RM_BF16, a.out, of.place * a.head_dim + d, sum * of.last / of.l);
         else state[d] = sum;
       }
       __syncwarp(); // before the next sums

@@ -209,17 +209,21 @@ __device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int6
 }
 
 // Computes column col of a row of y before it is stored, from its dot product; with swiglu from
-// gate's and up's, which it also stores if a.gate_up is set.
+// gate's and up's, which it also stores if a.gate_up is set. a.bias: of the row's group.
 template <rm_dtype DTYPE, bool SWIGLU>
 __device__ inline float rm_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc,
                                   float up) {
   if constexpr (SWIGLU) {
+    if (a.bias) {
+      acc = acc + rm_get(DTYPE, a.bias, col);
+      up = up + rm_get(DTYPE, a.bias, a.n + col);
+    }
     const float g = rm_round_to(DTYPE, acc), u = rm_round_to(DTYPE, up);
     if (a.gate_up) {
       rm_put(DTYPE, a.gate_up, 2 * row * a.n + col, g);
       rm_put(DTYPE, a.gate_up, (2 * row + 1) * a.n + col, u);
     }
-    return rm_round_to(DTYPE, rm_activate(a.activation, g)) * u;
+    return rm_gated(DTYPE, &a, g, u);
   } else {
     return a.bias ? acc + rm_get(DTYPE, a.bias, col) : acc;
   }

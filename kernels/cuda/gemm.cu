@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(THREADS) gemm_kernel(rm_gemm_args a) {
   RM_SHARED(x); // [ROWS][RM_K_BLOCK]
   const int64_t group = blockIdx.z, w0 = group * a.group_stride;
   const auto [begin, end] = rm_rows_of_group(a, group);
+  a.bias = rm_bias_of(DTYPE, &a, group, SWIGLU);
   const int64_t col = blockIdx.x * static_cast<int64_t>(COLS) + threadIdx.x % COLS;
   const int64_t w_row = SWIGLU ? rm_gate_up_row(col, 0) : col,
                 up_tiles = rm_packed_elems(RM_N_TILE, a.k);

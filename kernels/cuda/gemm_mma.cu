@@ -193,6 +193,7 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS) gemm_kernel(rm_ge
                 steps = rm_mma_steps(a.k);
   const int begin = a.group_rows ? a.group_rows[group] : 0,
             end = a.group_rows ? a.group_rows[group + 1] : static_cast<int>(a.m);
+  a.bias = rm_bias_of(RM_BF16, &a, group, SWIGLU);
   const int tile_rows = static_cast<int>(
       rm_min64(T::ROWS / RM_MMA_ROWS, rm_mma_tile_rows(rm_mma_w_rows(a.n, SWIGLU)) - first_tile));
   const uint4 *w = rm_mma_row(a.w, group * a.group_stride, first_tile, a.k);

@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(MAX_WARPS *RM_WARP, 2) few_kernel(rm_gemm_args
   const int64_t group = rm_group_of_slot(a, blockIdx.z);
   if (group < 0) return; // the whole block returns
   const auto [begin, end] = rm_rows_of_group(a, group);
+  a.bias = rm_bias_of(RM_BF16, &a, group, SWIGLU);
   const int splits = static_cast<int>(rm_mma_splits(a.k));
   const uint4 *w = rm_mma_row(a.w, group * a.group_stride, blockIdx.x, a.k);
   float *mine = shared + warp * STAGED_WORDS,

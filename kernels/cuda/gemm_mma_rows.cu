@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a, float 
                 split = blockIdx.z % splits, group = rm_group_of_slot(a, blockIdx.z / splits);
   if (group < 0) return; // the whole block returns
   const auto [begin, end] = rm_rows_of_group(a, group);
+  a.bias = rm_bias_of(RM_BF16, &a, group, SWIGLU);
   const int64_t pitch = tile_rows * RM_MMA_ROWS;
   const bool live = tile_row < tile_rows;
   const uint4 *w = rm_mma_row(a.w, group * a.group_stride, tile_row, a.k);
@@ -72,6 +73,9 @@ __global__ void __launch_bounds__(ADD_THREADS) add_kernel(rm_gemm_args a, const 
                 pitch = rm_mma_w_rows(a.n, SWIGLU), splits = rm_mma_splits(a.k);
   if (col >= a.n || (a.group_rows && (row < a.group_rows[0] || row >= a.group_rows[a.n_groups])))
     return;
+  int64_t group = 0;
+  while (a.bias && a.group_rows && row >= a.group_rows[group + 1]) group++;
+  a.bias = rm_bias_of(RM_BF16, &a, group, SWIGLU);
   const float *from = parts + row * pitch + (SWIGLU ? rm_mma_gate_up_row(col, 0) : col);
   const float acc = sum_of_parts(from, splits, a.m * pitch);
   rm_put_output<RM_BF16, SWIGLU>(a, row, col, acc,

@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a) {
   RM_SHARED(shared);
   const int64_t group = blockIdx.z;
   const auto [begin, end] = rm_rows_of_group(a, group);
+  a.bias = rm_bias_of(DTYPE, &a, group, SWIGLU);
   for (int64_t row0 = begin + blockIdx.y * static_cast<int64_t>(ROWS); row0 < end;
        row0 += gridDim.y * static_cast<int64_t>(ROWS))
     few_rows<DTYPE, SWIGLU, ROWS>(shared, a, group * a.group_stride, row0, end);

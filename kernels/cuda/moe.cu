@@ -263,8 +263,8 @@ static void router_by(const rm_ctx *ctx, const rm_router_args *a,
                       void (*gemm_of)(const rm_ctx *, const rm_gemm_args *)) {
   float *logits = static_cast<float *>(ctx->workspace);
   rm_gemm_args gemm = {};
-  gemm.y = logits, gemm.x = a->x, gemm.w = a->w, gemm.m = a->rows, gemm.n = a->n_experts,
-  gemm.k = a->hidden;
+  gemm.y = logits, gemm.x = a->x, gemm.w = a->w, gemm.bias = a->logit_bias, gemm.m = a->rows,
+  gemm.n = a->n_experts, gemm.k = a->hidden;
   gemm.ldx = a->hidden, gemm.ldy = a->n_experts, gemm.dtype = a->dtype, gemm.y_dtype = RM_F32;
   rm_ctx behind = *ctx; // with the rest of the workspace, after the logits
   const size_t used = logits_bytes(a->rows, a->n_experts);

@@ -184,11 +184,29 @@ def glm4_moe(dice: Dice) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def gpt_oss(dice: Dice) -> dict[str, Any]:
+    fields, experts = sizes(dice), dice.between(1, 12)
+    layers = fields["num_hidden_layers"]
+    types = [dice.pick("sliding_attention", "full_attention") for _ in range(layers)]
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    return fields | {
+        "sliding_window": dice.pick(1, 8, 40), "layer_types": dice.pick(types, None),
+        "attention_bias": dice.chance(0.7), "num_local_experts": experts,
+        "num_experts_per_tok": dice.between(1, experts),
+        "rope_parameters": dice.pick(yarn, fields["rope_parameters"], None),
+        "swiglu_alpha": dice.pick(1.702, 0.5), "swiglu_limit": dice.pick(7.0, 0.1, 0.02),
+    }  # fmt: skip
+
+
 NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe"}  # draw none
 FAMILIES: dict[str, Draw] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3,
     "olmo2": olmo2, "mixtral": mixtral,
     "qwen2_moe": qwen2_moe, "olmoe": olmoe, "arcee": arcee, "glm4": glm4, "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
 }  # fmt: skip
 
 
@@ -211,6 +229,10 @@ def cuttable(family: str) -> dict[str, Any]:
             "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3,
             "first_k_dense_replace": 0,
             "num_hidden_layers": 2, "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5,
+        },
+        "gpt_oss": {
+            "num_local_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 2,
+            "sliding_window": 8, "layer_types": None, "attention_bias": True, "swiglu_limit": 0.1,
         },
         "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
         "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},

@@ -452,6 +452,8 @@ def weight(name: str, shape: Iterable[int], seed: int = 0) -> np.ndarray:
     if name.endswith(("expert_bias", "e_score_correction_bias")):
         # Scores are about 1/experts, so this changes many choices.
         return np.float32(0.5 / shape[0]) * normal
+    if name.endswith(".sinks"):
+        return normal
     if name.endswith(".bias"):
         return np.float32(0.3) * normal
     if name.endswith("embed_tokens.weight"):

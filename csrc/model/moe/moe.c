@@ -87,14 +87,16 @@ void rm_moe_route(rm_moe *moe, const rm_moe_rows *at, int32_t *ids) {
       .score = spec->sigmoid_scores ? RM_SCORE_SIGMOID : RM_SCORE_SOFTMAX,
       .renormalize = spec->norm_topk_prob,
       .dtype = moe->dtype,
+      .logit_bias = rm_weight(at->weights, at->layer, RM_P_ROUTER_LOGIT_BIAS),
   };
   if (at->rows) moe->kernels->router(moe->ctx, &args);
 }
 
 static rm_gemm_args grouped(const rm_moe *moe, const rm_moe_rows *at, rm_param_kind kind,
-                            const int32_t *group_rows, int64_t m) {
+                            rm_param_kind bias, const int32_t *group_rows, int64_t m) {
   const int64_t k = moe->params->sizes[rm_kinds[kind].cols];
   return (rm_gemm_args){.w = rm_weight(at->weights, at->layer, kind),
+                        .bias = rm_weight(at->weights, at->layer, bias),
                         .group_rows = group_rows,
                         .n_groups = moe->here->experts.n,
                         .group_stride = at->layer->of[kind].elems / moe->here->experts.n,
@@ -103,6 +105,8 @@ static rm_gemm_args grouped(const rm_moe *moe, const rm_moe_rows *at, rm_param_k
                         .k = k,
                         .ldx = k,
                         .activation = moe->spec->activation,
+                        .alpha = moe->spec->swiglu_alpha,
+                        .limit = moe->spec->swiglu_limit,
                         .dtype = moe->dtype,
                         .y_dtype = moe->dtype};
 }
@@ -110,8 +114,8 @@ static rm_gemm_args grouped(const rm_moe *moe, const rm_moe_rows *at, rm_param_k
 rm_code rm_moe_experts(rm_moe *moe, const rm_moe_rows *at, const int32_t *group_rows, int64_t m,
                        const char *x, char *out, rm_error *err) {
   rm_code code = RM_OK;
-  rm_gemm_args up = grouped(moe, at, RM_P_EXPERT_GATE, group_rows, m),
-               down = grouped(moe, at, RM_P_EXPERT_DOWN, group_rows, m);
+  rm_gemm_args up = grouped(moe, at, RM_P_EXPERT_GATE, RM_P_EXPERT_GATE_BIAS, group_rows, m),
+               down = grouped(moe, at, RM_P_EXPERT_DOWN, RM_P_EXPERT_DOWN_BIAS, group_rows, m);
   up.x = x;
   up.y = moe->inner + (size_t)moe->here->expert_inner.first * rm_dtype_bytes(moe->dtype);
   up.ldy = moe->spec->moe_intermediate_size;

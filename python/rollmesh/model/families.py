@@ -8,8 +8,9 @@ family is added: docs/models.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.model.reader import MAX_POSITION, Reader
@@ -129,6 +130,14 @@ def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
     return tuple(given[:layers])
 
 
+def alternating_windows(c: Reader, layers: int) -> tuple[int, ...]:
+    """gpt-oss: as layer_types says, else in every second layer from the first on."""
+    window, types = c.integer("sliding_window", default=128), _layer_types(c, layers)
+    if types is None:
+        return tuple(window if i % 2 == 0 else 0 for i in range(layers))
+    return tuple(window if t == "sliding_attention" else 0 for t in types)
+
+
 def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
     """SmolLM3: as layer_types says, else in the layers without rope."""
     has_rope = layers_with_rope(c, layers)
@@ -187,6 +196,7 @@ class Experts:
     has_groups: bool = False  # n_group, topk_group and routed_scaling_factor are read
     shared_width: Callable[[Reader], int] = lambda c: 0
     shared_switch: bool = False  # a row's sigmoid scales the shared expert
+    bias: bool = False  # of the router's logits, and of experts
 
 
 def _olmoe(c: Reader, head_dim: int) -> None:
@@ -238,6 +248,11 @@ class Family:
         tuple[str, str], ...
     ] = ()  # (kind of csrc/model/params.c, what a checkpoint calls it instead)
     rope_neighbours: bool = False  # rope turns neighbours of a head; else its halves
+    rope_table: Mapping[str, Any] | None = None  # rope_parameters where the config has none
+    activation: str | None = None  # of all MLPs, whatever hidden_act; None: hidden_act says it
+    sinks: bool = False  # attention has a sink for each head
+    # Tensors of all experts are transposed, and rows of gate and up alternate in them.
+    experts_interleaved: bool = False
     # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
     wq_rows: str = "none"
     check: Callable[[Reader, int], None] | None = (
@@ -433,5 +448,40 @@ FAMILIES: dict[str, Family] = {
                 MAX_POSITION,
             ),
         ),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        "attention_bias sliding_window layer_types num_local_experts num_experts "
+        "num_experts_per_tok swiglu_alpha swiglu_limit",
+        "experts_per_token initial_context_length",
+        eos_token_id=None,
+        head_dim=64,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=150000.0,
+        rope_table={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        rms_norm_eps=1e-5,
+        attention_bias=lambda c: c.boolean("attention_bias", True),
+        o_bias=lambda c: c.boolean("attention_bias", True),
+        windows=alternating_windows,
+        moe_layers=every,
+        experts=Experts(
+            number=lambda c: num_experts(c, low=1, default=128),
+            top_k=4,
+            width="intermediate_size",
+            renormalize=True,
+            bias=True,
+        ),
+        names=(("router", "mlp.router.weight"), ("router_logit_bias", "mlp.router.bias")),
+        activation="swiglu_oai",
+        sinks=True,
+        experts_interleaved=True,
     ),
 }

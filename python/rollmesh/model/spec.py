@@ -109,6 +109,7 @@ class EngineValues:
     qk_norm: int
     wq_rows: int
     rope_neighbours: bool
+    experts_interleaved: bool
     activation: int
     rope_scale: float
     inv_freq: NDArray[np.float32]  # half of the elements of a head that rope turns
@@ -158,12 +159,16 @@ class ModelSpec:
     routed_scaling_factor: float = 1.0  # of gates
     shared_intermediate_size: int = 0  # of the expert that all rows of a MoE layer pass; 0: none
     shared_switch: bool = False  # it is scaled by a row's sigmoid
-    activation: str = (
-        "silu"  # of MLPs and experts; or "gelu_tanh", "gelu" (by erf), "relu2" (the square of ReLU)
-    )
+    # Of MLPs and experts; or "gelu_tanh", "gelu" (by erf), "relu2" (the square of ReLU),
+    # "swiglu_oai" (gpt-oss's, with swiglu_alpha and swiglu_limit).
+    activation: str = "silu"
     ungated: bool = False  # dense MLPs have no gate: down(activation(up(x)))
     norm_before: bool = True  # norms are of a block's input; with norm_after of both
     layer_kinds: tuple[str, ...] = ()  # of each layer, of LAYER_KINDS; (): all "attention"
+    sinks: bool = False  # attention has a sink for each head
+    moe_bias: bool = False  # of the router's logits, and of experts
+    swiglu_alpha: float = 1.702  # of the activation "swiglu_oai"
+    swiglu_limit: float = 7.0
 
     def __post_init__(self) -> None:
         _core.placement(self.engine_values(1), 1, 1, 1)  # ConfigError by the engine's rules
@@ -220,6 +225,15 @@ class ModelSpec:
         return self.rope_settings.frequencies(max_model_len)
 
     @property
+    def gating(self) -> dict[str, Any]:
+        """The activation, as arguments of ops.gemm_swiglu and torch.functions.moe."""
+        return {
+            "activation": self.activation,
+            "alpha": self.swiglu_alpha,
+            "limit": self.swiglu_limit,
+        }
+
+    @property
     def scoring(self) -> dict[str, Any]:
         """How routers choose and weigh, as arguments of ops.router and torch.functions.moe."""
         return {
@@ -241,6 +255,7 @@ class ModelSpec:
             qk_norm=QK_NORMS.index(self.qk_norm),
             wq_rows=WQ_ROWS.index(family.wq_rows),
             rope_neighbours=family.rope_neighbours,
+            experts_interleaved=family.experts_interleaved,
             activation=ACTIVATIONS.index(self.activation),
             rope_scale=scale,
             inv_freq=inv_freq,
@@ -473,7 +488,9 @@ def _refuse_unknown(values: Mapping[str, Any], used: frozenset[str]) -> None:
 
 
 def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
-    activation = choice("hidden_act", c.values.get("hidden_act", family.hidden_act), [*_HIDDEN_ACT])
+    activation = family.activation or choice(
+        "hidden_act", c.values.get("hidden_act", family.hidden_act), [*_HIDDEN_ACT]
+    )
     if not c.boolean("is_causal", True):
         raise ConfigError("is_causal=False: attention to later tokens is not supported")
     layers = c.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -505,7 +522,11 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         rms_norm_eps=c.positive("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_positions,
         rope_settings=_rope.from_config(
-            c.values, head_dim, max_positions, family.rope_theta, family.partial_rotary_factor
+            _with_rope(c.values, family),
+            head_dim,
+            max_positions,
+            family.rope_theta,
+            family.partial_rotary_factor,
         ),
         is_moe_layer=is_moe_layer,
         rope_layers=tuple(map(bool, family.rope_layers(c, layers))),
@@ -517,8 +538,11 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
             ),
             vocab,
         ),
-        activation=_HIDDEN_ACT[activation],
+        activation=_HIDDEN_ACT.get(activation, activation),
         ungated=family.ungated,
+        sinks=family.sinks,
+        swiglu_alpha=c.positive("swiglu_alpha", 1.702),
+        swiglu_limit=c.positive("swiglu_limit", 7.0),
         **_experts(c, family.experts) if any(is_moe_layer) else _NO_EXPERTS,
     )
 
@@ -547,7 +571,15 @@ def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
         "routed_scaling_factor": c.positive("routed_scaling_factor", 1.0) if has_groups else 1.0,
         "shared_intermediate_size": experts.shared_width(c),
         "shared_switch": experts.shared_switch,
+        "moe_bias": experts.bias,
     }
+
+
+def _with_rope(values: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """The config with the family's rope table where it has none."""
+    if family.rope_table and all(values.get(name) is None for name in _rope.ROPE_TABLES):
+        return {**values, _rope.ROPE_TABLES[-1]: family.rope_table}
+    return values
 
 
 def _eos(eos: Any, vocab: int) -> tuple[int, ...]:

@@ -204,7 +204,7 @@ def gemm(
 ) -> Array:
     """Returns x [m, k] times the transpose of a packed matrix [n, k], [m, n]. With group_rows
     [groups + 1], rows group_rows[g] to group_rows[g + 1] are multiplied by matrix g; group_rows
-    begins with 0 and ends with m."""
+    begins with 0 and ends with m. bias: [n], with group_rows [groups, n]."""
     return run("gemm", **locals())[0]
 
 
@@ -213,16 +213,22 @@ def gemm_swiglu(
     w: Array,
     n: int,
     *,
+    bias: Array | None = None,
     group_rows: Array | None = None,
     activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
     out: Array | None = None,
     gate_up: Array | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> Array:
     """Returns activation(x · gate) · (x · up), [m, n]. w: from pack_gate_up; n: the width of gate.
-    activation: "silu", "gelu_tanh", "gelu" (with erf) or "relu2" (the square of ReLU). gate_up [m,
-    2n], if given, receives the rounded x · gate and x · up of each row, for a backward pass."""
+    activation: "silu", "gelu_tanh", "gelu" (with erf) or "relu2" (the square of ReLU); or
+    "swiglu_oai", gpt-oss's: g · sigmoid(alpha · g) · (u + 1), where g = min(x · gate, limit) and u
+    is x · up within ±limit. bias: [2n], gate's before up's, with group_rows [groups, 2n]. gate_up
+    [m, 2n], if given, receives the rounded x · gate and x · up of each row with their biases, for a
+    backward pass."""
     return run("gemm_swiglu", **{**locals(), "activation": _activation(activation)})[0]
 
 
@@ -230,7 +236,7 @@ def activate(
     x: Array, activation: str, *, out: Array | None = None, isa: str | None = None, threads: int = 1
 ) -> Array:
     """Returns activation(x) for x [rows, n], as in an MLP without a gate. activation: as in
-    gemm_swiglu."""
+    gemm_swiglu, without "swiglu_oai"."""
     return run("activate", **{**locals(), "activation": _activation(activation)})[0]
 
 
@@ -344,6 +350,7 @@ def attention(
     window: int = 0,
     group: int = 0,
     head0: int = 0,
+    sinks: Array | None = None,
     out: Array | None = None,
     isa: str | None = None,
     threads: int = 1,
@@ -353,7 +360,8 @@ def attention(
 
     Query head h reads kv head (head0 + h) // group of the caches; group 0 stands for
     heads // kv_heads. For a rank's shard of the heads, pass the model's group and, as head0, the
-    index of the shard's first head within its group.
+    index of the shard's first head within its group. sinks [heads]: a logit of each query head that
+    takes part in the softmax, without a key or a value.
     """
     return run("attention", **locals())[0]
 
@@ -371,13 +379,15 @@ def router(
     num_groups: int = 1,
     top_groups: int = 1,
     route_scale: float = 1.0,
+    logit_bias: Array | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> Routing:
     """Returns the top_k experts of each row of x [rows, hidden] by score + bias, and their scores
     as gates, both [rows, top_k].
 
-    `score`: "softmax" or "sigmoid" of the logits. `renormalize` divides the gates by their sum
+    `score`: "softmax" or "sigmoid" of the logits, to which logit_bias [num_experts] is added.
+    `renormalize` divides the gates by their sum
     (with "sigmoid" by their sum + 1e-20); then they are multiplied by `route_scale`. num_groups > 1
     (at most 64) divides the experts into groups of at least two consecutive experts. Only experts
     of `top_groups` groups are then chosen: those with the largest sums of their two largest

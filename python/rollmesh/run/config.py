@@ -51,7 +51,11 @@ _ModelKeys = dataclasses.make_dataclass(
             at_least=1,
         ),
         *_keys(int, "max_window_layers n_shared_experts first_k_dense_replace", at_least=0),
-        *_keys(float, "initializer_range rms_norm_eps routed_scaling_factor", above=0),
+        *_keys(
+            float,
+            "initializer_range rms_norm_eps routed_scaling_factor swiglu_alpha swiglu_limit",
+            above=0,
+        ),
         *_keys(
             bool,
             "tie_word_embeddings attention_bias qkv_bias use_qk_norm use_sliding_window "

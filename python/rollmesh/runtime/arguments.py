@@ -34,6 +34,7 @@ ACTIVATIONS = (
     "gelu_tanh",
     "gelu",
     "relu2",
+    "swiglu_oai",
 )  # rm_activation of kernels/kernels.h, in its order
 MAX_FLOAT32 = 3.4028234663852886e38
 REAL = (int, float, np.integer, np.floating)

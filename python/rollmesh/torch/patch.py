@@ -248,7 +248,10 @@ class Patch:
         norms = () if self.spec.qk_norm == "none" else (attention.q_norm, attention.k_norm)
         q_norm, k_norm = [norm.weight for norm in norms] or (None, None)
         turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
-        attended = functions.attention(made, q_norm, k_norm, turn, rows, self.heads[index], how=how)
+        attended = functions.attention(
+            made, q_norm, k_norm, turn, rows, self.heads[index],
+            sinks=attention.sinks if self.spec.sinks else None, how=how,
+        )  # fmt: skip
         o = attention.o_proj
         return functions.linear(attended, weight_of(o), bias=base_of(o).bias, how=how)
 
@@ -266,11 +269,24 @@ class Patch:
 
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
         spec = self.spec
+        router, experts = mlp.router if hasattr(mlp, "router") else mlp.gate, mlp.experts
+        gate_up, down, biases = experts.gate_up_proj, experts.down_proj, {}
+        if spec.moe_bias:
+            gate_up_bias = experts.gate_up_proj_bias
+            if FAMILIES[spec.model_type].experts_interleaved:
+                gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+                gate_up, gate_up_bias = (
+                    torch.cat([both[:, ::2], both[:, 1::2]], 1) for both in (gate_up, gate_up_bias)
+                )
+            biases = {
+                "logit_bias": router.bias,
+                "gate_up_bias": gate_up_bias,
+                "down_bias": experts.down_proj_bias,
+            }
         made = functions.moe(
-            x, mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj,
+            x, router.weight, gate_up, down,
             top_k=spec.num_experts_per_tok, **spec.scoring,
-            bias=getattr(mlp.gate, "e_score_correction_bias", None), activation=spec.activation,
-            how=how,
+            bias=getattr(router, "e_score_correction_bias", None), **biases, **spec.gating, how=how,
         )  # fmt: skip
         if self.call.wanted is not None and self.call.wanted.routed:
             self.call.wanted.experts[index] = made.ids

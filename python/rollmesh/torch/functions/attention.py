@@ -88,6 +88,7 @@ class _Attention(torch.autograd.Function):
         rope: tuple[Tensor, Tensor],
         rows: Sequences,
         heads: Heads,
+        sinks: Tensor | None,
         how: How,
     ) -> Tensor:
         with in_turn(qkv):
@@ -107,18 +108,19 @@ class _Attention(torch.autograd.Function):
             )  # fmt: skip
             out = ops.attention(
                 q, k, v, rows.positions, rows.seq_of_row, rows.block_tables,
-                page_size=PAGE, scale=heads.scale, window=heads.window, **how,
+                page_size=PAGE, scale=heads.scale, window=heads.window,
+                sinks=vector_of("sinks", sinks, qkv, heads.num_heads), **how,
             )  # fmt: skip
             made = tensor_of(out).view(rows.num_rows, heads.widths[0])
         check_flags("keys or values", flags)
-        ctx.save_for_backward(qkv, q_weight, k_weight, *rope)
+        ctx.save_for_backward(qkv, q_weight, k_weight, sinks, *rope)
         ctx.rows, ctx.heads = rows, heads
         return made
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        qkv, q_weight, k_weight, sinks, cos, sin = ctx.saved_tensors
         rows, heads = ctx.rows, ctx.heads
         at = torch.from_numpy(rows.positions).to(qkv.device)
         cos, sin = (x.index_select(0, at)[:, None] for x in (cos, sin))
@@ -133,11 +135,11 @@ class _Attention(torch.autograd.Function):
         )
         q, k = (_rotated(by_heads(normed()), cos, sin) for normed in (q, k))
         q, k, v, grad = (x.to(matmul_dtype(qkv)) for x in (q, k, by_heads(v), by_heads(grad)))
-        by_q, by_k, by_v = _attention_gradients(q, k, v, grad, rows, heads)
+        by_q, by_k, by_v, by_sinks = _attention_gradients(q, k, v, grad, sinks, rows, heads)
         by_q, by_k = (_rotated(x.float(), cos, -sin) for x in (by_q, by_k))
         (by_q, by_q_weight), (by_k, by_k_weight) = pull_q(by_q), pull_k(by_k)
         by_qkv = torch.cat([x.flatten(1) for x in (by_q, by_k, by_v)], 1)
-        return by_qkv, by_q_weight, by_k_weight, *[None] * 4
+        return by_qkv, by_q_weight, by_k_weight, None, None, None, by_sinks, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -148,25 +150,62 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([*turned, rest], -1)
 
 
+def _with_sink(x: Tensor, last: Tensor, first: float = 0.0) -> Tensor:
+    """Adds to x [sequences, heads, steps, head_dim] an element of each head, `last` [heads], and
+    before the first step one of zeros whose added element is `first`."""
+    wide = torch.cat([x, last[:, None, None].expand(*x.shape[:-1], 1)], -1)
+    step = torch.zeros_like(wide[:, :, :1])
+    step[..., -1] = first
+    return torch.cat([step, wide], 2)
+
+
 def _attention_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rows: Sequences, heads: Heads
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of q, k and v [rows, heads, head_dim]. Sequences are padded on the
-    right, where the causal mask hides the padding."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    sinks: Tensor | None,
+    rows: Sequences,
+    heads: Heads,
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of q, k and v [rows, heads, head_dim] and of sinks. Sequences are
+    padded on the right, where the causal mask hides the padding. Sinks are a first position that
+    every query sees: its value is zeros, and its key has only an element that is zero in other
+    keys, with which the queries' added elements give the sinks as scores."""
     steps = int(rows.lengths.max())
     is_token = np.arange(steps) < rows.lengths[:, None]
     grid = Sequences(rows.lengths, np.flatnonzero(is_token), is_token.shape)
+    padded: Any = [grid.pad(x).transpose(1, 2) for x in (q, k, v, grad)]
+    if sinks is not None:
+        none = q.new_zeros(heads.num_kv_heads)
+        lasts = (
+            sinks.to(q.dtype) / heads.scale,
+            none,
+            none,
+            torch.zeros_like(sinks, dtype=q.dtype),
+        )
+        padded = [
+            _with_sink(x, last, float(i == 1))
+            for i, (x, last) in enumerate(zip(padded, lasts, strict=True))
+        ]
+        steps += 1
     is_short = steps <= SHORT
     each = max(1, SCORES_AT_ONCE // (heads.num_heads * steps**2)) if is_short else len(rows.lengths)
     mask: Any = None
     if is_short or 0 < heads.window < steps:
         away = torch.arange(steps, device=q.device)[:, None] - torch.arange(steps, device=q.device)
         is_hidden = (away < 0) | (away >= (heads.window or steps))
+        if sinks is not None:
+            is_hidden[:, 0] = False
         mask = q.new_zeros(steps, steps).masked_fill_(is_hidden, -torch.inf)
-    padded = (grid.pad(x).transpose(1, 2) for x in (q, k, v, grad))
     chunks = zip(*(torch.split(x, each) for x in padded), strict=True)
     parts = [_padded_gradients(q, k, v, grad, mask, heads) for q, k, v, grad in chunks]
-    return tuple(grid.pick(torch.cat(same).transpose(1, 2)) for same in zip(*parts, strict=True))
+    made = [torch.cat(same) for same in zip(*parts, strict=True)]
+    by_sinks = None
+    if sinks is not None:
+        by_sinks = made[0][..., -1].float().sum((0, 2)) / heads.scale
+        made = [x[:, :, 1:, :-1] for x in made]
+    return *(grid.pick(x.transpose(1, 2)) for x in made), by_sinks
 
 
 def _padded_gradients(
@@ -183,7 +222,7 @@ def _padded_gradients(
         return torch.autograd.grad(out, (q, k, v), grad)
     # Scores of short sequences fit the caches, and batched matmuls are several times faster.
     shape, keys, values = q.shape, k.flatten(0, 1), v.flatten(0, 1)
-    q, grad = (x.reshape(len(keys), -1, heads.head_dim) for x in (q, grad))  # of each KV head
+    q, grad = (x.reshape(len(keys), -1, shape[-1]) for x in (q, grad))  # of each KV head
     masks = mask.repeat(heads.num_heads // heads.num_kv_heads, 1)
     scores = torch.baddbmm(masks, q, keys.transpose(1, 2), alpha=heads.scale)
     p = scores.float().softmax(-1)
@@ -202,6 +241,7 @@ def attention(
     rows: Sequences,
     heads: Heads,
     *,
+    sinks: Tensor | None = None,
     how: How | None = None,
 ) -> Tensor:
     """Causal attention of packed sequences, [rows, num_heads · head_dim]. qkv [rows, (num_heads +
@@ -209,7 +249,7 @@ def attention(
     q_weight and k_weight [head_dim] (with norm_whole [heads · head_dim]; None: not) and rotated.
     rope: (cos, sin),
     float32 [positions, n], n ≤ head_dim / 2, rounded to qkv's dtype (ops.rope_table), which turn
-    the first 2·n elements of a head."""
+    the first 2·n elements of a head. sinks [num_heads]: as in ops.attention."""
     qkv = rows_of("qkv", qkv, sum(heads.widths))
     if len(qkv) != rows.num_rows:
         raise ShapeError(
@@ -219,5 +259,5 @@ def attention(
         check_tensor("rope", table)
     how = how or how_for(qkv)
     return _Attention.apply(  # type: ignore[no-any-return, no-untyped-call]
-        qkv, q_weight, k_weight, rope, rows, heads, how
+        qkv, q_weight, k_weight, rope, rows, heads, sinks, how
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -130,10 +131,27 @@ ACTIVATIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def gated(gate_up: Tensor, activation: str) -> tuple[Tensor, Pull]:
+def gated(
+    gate_up: Tensor, activation: str, alpha: float = 1.0, limit: float = math.inf
+) -> tuple[Tensor, Pull]:
     """Returns activation(gate) · up in float32, and a function that maps its gradient to those of
-    gate and up."""
+    gate and up. alpha, limit: of "swiglu_oai"."""
     gate, up = gate_up.float().chunk(2, 1)
+    if activation == "swiglu_oai":
+        return _swiglu_oai(gate, up, alpha, limit)
     activate, slope = ACTIVATIONS[activation]
     made = activate(gate)
     return made * up, lambda grad: (slope(grad * up, gate), grad * made)
+
+
+def _swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> tuple[Tensor, Pull]:
+    is_free, is_inside = gate <= limit, up.abs() <= limit
+    gate, wide = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+    share = (gate * alpha).sigmoid()
+    made = gate * share
+
+    def pull(grad: Tensor) -> Gradients:
+        slope = share * (1 + alpha * gate * (1 - share))
+        return grad * wide * slope * is_free, grad * made * is_inside
+
+    return made * wide, pull

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollmesh import ops
 from rollmesh.errors import ShapeError
 from rollmesh.torch import packing
-from rollmesh.torch.arrays import array_of, check_tensor, in_turn, tensor_of
+from rollmesh.torch.arrays import array_of, check_tensor, in_turn, tensor_of, weight_array
 from rollmesh.torch.functions.common import (
     Gradients,
     How,
@@ -20,6 +20,7 @@ from rollmesh.torch.functions.common import (
     how_for,
     matmul_dtype,
     rows_of,
+    vector_of,
 )
 
 
@@ -40,6 +41,14 @@ class Scoring(NamedTuple):
     route_scale: float = 1.0
 
 
+class Gating(NamedTuple):
+    """The activation of the experts, as the arguments of ops.gemm_swiglu."""
+
+    activation: str = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
 class _Moe(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -48,19 +57,23 @@ class _Moe(torch.autograd.Function):
         router: Tensor,
         gate_up: Tensor,
         down: Tensor,
+        logit_bias: Tensor | None,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
         bias: Any,
         packed: Any,
         top_k: int,
         by: Scoring,
-        activation: str,
+        gating: Gating,
         how: How,
     ) -> tuple[Tensor, Tensor]:
         experts, width = len(router), down.shape[2]
         packed_router, packed_gate_up, packed_down = packed
         with in_turn(x):
             routing = ops.router(
-                array_of(x), packed_router, experts, top_k, bias=bias, **by._asdict(), **how
-            )
+                array_of(x), packed_router, experts, top_k, bias=bias, **by._asdict(),
+                logit_bias=vector_of("logit_bias", logit_bias, x, experts), **how,
+            )  # fmt: skip
             sent, group_rows, place = ops.permute(array_of(x), routing.ids, experts, **how)
             both = None
             if any(ctx.needs_input_grad):
@@ -69,41 +82,46 @@ class _Moe(torch.autograd.Function):
                 sent,
                 packed_gate_up,
                 width,
+                bias=_biases("gate_up_bias", gate_up_bias, x, (experts, 2 * width)),
                 group_rows=group_rows,
-                activation=activation,
+                **gating._asdict(),
                 gate_up=None if both is None else array_of(both),
                 **how,
             )
-            y = ops.gemm(inner, packed_down, x.shape[1], group_rows=group_rows, **how)
+            of_down = _biases("down_bias", down_bias, x, (experts, x.shape[1]))
+            y = ops.gemm(inner, packed_down, x.shape[1], bias=of_down, group_rows=group_rows, **how)
             out = tensor_of(ops.combine(y, place, *routing, experts, **how))
             ids = tensor_of(routing.ids)
             if both is not None:
                 routed = ids, tensor_of(routing.gates), tensor_of(place), tensor_of(group_rows)
-                ctx.save_for_backward(x, router, gate_up, down, *routed, both)
-                ctx.by, ctx.activation = by, activation
+                ctx.save_for_backward(
+                    x, router, gate_up, down, logit_bias, down_bias, *routed, both
+                )
+                ctx.by, ctx.gating, ctx.has_gate_up_bias = by, gating, gate_up_bias is not None
         ctx.mark_non_differentiable(ids)
         return out, ids
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor, _: Any) -> Gradients:
-        x, router, gate_up, down, ids, gates, place, ends, both = ctx.saved_tensors
+        x, router, gate_up, down, logit_bias, down_bias, *routed, both = ctx.saved_tensors
+        ids, gates, place, ends = routed
         dtype, top_k, bounds = matmul_dtype(x), ids.shape[1], ends.tolist()
         order = torch.argsort(place.flatten())  # of the choices, as the experts have them
         row = order // top_k
         rows, sent = grad.to(dtype).index_select(0, row), x.to(dtype).index_select(0, row)
         gate = gates.flatten()[order, None]
-        inner, pull = gated(both, ctx.activation)
+        inner, pull = gated(both, *ctx.gating)
         by_inner, by_sent = torch.empty_like(inner), torch.empty_like(sent)
         by_down, by_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
         groups = [(e, slice(*ab)) for e, ab in enumerate(pairwise(bounds)) if ab[0] < ab[1]]
         for e, at in groups:
             by_inner[at] = rows[at] @ down[e].to(dtype)
-        by_gates = (
-            torch.empty_like(gate)
-            .index_copy_(0, order, (by_inner * inner).sum(1, keepdim=True))
-            .view_as(gates)
-        )
+        by_gate = (by_inner * inner).sum(1, keepdim=True)
+        if down_bias is not None:
+            expert = ids.flatten()[order].long()
+            by_gate += (rows.float() * down_bias.float()[expert]).sum(1, keepdim=True)
+        by_gates = torch.empty_like(gate).index_copy_(0, order, by_gate).view_as(gates)
         by_both = torch.cat(pull(by_inner.mul_(gate)), 1).to(dtype)
         scaled, acted = (rows * gate).to(dtype), inner.to(dtype)
         for e, at in groups:
@@ -113,9 +131,35 @@ class _Moe(torch.autograd.Function):
         rows = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, x.shape[1])
         by_x = rows.float().sum(1)
         logits = x.float() @ router.float().t()
+        if logit_bias is not None:
+            logits += logit_bias.float()
         by_logits = _router_gradients(logits, ids.long(), gates, by_gates, ctx.by)
         by_x.addmm_(by_logits, router.float())
-        return by_x, by_logits.t() @ x.float(), by_gate_up, by_down, *[None] * 6
+        biases: list[Any] = [None] * 3
+        if logit_bias is not None:
+            biases[0] = by_logits.sum(0)
+        if ctx.has_gate_up_bias:
+            biases[1] = _sums(by_both, groups, len(router))
+        if down_bias is not None:
+            biases[2] = _sums(scaled, groups, len(router))
+        return by_x, by_logits.t() @ x.float(), by_gate_up, by_down, *biases, *[None] * 6
+
+
+def _sums(rows: Tensor, groups: list[tuple[int, slice]], experts: int) -> Tensor:
+    """Returns the sum of the rows of each expert, [experts, n]."""
+    sums = rows.new_zeros(experts, rows.shape[1], dtype=torch.float32)
+    for e, at in groups:
+        sums[e] = rows[at].float().sum(0)
+    return sums
+
+
+def _biases(name: str, bias: Tensor | None, x: Tensor, shape: tuple[int, int]) -> Any:
+    """Biases of experts as an op takes them."""
+    if bias is None:
+        return None
+    if tuple(packing.check_weight(name, bias).shape) != shape:
+        raise ShapeError(f"{name}: expected shape {shape}, got {tuple(bias.shape)}")
+    return weight_array(bias.detach().to(x.dtype).contiguous())
 
 
 def _router_gradients(
@@ -145,15 +189,21 @@ def moe(
     top_groups: int = 1,
     route_scale: float = 1.0,
     bias: Tensor | None = None,
+    logit_bias: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
     packed: tuple[Any, Any, Any] | None = None,
     how: How | None = None,
 ) -> Routed:
     """The mixture of experts: router [experts, hidden], gate_up [experts, 2n, hidden] with the rows
     of gate first, down [experts, hidden, n]. Gates are float32; gradients flow through them into
     the router. bias, float32 [experts], is added to the scores for the choice of experts only, as
-    DeepSeek-V3's; it has no gradient. renormalize to route_scale: as in ops.router; activation: as
-    in ops.gemm_swiglu."""
+    DeepSeek-V3's; it has no gradient. logit_bias [experts], gate_up_bias [experts, 2n] and
+    down_bias [experts, hidden] are added to the products. renormalize to route_scale: as in
+    ops.router; activation, alpha and limit: as in ops.gemm_swiglu."""
     x = rows_of("x", x)
     how = how or how_for(x)
     experts, hidden = len(packing.check_weight("router", router)), x.shape[1]
@@ -181,5 +231,7 @@ def moe(
         packing.pack_experts(down, x.dtype, how),
     )
     by = Scoring(renormalize, score, num_groups, top_groups, route_scale)
-    args = (x, router, gate_up, down, chosen_by, packed, top_k, by, activation, how)
+    biases = logit_bias, gate_up_bias, down_bias
+    gating = Gating(activation, alpha, limit)
+    args = (x, router, gate_up, down, *biases, chosen_by, packed, top_k, by, gating, how)
     return Routed(*_Moe.apply(*args))  # type: ignore[no-untyped-call]

@@ -154,7 +154,8 @@ class RollmeshAttention(AttentionImpl[PagedRows]):  # type: ignore[misc]
         )  # fmt: skip
         attended = ops.attention(
             q, *caches, step.positions, step.seq_of_row, step.block_tables,
-            page_size=positions, scale=self.scale, group=self._group, head0=self._head0, **rope.how,
+            page_size=positions, scale=self.scale, group=self._group, head0=self._head0,
+            sinks=weights.get("sinks"), **rope.how,
         )  # fmt: skip
         output[:n] = tensor_of(attended)
         return output

@@ -103,15 +103,16 @@ class Block(torch.nn.Module):
         if not model.spec.ungated:
             return self._mix_gated(model, x, "gate_up", "down", "inner")
         up = ops.gemm(x, w["up"], len(here.here.inner), **model.how)
-        inner = here.whole(ops.activate(up, out=up, **model.gated), "inner")
+        inner = here.whole(ops.activate(up, model.spec.activation, out=up, **model.how), "inner")
         return here.whole(ops.gemm(inner, w["down"], len(here.here.hidden), **model.how), "hidden")
 
     def _mix_experts(self, model: Model, x: Array) -> Array:
         w, spec, here = self.weights, model.spec, model.columns
         experts, top_k = spec.num_experts, spec.num_experts_per_tok
         routing = ops.router(
-            x, w["router"], experts, top_k, bias=w["router_bias"], **spec.scoring, **model.how
-        )
+            x, w["router"], experts, top_k, bias=w["router_bias"], **spec.scoring,
+            logit_bias=w.get("router_logit_bias"), **model.how,
+        )  # fmt: skip
         rows, group_rows, place = ops.permute(x, routing.ids, experts, **model.how)
         own = here.here.experts
         first, end = int(group_rows[own.start]), int(group_rows[own.stop])
@@ -120,14 +121,16 @@ class Block(torch.nn.Module):
             rows[first:end],
             w["expert_gate_up"],
             len(here.here.expert_inner),
+            bias=_by_expert(w.get("expert_gate_up_bias"), len(own)),
             group_rows=groups,
             **model.gated,
         )
         if not model.expert_parallel:
             inner = here.whole(inner, "expert_inner")
         y = ops.gemm(
-            inner, w["expert_down"], len(here.here.expert_hidden), group_rows=groups, **model.how
-        )
+            inner, w["expert_down"], len(here.here.expert_hidden),
+            bias=_by_expert(w.get("expert_down_bias"), len(own)), group_rows=groups, **model.how,
+        )  # fmt: skip
         if model.expert_parallel:
             y = here.joined(
                 y,
@@ -158,6 +161,11 @@ class Block(torch.nn.Module):
         return here.whole(ops.gemm(inner, w[down], len(here.here.hidden), **model.how), "hidden")
 
 
+def _by_expert(biases: Array | None, experts: int) -> Array | None:
+    """Biases of experts as [experts, n]."""
+    return None if biases is None else biases.reshape(experts, -1)
+
+
 class Model(torch.nn.Module):
     """The base class of all families; vLLM creates the objects."""
 
@@ -181,7 +189,7 @@ class Model(torch.nn.Module):
             "threads": options.threads or torch.get_num_threads(),
             "isa": options.isa,
         }
-        self.gated = self.how | {"activation": spec.activation}
+        self.gated = self.how | spec.gating
         self._add_rope(vllm_config.model_config.max_model_len)
         self.layers = torch.nn.ModuleList(
             Block(self, i, f"{prefix}{'.' if prefix else ''}model.layers.{i}.self_attn.attn")
