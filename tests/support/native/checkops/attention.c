@@ -221,7 +221,7 @@ const op_test op_qk_rope_kv = {.name = "qk_rope_kv",
                                           .option = WHOLE}}};
 
 // -------------------------------------------------------------------------------------- attention
-enum { ATTEND_PREFILL = 1, ATTEND_MIXED = 2 };
+enum { ATTEND_PREFILL = 1, ATTEND_MIXED = 2, ATTEND_SINKS = 4 };
 
 // Cases that only the kernels of GPUs tell apart: whole tiles of rows, splits of a bf16 context, rows of
 // sequences in turn, heads of several launches, a page longer than a split; and no heads, which
@@ -271,6 +271,7 @@ static void draw_attention(trial *t) {
   }
   s->option = (int)PICK(t, 0, ATTEND_PREFILL, ATTEND_PREFILL, ATTEND_MIXED);
   if (!t->small && one_in(t, check_device.is_gpu ? 8 : 40)) draw_long_attention(t);
+  if (one_in(t, 3)) s->option |= ATTEND_SINKS;
   while (s->rows * s->n_heads * s->head_dim * s->positions > 4000000) s->rows /= 2;
   s->window = one_in(t, 3) ? PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 40, 1000) : 0;
 }
@@ -349,6 +350,9 @@ static void build_attention(trial *t) {
   a->v_cache = draw_pages(t, VALUES, n_pages, -1, what);
   a->q =
       float_input(t, "q", s->dtype, s->rows * width, one_in(t, 2) ? PLAIN : draw_kind(t, SPOILED));
+  if (s->option & ATTEND_SINKS)
+    a->sinks =
+        float_input(t, "sinks", s->dtype, s->n_heads, one_in(t, 2) ? PLAIN : draw_kind(t, SPOILED));
   a->out = output(t, "out", s->rows * width, bytes);
   t->limits = (rm_limits){.max_rows = s->rows,
                           .n_heads = s->n_heads,

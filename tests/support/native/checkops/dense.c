@@ -182,7 +182,7 @@ static void draw_any_gemm(trial *t, int swiglu) {
   }
   while (s->rows * s->n * s->k > (swiglu ? 4000000 : 8000000)) s->n = (s->n + 1) / 2;
   if (one_in(t, 3)) s->option = GEMM_GROUPS;
-  else if (!swiglu && one_in(t, 3)) s->option = GEMM_BIAS;
+  if (one_in(t, 3)) s->option |= GEMM_BIAS;
   if (one_in(t, 3)) s->option |= GEMM_STRIDES;
   if (swiglu && one_in(t, 3)) s->option |= GEMM_KEEP;
   if (s->option & GEMM_GROUPS) s->n_groups = between(t, 1, t->small ? 4 : 12);
@@ -228,13 +228,18 @@ static void build_any_gemm(trial *t, int swiglu) {
   }
   a->w = packed_input(t, "w", s->dtype, p, one_in(t, 2) ? what : PLAIN);
   if (s->option & GEMM_BIAS)
-    a->bias = float_input(t, "bias", s->dtype, s->n, draw_kind(t, SPOILED));
+    a->bias = float_input(t, "bias", s->dtype, rm_max64(s->n_groups, 1) * (swiglu ? 2 : 1) * s->n,
+                          draw_kind(t, SPOILED));
   const int64_t room = s->rows ? (s->rows - 1) * a->ldy + s->n : 0;
   if (strides) a->y = partial_output(t, "y", room, size_of(s->out_dtype), s->rows * s->n);
   else a->y = output(t, "y", room, size_of(s->out_dtype));
   if (s->option & GEMM_KEEP)
     a->gate_up = output(t, "gate_up", 2 * s->rows * s->n, size_of(s->dtype));
-  if (swiglu && !t->timed) a->activation = (rm_activation)between(t, RM_SILU, RM_RELU2);
+  if (swiglu && !t->timed) {
+    a->activation = (rm_activation)between(t, RM_SILU, RM_SWIGLU_OAI);
+    a->alpha = one_in(t, 2) ? 1.702f : -0.3f;
+    a->limit = one_in(t, 2) ? 7.0f : 0.1f;
+  }
   t->limits = (rm_limits){.max_rows = s->rows,
                           .max_k = s->k,
                           .max_n = swiglu ? rm_gate_up_rows(s->n) : s->n,

@@ -14,7 +14,8 @@ enum {
   MOE_ROUTED = 8,
   MOE_HOLES = 16,
   MOE_SIGMOID = 32,
-  MOE_SCALE = 64
+  MOE_SCALE = 64,
+  MOE_LOGIT_BIAS = 128
 };
 
 static void draw_moe(trial *t) {
@@ -34,7 +35,8 @@ static void draw_router(trial *t) {
   if (t->s.rows > 100) t->s.top_k = rm_min64(t->s.top_k, 8);
   t->s.option = (one_in(t, 2) ? MOE_BIAS : 0) | (one_in(t, 2) ? MOE_RENORMALIZE : 0) |
                 (one_in(t, 4) ? MOE_EQUAL : 0) | (one_in(t, 2) ? MOE_ROUTED : 0) |
-                (one_in(t, 2) ? MOE_SIGMOID : 0) | (one_in(t, 2) ? MOE_SCALE : 0);
+                (one_in(t, 2) ? MOE_SIGMOID : 0) | (one_in(t, 2) ? MOE_SCALE : 0) |
+                (one_in(t, 3) ? MOE_LOGIT_BIAS : 0);
   const int64_t n_groups = PICK(t, 1, 1, 2, 3, 4, 5, 8, 16, 32, RM_MAX_EXPERT_GROUPS),
                 size = t->s.n_experts / n_groups;
   if (t->s.n_experts % n_groups || size < 2) return;
@@ -70,6 +72,8 @@ static void build_router(trial *t) {
   }
   if (s->option & MOE_BIAS)
     a->bias = float_input(t, "bias", RM_F32, s->n_experts, draw_kind(t, SPOILED));
+  if (s->option & MOE_LOGIT_BIAS)
+    a->logit_bias = float_input(t, "logit_bias", s->dtype, s->n_experts, draw_kind(t, SPOILED));
   a->ids = output(t, "ids", s->rows * s->top_k, sizeof *a->ids);
   a->gates = output(t, "gates", s->rows * s->top_k, sizeof *a->gates);
   if (s->option & MOE_ROUTED) {
