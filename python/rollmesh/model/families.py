@@ -251,6 +251,7 @@ class Family:
     rope_table: Mapping[str, Any] | None = None  # rope_parameters where the config has none
     activation: str | None = None  # of all MLPs, whatever hidden_act; None: hidden_act says it
     sinks: bool = False  # attention has a sink for each head
+    mxfp4: bool = False  # checkpoints may have experts in MXFP4, which SafetensorsFolder converts
     # Tensors of all experts are transposed, and rows of gate and up alternate in them.
     experts_interleaved: bool = False
     # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
@@ -482,6 +483,7 @@ FAMILIES: dict[str, Family] = {
         names=(("router", "mlp.router.weight"), ("router_logit_bias", "mlp.router.bias")),
         activation="swiglu_oai",
         sinks=True,
+        mxfp4=True,
         experts_interleaved=True,
     ),
 }

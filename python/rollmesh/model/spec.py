@@ -201,6 +201,13 @@ class ModelSpec:
         _refuse_odd(values)
         model_type = choice("model_type", values.get("model_type"), [*FAMILIES])
         family = FAMILIES[model_type]
+        quantization = values.get("quantization_config")
+        if (
+            family.mxfp4
+            and isinstance(quantization, Mapping)
+            and quantization.get("quant_method") == "mxfp4"
+        ):
+            del values["quantization_config"]
         _refuse_unknown(values, _USED | _keys(f"{family.keys} {family.inert}"))
         return _read(Reader(values), model_type, family)
 

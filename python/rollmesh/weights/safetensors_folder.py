@@ -18,6 +18,7 @@ from typing import Any
 from rollmesh.errors import ConfigError, FormatError, UnsupportedTensorError
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.runtime.messages import plain, shown
+from rollmesh.weights import mxfp4
 
 INDEX = "model.safetensors.index.json"
 
@@ -37,7 +38,7 @@ class SafetensorsFolder(Mapping[str, Any]):
     ignore: names of tensors to leave out, with * for any characters. A name may match no tensor.
 
     Values are torch tensors if torch is installed, otherwise NumPy arrays (bfloat16 then needs
-    ml_dtypes). Raises FormatError for a file that is missing, truncated or malformed, and
+    ml_dtypes). MXFP4 tensors are bfloat16 tensors (mxfp4.py). Raises FormatError for a file that is missing, truncated or malformed, and
     ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file. If a file
     is written to or truncated later, the next access raises FormatError.
     """
@@ -54,12 +55,17 @@ class SafetensorsFolder(Mapping[str, Any]):
         try:
             every = self._names().items()
             self._where = {name: file for name, file in every if not is_ignored(name, ignore)}
+            self._tensors = mxfp4.joined(self._where)
         except OSError as error:
             raise FormatError(
                 f"{plain(self.path)}: {error.strerror}; expected a checkpoint folder or file"
             ) from error
 
     def __getitem__(self, name: str) -> Any:
+        parts = [self._stored(part) for part in self._tensors[name]]
+        return parts[0] if len(parts) == 1 else mxfp4.dequantized(name, *parts)
+
+    def _stored(self, name: str) -> Any:
         file = self._where[name]
         self._require_unchanged(file)
         try:
@@ -71,14 +77,16 @@ class SafetensorsFolder(Mapping[str, Any]):
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Returns the dtype, by safetensors' name, and the shape, without reading data."""
-        part = self._open(self._where[name]).get_slice(name)
-        return part.get_dtype(), tuple(part.get_shape())
+        stored = self._tensors[name][-1]
+        part = self._open(self._where[stored]).get_slice(stored)
+        dtype, shape = part.get_dtype(), tuple(part.get_shape())
+        return (dtype, shape) if stored == name else ("BF16", mxfp4.shape_of(shape))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._tensors)
 
     def _names(self) -> dict[str, Path]:
         refuse_adapter(self.path)
