@@ -5,6 +5,7 @@ numbers. Results for ref hold for every variant (test_checkops.py, tolerance zer
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -158,7 +159,7 @@ def test_an_activation_that_is_none() -> None:
     packed = ops.pack_gate_up(w, w, dtype="float32")
     with pytest.raises(
         errors.ConfigError,
-        match="activation: expected one of silu, gelu_tanh, gelu, relu2, got 'relu'",
+        match="activation: expected one of silu, gelu_tanh, gelu, relu2, swiglu_oai, got 'relu'",
     ):
         ops.gemm_swiglu(x, packed, 16, activation="relu")
     with pytest.raises(
@@ -166,6 +167,42 @@ def test_an_activation_that_is_none() -> None:
         match="activation: expected one of silu, gelu_tanh, gelu, relu2, got None",
     ):
         ops.activate(x, None)  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError, match="relu2, got 'swiglu_oai'"):
+        ops.activate(x, "swiglu_oai")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_of_groups_and_the_clamped_swiglu(dtype: str, rng: np.random.Generator) -> None:
+    """Biases: as a gemm of each group with its own. The swiglu: float64, of rounded gate and up."""
+    x, bounds = normal(rng, (6, 80), dtype, 2.0), np.array([0, 2, 2, 6], np.int32)
+    gate, up = normal(rng, (3, 35, 80), dtype), normal(rng, (3, 35, 80), dtype)
+    biases, both = normal(rng, (3, 70), dtype, 5.0), np.empty((6, 70), x.dtype)
+    how = {"group_rows": bounds, "isa": REF}
+    halves = [ops.pack(w, dtype=dtype, isa=REF) for w in (gate, up)]
+    each = [
+        ops.gemm(x, w, 35, bias=np.ascontiguousarray(bias), **how)
+        for w, bias in zip(halves, np.split(biases, 2, 1), strict=True)
+    ]
+    alone = [
+        ops.gemm(x[a:b], ops.pack(w[g], dtype=dtype, isa=REF), 35, bias=bias[g].copy(), isa=REF)
+        for w, bias in ((gate, biases[:, :35]), (up, biases[:, 35:]))
+        for g, (a, b) in enumerate(pairwise(bounds))
+    ]
+    assert (np.concatenate(each) == np.concatenate(alone)).all()
+    got = f64(
+        ops.gemm_swiglu(
+            x, ops.pack_gate_up(gate, up, dtype=dtype, isa=REF), 35, bias=biases, gate_up=both,
+            activation="swiglu_oai", alpha=1.5, limit=4.0, **how,
+        )
+    )  # fmt: skip
+    assert (both == np.concatenate(each, 1)).all()
+    g, u = np.minimum(f64(each[0]), 4), np.clip(f64(each[1]), -4, 4)
+    assert (f64(each[0]) > 4).any()
+    assert (np.abs(f64(each[1])) > 4).any()
+    wanted = g / (1 + np.exp(-np.float32(1.5) * g)) * (u + 1)
+    # Besides the roundings of silu: one of alpha·g, and that of u + 1.
+    relative = (6 + 1.5 * 4) * EPS + 2.01 * EPS_T[dtype]
+    assert (np.abs(got - wanted) <= relative * np.abs(wanted) + EPS * np.abs(g) + 2.0**-126).all()
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -312,9 +349,12 @@ def test_norm_over_all_heads(dtype: str, rng: np.random.Generator) -> None:
 
 
 # -------------------------------------------------------------------------------------- attention
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_against_float64(dtype: str, window: int, rng: np.random.Generator) -> None:
+def test_attention_against_float64(
+    dtype: str, window: int, has_sinks: bool, rng: np.random.Generator
+) -> None:
     for length, heads, kv_heads, head_dim in (
         (1, 2, 1, 16),
         (45, 4, 2, 24),
@@ -342,6 +382,7 @@ def test_attention_against_float64(dtype: str, window: int, rng: np.random.Gener
         positions = np.unique(np.array([0, length // 2, length - 1], np.int32))
         q = normal(rng, (len(positions), heads, head_dim), dtype, 2.0)
         tables, scale = np.arange(pages, dtype=np.int32)[None], np.float32(head_dim**-0.5)
+        sinks = normal(rng, (heads,), dtype, 3.0) if has_sinks else None
         out = f64(
             ops.attention(
                 q,
@@ -353,6 +394,7 @@ def test_attention_against_float64(dtype: str, window: int, rng: np.random.Gener
                 page_size=16,
                 scale=scale,
                 window=window,
+                sinks=sinks,
                 isa=REF,
             )
         )
@@ -361,8 +403,10 @@ def test_attention_against_float64(dtype: str, window: int, rng: np.random.Gener
             for h in range(heads):
                 kk, vv = f64(k[live, h * kv_heads // heads]), f64(v[live, h * kv_heads // heads])
                 scores = kk @ f64(q[r, h]) * float(scale)
-                weights = np.exp(scores - scores.max())
-                weights /= weights.sum()
+                sink = -np.inf if sinks is None else f64(sinks[h : h + 1])[0]
+                top = max(scores.max(), sink)
+                weights = np.exp(scores - top)
+                weights /= weights.sum() + np.exp(sink - top)
                 # a score is off by the dot product's bound; exp turns that into a relative error of
                 # p; P is rounded to T
                 off = dot_bound(values(q[r, h])[None], values(kk.astype(np.float32)))[0] * float(
@@ -387,6 +431,7 @@ def test_attention_against_float64(dtype: str, window: int, rng: np.random.Gener
                 window=window,
                 group=group,
                 head0=h % group,
+                sinks=None if sinks is None else sinks[h : h + 1].copy(),
                 isa=REF,
             )
             assert (f64(part)[:, 0] == out[:, h]).all()
@@ -423,6 +468,27 @@ def test_router_against_float64(dtype: str, rng: np.random.Generator) -> None:
             chosen = np.take_along_axis(scores, ids.astype(np.int64), 1)
             want = chosen / chosen.sum(1, keepdims=True) if renormalize else chosen
             assert (np.abs(gates - want) <= 3 * tolerance * want).all()
+
+
+def test_router_with_a_bias_of_the_logits(rng: np.random.Generator) -> None:
+    """GptOssTopKRouter, in float32. Rows whose choice is within rounding of a tie are skipped."""
+    torch = pytest.importorskip("torch")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssTopKRouter
+
+    config = GptOssConfig(num_local_experts=24, num_experts_per_tok=5, hidden_size=50)
+    x, w = normal(rng, (60, 50), "float32"), normal(rng, (24, 50), "float32", 0.3)
+    bias, theirs = normal(rng, (24,), "float32", 2.0), GptOssTopKRouter(config)
+    theirs.weight.data, theirs.bias.data = (torch.from_numpy(a.copy()) for a in (w, bias))
+    with torch.no_grad():
+        logits, gates, ids = (t.numpy() for t in theirs(torch.from_numpy(x.copy())))
+    tolerance = 2 * dot_bound(values(x), values(w)).max() + 20 * EPS
+    ranked = -np.sort(-logits, 1)
+    clear = (ranked[:, :5] - ranked[:, 1:6]).min(1) > 4 * tolerance
+    assert clear.sum() > 45
+    packed = ops.pack(w, dtype="float32", isa=REF)
+    ours = ops.router(x, packed, 24, 5, logit_bias=bias, isa=REF)
+    assert (ours.ids[clear] == ids[clear]).all()
+    assert (np.abs(ours.gates - gates)[clear] <= 5 * tolerance * gates[clear]).all()
 
 
 @pytest.mark.quick(3)

@@ -63,8 +63,9 @@ CASES: dict[str, dict[str, Any]] = {
         "out": words(2, 16),
     },
     "gemm_swiglu": {
-        "n": 16, "activation": 0, "x": words(2, 32), "w": words(1024), "out": words(2, 16),
-        "group_rows": np.array([0, 2], I32), "gate_up": words(2, 32),
+        "n": 16, "activation": 0, "alpha": 1.0, "limit": 1.0, "x": words(2, 32), "w": words(1024),
+        "out": words(2, 16), "group_rows": np.array([0, 2], I32), "bias": words(1, 32),
+        "gate_up": words(2, 32),
     },
     "activate": {"activation": 3, "x": words(2, 32), "out": words(2, 32)},
     "head_squares": {
@@ -81,11 +82,12 @@ CASES: dict[str, dict[str, Any]] = {
     "attention": {
         "page_size": 16, "window": 0, "scale": 1.0, "group": 2, "head0": 0, "q": words(2, 2, 32),
         "k_cache": words(1, 1, 512), "v_cache": words(1, 1, 512), "positions": i32(2),
-        "seq_of_row": i32(2), "block_tables": i32(1, 2), "out": words(2, 2, 32),
+        "seq_of_row": i32(2), "block_tables": i32(1, 2), "sinks": words(2), "out": words(2, 2, 32),
     },
     "router": {
         "num_experts": 4, "top_k": 2, "renormalize": True, "score": 1, "num_groups": 2,
         "top_groups": 1, "route_scale": 1.0, "x": words(2, 32), "w": words(512), "bias": f32(4),
+        "logit_bias": words(4),
         "ids": i32(2, 2), "gates": f32(2, 2),
     },
     "permute": {
@@ -119,7 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ranks": {"logits": f32(2, 16), "tokens": i32(2), "ranks": i32(2)},
 }  # fmt: skip
-GROUPED = {"group_rows": np.array([0, 2], I32), "bias": None}  # bias and groups exclude each other
+GROUPED = {"group_rows": np.array([0, 2], I32), "bias": words(1, 16)}
 SIZES = (-1, -2, -64, 2**31, 2**59, 2**60, 2**63 - 1, -(2**63), 2**64, "1", 1.0, None, True)
 
 

@@ -33,7 +33,8 @@ def test_every_byte_with_every_scale() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 252, 16, 16)
     scales = torch.arange(252, dtype=torch.uint8).view(1, 252, 1).expand(1, 252, 16)
     ours = mxfp4.dequantized("x", blocks, scales)
-    assert ours.shape == (1, 512, 252) and ours.dtype == torch.bfloat16
+    assert ours.shape == (1, 512, 252)
+    assert ours.dtype == torch.bfloat16
     assert torch.equal(
         ours.contiguous().view(torch.int16), theirs(blocks, scales).view(torch.int16)
     )
@@ -69,7 +70,8 @@ def folder(path: Path, seed: int) -> tuple[Any, dict[str, Any]]:
 def test_a_quantized_folder_is_the_model_in_bfloat16(tmp_path: Path, seed: int) -> None:
     _, state = folder(tmp_path, seed)
     source = rm.sources.SafetensorsFolder(tmp_path)
-    assert sorted(source) == sorted(state) and len(source) == len(state)
+    assert sorted(source) == sorted(state)
+    assert len(source) == len(state)
     for name, x in state.items():
         assert torch.equal(source[name], x), name
         assert source.header(name) == ("BF16", tuple(x.shape))

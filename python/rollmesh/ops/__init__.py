@@ -237,6 +237,7 @@ def activate(
 ) -> Array:
     """Returns activation(x) for x [rows, n], as in an MLP without a gate. activation: as in
     gemm_swiglu, without "swiglu_oai"."""
+    choice("activation", activation, ACTIVATIONS[:-1])
     return run("activate", **{**locals(), "activation": _activation(activation)})[0]
 
 

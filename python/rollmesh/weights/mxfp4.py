@@ -62,8 +62,8 @@ def dequantized(name: str, blocks: Any, scales: Any) -> Any:
         or blocks.shape != (*scales.shape, 16)
     ):
         raise FormatError(
-            f"{plain(name)}: expected uint8 blocks of 16 bytes for each uint8 scale [experts, rows, "
-            f"groups], got {blocks.dtype} {blocks.shape} and {scales.dtype} {scales.shape}"
+            f"{plain(name)}: expected uint8 blocks of 16 bytes for each uint8 scale [experts, "
+            f"rows, groups], got {blocks.dtype} {blocks.shape} and {scales.dtype} {scales.shape}"
         )
     experts, rows, groups = scales.shape
     out = np.empty((experts, rows, groups, 16, 2), np.uint16)

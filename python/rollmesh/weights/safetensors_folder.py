@@ -38,9 +38,10 @@ class SafetensorsFolder(Mapping[str, Any]):
     ignore: names of tensors to leave out, with * for any characters. A name may match no tensor.
 
     Values are torch tensors if torch is installed, otherwise NumPy arrays (bfloat16 then needs
-    ml_dtypes). MXFP4 tensors are bfloat16 tensors (mxfp4.py). Raises FormatError for a file that is missing, truncated or malformed, and
-    ConfigError for a folder with a PEFT adapter; `path` may then be the model's own file. If a file
-    is written to or truncated later, the next access raises FormatError.
+    ml_dtypes). MXFP4 tensors are bfloat16 tensors (mxfp4.py). Raises FormatError for a file that is
+    missing, truncated or malformed, and ConfigError for a folder with a PEFT adapter; `path` may
+    then be the model's own file. If a file is written to or truncated later, the next access raises
+    FormatError.
     """
 
     def __init__(self, path: str | Path, ignore: Collection[str] = ()):

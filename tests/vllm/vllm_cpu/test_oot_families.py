@@ -25,6 +25,7 @@ NO_WINDOWS = {
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
     "smollm3": {"use_sliding_window": False, "no_rope_layers": [1, 0]},
+    "gpt_oss": {"layer_types": ["full_attention"] * 2},
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe"), OFF),
 }
 QUICK = ("smollm3", "olmoe", "glm4_moe")
