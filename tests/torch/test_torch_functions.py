@@ -49,7 +49,9 @@ def sequences() -> Sequences:
     return Sequences(np.array(LENGTHS))
 
 
-def plain_attention(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: Heads) -> Tensor:
+def plain_attention(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, sinks: Tensor | None = None, *, heads: Heads
+) -> Tensor:
     out, (cos, sin) = [], (t.to(qkv.dtype) for t in rope())
     for part in qkv.split(list(LENGTHS)):
         n = len(part)
@@ -68,12 +70,11 @@ def plain_attention(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: Head
         )
         away = torch.arange(n)[:, None] - torch.arange(n)
         live = (away >= 0) & ((away < heads.window) if heads.window else True)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * heads.scale
-        out.append(
-            torch.einsum(
-                "hqk,khd->qhd", torch.softmax(scores.masked_fill(~live, -torch.inf), -1), v
-            ).reshape(n, -1)
-        )
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * heads.scale).masked_fill(~live, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, n, 1)], -1)
+        p = torch.softmax(scores, -1)[..., :n]
+        out.append(torch.einsum("hqk,khd->qhd", p, v).reshape(n, -1))
     return torch.cat(out)
 
 
@@ -194,19 +195,63 @@ def moe_with(renormalize: bool, bias: Tensor | None = None, activation: str = "s
     )
 
 
-def attention_with(window: int) -> Case:
+def attention_with(window: int, has_sinks: bool = False) -> Case:
     heads = HEADS._replace(window=window)
 
-    def ours(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
-        table = rope(str(qkv.dtype).removeprefix("torch."))
-        return functions.attention(qkv, q_weight, k_weight, table, sequences(), heads)
+    def ours(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *sinks: Tensor) -> Tensor:
+        table, sink = rope(str(qkv.dtype).removeprefix("torch.")), sinks[0] if sinks else None
+        return functions.attention(qkv, q_weight, k_weight, table, sequences(), heads, sinks=sink)
 
     return Case(
         ours,
-        lambda *inputs: plain_attention(*inputs, heads),
+        partial(plain_attention, heads=heads),
         (ROWS, sum(HEADS.widths)),
         (HEADS.head_dim,),
         (HEADS.head_dim,),
+        *[(HEADS.num_heads,)] * has_sinks,
+    )
+
+
+def moe_with_biases() -> Case:
+    """gpt-oss's: biases of the router's logits and of experts, a clamped swiglu."""
+    alpha, limit = 1.702, 0.5
+    names = "logit_bias", "gate_up_bias", "down_bias"
+
+    def ours(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        return functions.moe(
+            x, router, gate_up, down, top_k=TOP_K, **dict(zip(names, biases, strict=True)),
+            activation="swiglu_oai", alpha=alpha, limit=limit,
+        ).out  # fmt: skip
+
+    def plain(
+        x: Tensor,
+        router: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        logit_bias: Tensor,
+        gate_up_bias: Tensor,
+        down_bias: Tensor,
+    ) -> Tensor:
+        top = (x @ router.t() + logit_bias).topk(TOP_K, -1)
+        gates, out = torch.softmax(top.values, -1), torch.zeros_like(x)
+        for e in range(EXPERTS):
+            gate, up = (x @ gate_up[e].t() + gate_up_bias[e]).chunk(2, -1)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            inner = gate * torch.sigmoid(alpha * gate) * (up + 1)
+            weight = (gates * (top.indices == e)).sum(-1, keepdim=True)
+            out = out + weight * (inner @ down[e].t() + down_bias[e])
+        return out
+
+    return Case(
+        ours,
+        plain,
+        (ROWS, HIDDEN),
+        (EXPERTS, HIDDEN),
+        (EXPERTS, 2 * INNER, HIDDEN),
+        (EXPERTS, HIDDEN, INNER),
+        (EXPERTS,),
+        (EXPERTS, 2 * INNER),
+        (EXPERTS, HIDDEN),
     )
 
 
@@ -248,6 +293,8 @@ CASES = {
     "add": Case(functions.add, torch.add, (ROWS, HIDDEN), (ROWS, HIDDEN)),
     "attention": attention_with(0),
     "attention in a window": attention_with(3),
+    "attention with sinks": attention_with(0, has_sinks=True),
+    "attention with sinks in a window": attention_with(3, has_sinks=True),
     "swiglu": swiglu_with("silu"),
     "swiglu, gelu": swiglu_with("gelu"),
     "swiglu, gelu by tanh": swiglu_with("gelu_tanh"),
@@ -259,6 +306,7 @@ CASES = {
     "moe": moe_with(True),
     "moe, raw gates": moe_with(False),
     "moe, router bias": moe_with(True, BIAS),
+    "moe, biases": moe_with_biases(),
     "moe, gelu": moe_with(True, None, "gelu"),
     "moe, gelu by tanh": moe_with(True, None, "gelu_tanh"),
     "lm_head": Case(functions.lm_head, lambda x, w: x @ w.t(), (ROWS, HIDDEN), (VOCAB, HIDDEN)),
@@ -444,17 +492,17 @@ def test_logits_in_chunks_and_computed_again(name: str, monkeypatch: pytest.Monk
         assert all(apart(a, b) < 1e-6 for a, b in zip(other[1], whole[1], strict=True))
 
 
-@pytest.mark.parametrize("name", ["attention", "attention in a window"])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("attention")])
 def test_long_sequences_have_the_gradients_of_short_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Above a length the backward pass uses torch's attention; less room for scores splits the
     batch."""
     case, inputs = CASES[name], drawn(CASES[name])
-    want = gradients(case.plain, inputs, [torch.float64] * 3)[1]
+    want = gradients(case.plain, inputs, [torch.float64] * len(inputs))[1]
     for limit, value in (("SHORT", 0), ("SHORT", 256), ("SCORES_AT_ONCE", 1)):
         monkeypatch.setattr(sys.modules[Heads.__module__], limit, value)
-        got = gradients(case.ours, inputs, [torch.float32] * 3)[1]
+        got = gradients(case.ours, inputs, [torch.float32] * len(inputs))[1]
         assert all(apart(a, b) < 1e-6 for a, b in zip(got, want, strict=True))
 
 

@@ -254,13 +254,39 @@ def test_what_a_mesh_wants(mesh: tuple[int, int, int]) -> None:
             engine.sync_resolve("model.nothing")
 
 
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 2, 6)], ids=str)
+def test_what_a_mesh_wants_of_transposed_experts(mesh: tuple[int, int, int]) -> None:
+    """gpt-oss: rows of gate and up alternate and are the last dim."""
+    sizes = {"intermediate_size": 80, "num_hidden_layers": 1, "num_local_experts": 6}
+    spec = rm.ModelSpec.from_hf({"model_type": "gpt_oss", **SIZES, **sizes})
+    where, (tp, dp, ep) = placements(spec, *mesh), mesh
+    options = {"kv_cache_gib": 0.01, "max_model_len": 64, "threads": 1}
+    at = rm.Mesh(tp=tp, dp=dp, ep=ep)
+    with rm.Generator(spec, mesh=at, dtype="float32", **options) as made:
+        for name, inner, outer in (("gate_up", 160, 96), ("down", 96, 80)):
+            wanted = []
+            for p in where:
+                rows = p.expert_hidden if name == "down" else range(0)
+                pairs = p.expert_inner if name == "gate_up" else range(0)
+                of_rank = {*rows, *(2 * row + i for row in pairs for i in range(2))}
+                wanted.append([(e, of_rank if e in p.experts else set()) for e in range(6)])
+            check_wanted(made._engine, f"{EXPERT}.{name}_proj_bias", (6, inner), wanted, -1)
+            check_wanted(made._engine, f"{EXPERT}.{name}_proj", (6, outer, inner), wanted, -1)
+
+
 def held(p: Any, expert: int, rows: range) -> set[int]:
     return set(rows) if expert in p.experts else set()
 
 
 def check_wanted(
-    engine: Any, name: str, shape: tuple[int, ...], expected: list[list[tuple[int, set[int]]]]
+    engine: Any,
+    name: str,
+    shape: tuple[int, ...],
+    expected: list[list[tuple[int, set[int]]]],
+    row_dim: int = 0,
 ) -> list[tuple[int, reshard_plan.Box]]:
+    """expected: for each rank (index of the outer dim, rows). row_dim: 0, or −1 of stacked
+    tensors whose last dim is the rows."""
     entry = engine.sync_resolve(name)
     assert entry.shape == shape
     table = wanted_boxes(entry.wanted(), len(shape))
@@ -272,7 +298,7 @@ def check_wanted(
             if at == rank:
                 times[tuple(slice(*ends) for ends in box)] += 1
         for outer, rows in outers:
-            at_outer = want[outer] if len(shape) == 3 else want
-            at_outer[sorted(rows)] = 1
+            at_outer = want[outer] if len(shape) == 3 or row_dim else want
+            np.moveaxis(at_outer, row_dim, 0)[sorted(rows)] = 1
         assert np.array_equal(times, want), (name, rank)
     return table

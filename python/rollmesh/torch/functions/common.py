@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -132,7 +131,7 @@ ACTIVATIONS: dict[str, tuple[Any, ...]] = {
 
 
 def gated(
-    gate_up: Tensor, activation: str, alpha: float = 1.0, limit: float = math.inf
+    gate_up: Tensor, activation: str, alpha: float = 1.702, limit: float = 7.0
 ) -> tuple[Tensor, Pull]:
     """Returns activation(gate) · up in float32, and a function that maps its gradient to those of
     gate and up. alpha, limit: of "swiglu_oai"."""
