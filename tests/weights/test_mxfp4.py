@@ -1,7 +1,7 @@
 """gpt-oss's MXFP4 tensors as SafetensorsFolder reads them.
 
 Oracle: transformers' own function, for every byte with every scale whose numbers are finite in
-bfloat16. Bound: equality of bits, except for the sign of a zero, which neither loses."""
+bfloat16. Bound: equality of bits."""
 
 from __future__ import annotations
 

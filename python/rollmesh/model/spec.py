@@ -159,8 +159,8 @@ class ModelSpec:
     routed_scaling_factor: float = 1.0  # of gates
     shared_intermediate_size: int = 0  # of the expert that all rows of a MoE layer pass; 0: none
     shared_switch: bool = False  # it is scaled by a row's sigmoid
-    # Of MLPs and experts; or "gelu_tanh", "gelu" (by erf), "relu2" (the square of ReLU),
-    # "swiglu_oai" (gpt-oss's, with swiglu_alpha and swiglu_limit).
+    # The activation of MLPs and experts; or "gelu_tanh", "gelu" (by erf), "relu2" (the square of
+    # ReLU), "swiglu_oai" (gpt-oss's, with swiglu_alpha and swiglu_limit).
     activation: str = "silu"
     ungated: bool = False  # dense MLPs have no gate: down(activation(up(x)))
     norm_before: bool = True  # norms are of a block's input; with norm_after of both
