@@ -500,6 +500,7 @@ def test_any_record_is_followed_in_its_own_layer(
         ("qwen2_moe", False),
         ("olmoe", True),
         ("mixtral", True),
+        ("gpt_oss", True),
     ],
 )
 def test_gates_and_their_gradient_by_hand(
@@ -527,6 +528,7 @@ def test_gates_and_their_gradient_by_hand(
         router.e_score_correction_bias.data = torch.tensor(
             rng.standard_normal(8), dtype=torch.float32
         )
+    bias = router.bias.tolist() if family == "gpt_oss" else [0.0] * 8
     x, weight, v = (
         rng.standard_normal((4, 6)),
         rng.standard_normal((8, 6)),
@@ -541,7 +543,7 @@ def test_gates_and_their_gradient_by_hand(
     def gates(w: Any) -> Any:
         out = np.zeros((4, 3))
         for row in range(4):
-            logits = [sum(x[row, i] * w[e, i] for i in range(6)) for e in range(8)]
+            logits = [sum(x[row, i] * w[e, i] for i in range(6)) + bias[e] for e in range(8)]
             p = [
                 1 / (1 + math.exp(-z)) if is_glm else math.exp(z) / sum(map(math.exp, logits))
                 for z in logits

@@ -65,6 +65,8 @@ KEYS = {  # of [model], besides SIZES
     "moe_intermediate_size=16, routed_scaling_factor=1.5, "
     "head_dim=16, use_qk_norm=true, n_shared_experts=2, rope_parameters={rope_type='default', "
     "rope_theta=100.0, partial_rotary_factor=0.5}",
+    "gpt_oss": "num_experts_per_tok=2, num_local_experts=8, head_dim=16, sliding_window=8, "
+    "swiglu_limit=0.5",
 }
 QUICK = ("llama", "qwen2", "glm4_moe")
 

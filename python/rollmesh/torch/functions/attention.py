@@ -135,7 +135,7 @@ class _Attention(torch.autograd.Function):
         )
         q, k = (_rotated(by_heads(normed()), cos, sin) for normed in (q, k))
         q, k, v, grad = (x.to(matmul_dtype(qkv)) for x in (q, k, by_heads(v), by_heads(grad)))
-        by_q, by_k, by_v, by_sinks = _attention_gradients(q, k, v, grad, sinks, rows, heads)
+        (by_q, by_k, by_v), by_sinks = _attention_gradients(q, k, v, grad, sinks, rows, heads)
         by_q, by_k = (_rotated(x.float(), cos, -sin) for x in (by_q, by_k))
         (by_q, by_q_weight), (by_k, by_k_weight) = pull_q(by_q), pull_k(by_k)
         by_qkv = torch.cat([x.flatten(1) for x in (by_q, by_k, by_v)], 1)
@@ -167,8 +167,8 @@ def _attention_gradients(
     sinks: Tensor | None,
     rows: Sequences,
     heads: Heads,
-) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of q, k and v [rows, heads, head_dim] and of sinks. Sequences are
+) -> tuple[list[Tensor], Tensor | None]:
+    """Returns the gradients of q, k and v [rows, heads, head_dim], and of sinks. Sequences are
     padded on the right, where the causal mask hides the padding. Sinks are a first position that
     every query sees: its value is zeros, and its key has only an element that is zero in other
     keys, with which the queries' added elements give the sinks as scores."""
@@ -205,7 +205,7 @@ def _attention_gradients(
     if sinks is not None:
         by_sinks = made[0][..., -1].float().sum((0, 2)) / heads.scale
         made = [x[:, :, 1:, :-1] for x in made]
-    return *(grid.pick(x.transpose(1, 2)) for x in made), by_sinks
+    return [grid.pick(x.transpose(1, 2)) for x in made], by_sinks
 
 
 def _padded_gradients(
