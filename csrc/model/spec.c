@@ -149,6 +149,9 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
       (code = check_positive("swiglu_alpha", values->swiglu_alpha, err)) ||
       (code = check_positive("swiglu_limit", values->swiglu_limit, err)))
     return code;
+  if (values->ungated && values->activation == RM_SWIGLU_OAI)
+    return rm_fail(err, RM_E_CONFIG,
+                   "activation: expected one of MLPs without a gate, got swiglu_oai");
   if (!values->norm_before && !values->norm_after)
     return rm_fail(
         err, RM_E_CONFIG,

@@ -19,8 +19,8 @@ typedef struct rm_param_rows {
   int64_t head_dim, turned;
   int transposed; // rows of the tensor are its last dim
 } rm_param_rows;
-// The place of a parameter's row, before rope's order: the head's first row is a multiple of
-// head_dim.
+// The place in its head of a parameter's row, in the order of the parameter; 0 if the rows are in
+// order.
 static inline int64_t rm_place_in_head(const rm_param_rows *at, int64_t row) {
   return at->turned ? (at->row0 + row) % at->head_dim : 0;
 }

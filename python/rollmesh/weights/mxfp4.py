@@ -34,12 +34,6 @@ def joined(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def shape_of(scales: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a tensor, from that of its scales."""
-    *experts, rows, groups = scales
-    return *experts, 32 * groups, rows
-
-
 @cache
 def _words() -> NDArray[np.uint16]:
     """[256, 256, 2]: the bfloat16 words of the two numbers of a byte, for each scale."""
@@ -55,12 +49,8 @@ def _words() -> NDArray[np.uint16]:
 def dequantized(name: str, blocks: Any, scales: Any) -> Any:
     """Returns the bfloat16 tensor of blocks and scales."""
     blocks, scales = np.asarray(blocks), np.asarray(scales)
-    if (
-        blocks.dtype != np.uint8
-        or scales.dtype != np.uint8
-        or scales.ndim != 3
-        or blocks.shape != (*scales.shape, 16)
-    ):
+    fits = scales.ndim == 3 and blocks.shape == (*scales.shape, 16)
+    if not fits or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
         raise FormatError(
             f"{plain(name)}: expected uint8 blocks of 16 bytes for each uint8 scale [experts, "
             f"rows, groups], got {blocks.dtype} {blocks.shape} and {scales.dtype} {scales.shape}"

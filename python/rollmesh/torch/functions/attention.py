@@ -177,13 +177,8 @@ def _attention_gradients(
     grid = Sequences(rows.lengths, np.flatnonzero(is_token), is_token.shape)
     padded: Any = [grid.pad(x).transpose(1, 2) for x in (q, k, v, grad)]
     if sinks is not None:
-        none = q.new_zeros(heads.num_kv_heads)
-        lasts = (
-            sinks.to(q.dtype) / heads.scale,
-            none,
-            none,
-            torch.zeros_like(sinks, dtype=q.dtype),
-        )
+        zeros = q.new_zeros(heads.num_heads)
+        lasts = sinks.to(q.dtype) / heads.scale, *[zeros[: heads.num_kv_heads]] * 2, zeros
         padded = [
             _with_sink(x, last, float(i == 1))
             for i, (x, last) in enumerate(zip(padded, lasts, strict=True))
