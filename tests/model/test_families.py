@@ -8,6 +8,7 @@ bfloat16.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -196,6 +197,26 @@ def test_what_glm4_moe_refuses(changes: dict[str, Any], message: str, seed: int)
     }
     with pytest.raises(rm.ConfigError, match=message):
         rm.ModelSpec.from_hf(fields | changes)
+
+
+def test_gpt_oss_published_config() -> None:
+    """OpenAI's config.json of the 20B model, abridged: keys of transformers 4, MXFP4."""
+    fields: dict[str, Any] = {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 24,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4,
+        "vocab_size": 201088, "eos_token_id": 200002, "initial_context_length": 4096,
+        "rope_theta": 150000, "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    }  # fmt: skip
+    spec = rm.ModelSpec.from_hf(fields)
+    assert spec.num_parameters == 20_914_757_184
+    assert spec.sliding_windows == (128, 0) * 12
+    with pytest.raises(rm.ConfigError, match="activation: expected one of MLPs without a gate"):
+        dataclasses.replace(spec, ungated=True)
 
 
 @pytest.mark.quick(3)
