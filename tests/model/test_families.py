@@ -558,7 +558,7 @@ def test_gradients_are_transformers(family: str, seed: int) -> None:
 
     patched = rm.torch.patch(model.net(), max_model_len=LIMITS["max_model_len"])
     got = gradients(patched, lambda net: rm.torch.logprobs(net, ids).logprobs)
-    want = gradients(model.net(), plain)
+    want = gradients(model.net().double(), plain)  # float32 is further from the truth than 1e-3
     assert got.keys() == want.keys()
     least = 1e-4 * max(float(x.norm()) for x in want.values())  # a bias of k without rope has none
     error = {

@@ -342,16 +342,25 @@ def gemma2(dice: Dice) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _two_ropes(dice: Dice, full: Any) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": float(dice.rng.uniform(100, 1e5))}
+    local |= dice.pick({}, {"rope_type": "linear", "factor": 3.0})
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+
+
 def gemma3_text(dice: Dice) -> dict[str, Any]:
     fields = gemma2(dice)
     del fields["attn_logit_softcapping"]
-    local = {"rope_type": "default", "rope_theta": float(dice.rng.uniform(100, 1e5))}
-    local |= dice.pick({}, {"rope_type": "linear", "factor": 3.0})
-    tables = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
-    return fields | {
-        "rope_parameters": tables, "sliding_window_pattern": dice.between(1, 3),
+    return fields | _two_ropes(dice, fields["rope_parameters"]) | {
+        "sliding_window_pattern": dice.between(1, 3),
         "num_hidden_layers": 3 if "layer_types" not in fields else fields["num_hidden_layers"],
     }  # fmt: skip
+
+
+def olmo3(dice: Dice) -> dict[str, Any]:
+    fields = olmo2(dice)
+    types = _layer_types(dice, fields["num_hidden_layers"])
+    return fields | types | _two_ropes(dice, fields["rope_parameters"])
 
 
 def granite(dice: Dice) -> dict[str, Any]:
@@ -394,7 +403,16 @@ def hunyuan_v1_moe(dice: Dice) -> dict[str, Any]:
     return fields | {"num_experts": experts, "moe_topk": dice.pick(top_k, listed)}
 
 
-NO_HEAD_DIM = {"qwen2", "smollm3", "olmo2", "qwen2_moe", "olmoe", "flex_olmo", "phi3"}  # draw none
+NO_HEAD_DIM = {
+    "qwen2",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "qwen2_moe",
+    "olmoe",
+    "flex_olmo",
+    "phi3",
+}  # draw none
 FAMILIES: dict[str, Draw] = {
     "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "smollm3": smollm3,
     "olmo2": olmo2, "mixtral": mixtral,
@@ -404,7 +422,8 @@ FAMILIES: dict[str, Draw] = {
     "solar_open": solar_open, "hy_v3": hy_v3, "exaone4": exaone4, "exaone_moe": exaone_moe,
     "flex_olmo": flex_olmo, "ernie4_5": ernie4_5, "cwm": cwm, "ministral": ministral,
     "ernie4_5_moe": ernie4_5_moe, "phi3": phi3,
-    "gemma2": gemma2, "gemma3_text": gemma3_text, "granite": granite, "granitemoe": granitemoe,
+    "olmo3": olmo3, "gemma2": gemma2, "gemma3_text": gemma3_text, "granite": granite,
+    "granitemoe": granitemoe,
     "afmoe": afmoe, "hunyuan_v1_dense": hunyuan_v1_dense, "hunyuan_v1_moe": hunyuan_v1_moe,
 }  # fmt: skip
 
@@ -472,6 +491,7 @@ def cuttable(family: str) -> dict[str, Any]:
         "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
         "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
         "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        "olmo3": {"num_hidden_layers": 2, "layer_types": windows, "sliding_window": 20},
         "gemma3_text": {"num_hidden_layers": 2, "final_logit_softcapping": 3.0,
         "layer_types": ["sliding_attention", "full_attention"]},
         "granite": GRANITE,

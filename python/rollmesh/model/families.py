@@ -382,9 +382,9 @@ def _granite(c: Reader) -> dict[str, Any]:
     }
 
 
-def gemma3_ropes(config: Mapping[str, Any]) -> Ropes:
-    """rope_parameters has a table for each kind of layer; rope_scaling (4.x) is of full
-    attention."""
+def _two_ropes(config: Mapping[str, Any], base: Any) -> Ropes:
+    """rope_parameters has a table for each kind of layer; rope_scaling (4.x) is of full attention.
+    base: the default of rope_theta in layers with a window."""
     table = config.get("rope_parameters") or {}
     if not isinstance(table, Mapping) or table.keys() - {"full_attention", "sliding_attention"}:
         raise ConfigError(
@@ -397,12 +397,19 @@ def gemma3_ropes(config: Mapping[str, Any]) -> Ropes:
     )
     scaling = table_of({"rope_scaling": config.get("rope_scaling")})[1]
     rest = {key: config[key] for key in config if key not in ROPE_TABLES}
-    base = config.get("rope_local_base_freq", 10000.0)
     name, path = ("rope_scaling", "") if scaling else ("rope_parameters", ".full_attention")
     return (
         (path, {**rest, name: {**full, **scaling}}),
         (".sliding_attention", {**rest, "rope_theta": base, "rope_parameters": local}),
     )
+
+
+def gemma3_ropes(config: Mapping[str, Any]) -> Ropes:
+    return _two_ropes(config, config.get("rope_local_base_freq", 10000.0))
+
+
+def olmo3_ropes(config: Mapping[str, Any]) -> Ropes:
+    return _two_ropes(config, 500000.0)
 
 
 def _afmoe(c: Reader) -> dict[str, Any]:
@@ -570,6 +577,20 @@ FAMILIES: dict[str, Family] = {
         qk_norm="whole",
         norm_before=False,
         norm_after=True,
+        names=(("post_attn_norm", "post_attention_layernorm.weight"),),
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        "attention_bias sliding_window layer_types",
+        eos_token_id=50279,
+        max_position_embeddings=2048,
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+        qk_norm="whole",
+        norm_before=False,
+        norm_after=True,
+        windows=patterned_windows(4096, 4),
+        ropes=olmo3_ropes,
         names=(("post_attn_norm", "post_attention_layernorm.weight"),),
     ),
     "mixtral": Family(

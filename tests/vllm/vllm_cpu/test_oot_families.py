@@ -38,6 +38,7 @@ NO_WINDOWS = {
             "ministral",
             "gemma2",
             "gemma3_text",
+            "olmo3",
             "afmoe",
         )
     },
