@@ -2,10 +2,9 @@
 
     python -m benchmarks.families [--families gemma2,gpt_oss] [--steps 100]
 
-Each run is `rollmesh grpo` with configs/qwen3_debug.toml and another [model]: two layers (four
-where kinds of layers alternate), hidden size 64, everything else as small. Prints the held-out
-reward before and after, the largest difference between a generated token's logprob and the
-trainer's (0: the bits agree), and the seconds.
+Each run is `rollmesh grpo` with configs/qwen3_debug.toml and another [model] of two layers and
+hidden size 64. Prints the held-out reward before and after, the largest difference between a
+generated token's logprob and the trainer's (0: the bits agree), and the seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.1,
 }
-# Given to the families that read the key.
+# Each option is given to the families that read its key.
 OPTIONS: dict[str, Any] = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -61,7 +60,7 @@ def model_of(family: str) -> dict[str, Any]:
 
 
 def toml(tables: Mapping[str, Any]) -> str:
-    """Returns tables of plain values as TOML, whose values JSON writes alike."""
+    """Returns tables of plain values as TOML, which has the same form of values as JSON."""
     lines = [f"{k} = {json.dumps(v)}" for k, v in tables.items() if not isinstance(v, dict)]
     for name, table in tables.items():
         if isinstance(table, dict):

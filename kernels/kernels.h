@@ -161,7 +161,7 @@ typedef struct rm_rms_norm_args {
   float eps;
   int64_t rows, n;
   rm_dtype dtype;
-  int zero_centered; // the weights are stored as their difference to 1
+  int zero_centered; // multiplies by 1 + weight
   float x_scale; // 0: adds x unscaled; never with x_gate
 } rm_rms_norm_args;
 
@@ -174,7 +174,8 @@ typedef enum rm_activation {
   RM_GELU_TANH,
   RM_GELU, // by erf
   RM_RELU2, // max(x, 0)²
-  RM_SWIGLU_OAI // min(gate, limit) · sigmoid(alpha · it), times up within ±limit, plus 1; only gated
+  // Only with a gate: g · sigmoid(alpha · g) · (u + 1), g = min(gate, limit), u = up within ±limit.
+  RM_SWIGLU_OAI
 } rm_activation;
 
 typedef struct rm_gemm_args {
@@ -182,7 +183,7 @@ typedef struct rm_gemm_args {
   void *gate_up; // with swiglu, out: T [m][2n] rounded gate and up, for a backward pass; or NULL
   const void *x; // T [m][k], row stride ldx
   const void *w; // packed T [n]×[k]; with groups: n_groups of them, group_stride elements apart
-  // T [n], with groups [n_groups][n]; with swiglu 2n instead of n, gate's before up's; or NULL.
+  // T [n], with groups [n_groups][n]; or NULL. With swiglu 2n instead of n: gate's, then up's.
   const void *bias;
   const int32_t *group_rows; // [n_groups + 1] ascending, or NULL
   int64_t n_groups, group_stride;
@@ -241,7 +242,7 @@ typedef struct rm_qk_rope_kv_args {
   int64_t rotary_dim; // even, 0 to head_dim; 0: no rotation
   int64_t all_heads, all_kv_heads; // with squares: heads of the whole model
   rm_dtype dtype;
-  int zero_centered; // the weights are stored as their difference to 1
+  int zero_centered; // multiplies by 1 + weight
   int norm_last; // never with squares
 } rm_qk_rope_kv_args;
 
@@ -266,7 +267,7 @@ typedef struct rm_attention_args {
   int64_t window; // 0: none
   float scale;
   rm_dtype dtype;
-  // T [n_heads]: a logit of each query head that takes part in the softmax without a key or value;
+  // T [n_heads]: for each query head a logit that takes part in the softmax without a key or value;
   // or NULL.
   const void *sinks;
   float softcap; // scores are softcap · tanh(score / softcap); 0: as they are
@@ -293,7 +294,7 @@ typedef struct rm_router_args {
   int64_t rows, hidden, n_experts, top_k;
   int64_t n_groups, top_groups; // n_groups 0 or 1: any expert may be chosen
   float route_scale; // 1: gates are not scaled
-  float min_sum; // with renormalize and softmax: the least divisor; 0: any sum
+  float min_sum; // with renormalize and softmax: lower bound of the divisor; 0: none
   int renormalize;
   rm_score score;
   rm_dtype dtype;
@@ -344,9 +345,9 @@ typedef struct rm_combine_args {
   rm_dtype dtype;
 } rm_combine_args;
 
-// logits = x·Wᵀ in float32, times `scale` and then softcap · tanh(logit / softcap), if these are not
-// 0; stats = (max, Σ exp(logit − max)), per 128 entries and merged ascending. logprob(t) = (logit[t]
-// − max) − log(sum).
+// logits = x·Wᵀ in float32; if `scale` is not 0, times scale; then, if `softcap` is not 0,
+// softcap · tanh(logit / softcap). stats = (max, Σ exp(logit − max)), per 128 entries and merged
+// ascending. logprob(t) = (logit[t] − max) − log(sum).
 //
 // A rank of a mesh holds zero or more whole blocks of 128 entries. It computes `pairs` instead of
 // stats; merge_pairs takes the pairs of all ranks in the order of the vocabulary. Targets are

@@ -10,8 +10,8 @@ void rm_attention_page_bytes(const rm_model *model, const rm_placement *here,
   bytes[1] = heads * (size_t)rm_v_page_elems(page_size, head_dim);
 }
 
-// Computes the sums of squares of all heads of q and of k, for a norm over all heads; NULL in other
-// models.
+// Sets *q and *k to the sums of squares of all heads, for a norm over all heads; in other models to
+// NULL.
 static rm_code gather_squares(const rm_pass *pass, const float **q, const float **k) {
   rm_model *model = pass->model;
   const rm_spec *spec = model->spec;

@@ -1,5 +1,5 @@
-// layer_kinds.c: the table of kinds, and the layout of the cache: layer by layer, first the pages of
-// all layers with pages, and in another allocation the states of all layers with a state.
+// layer_kinds.c: the table of kinds, and the layout of the cache: one allocation has the pages,
+// layer by layer, and another one the states.
 #include "model/layer_kinds.h"
 
 const rm_layer_kind_ops rm_layer_kinds[RM_N_LAYER_KIND] = {

@@ -1,13 +1,13 @@
 // layer_kinds.h: the kinds of a layer's first block, the one that reads other tokens of a sequence.
-// A kind is one row of a table: what a sequence keeps in the cache, and the block's forward. The
-// second block, an MLP or experts, is the same for all kinds (model.c).
+// A kind is one row of a table: what a sequence keeps in the cache, and the block's forward
+// function. The second block, an MLP or experts, is the same for all kinds (model.c).
 #pragma once
 
 #include "model/model_internal.h"
 
 // This rank's cache of one layer.
 typedef struct rm_layer_cache {
-  char *pages[RM_PAGE_PARTS]; // [n_pages] parts of a page; of attention K and V
+  char *pages[RM_PAGE_PARTS]; // [n_pages] of each part; for attention K and V
   char *states; // [n_slots] states
 } rm_layer_cache;
 
@@ -24,7 +24,8 @@ typedef struct rm_layer_kind_ops {
 
 extern const rm_layer_kind_ops rm_layer_kinds[RM_N_LAYER_KIND];
 
-// The cache of the pass's layer, which begins at `rest`. Advances `rest` to the next layer.
+// Returns the cache of the pass's layer, which begins at `rest`, and advances `rest` to the next
+// layer.
 rm_layer_cache rm_next_cache(const rm_pass *pass, rm_cache *rest);
 
 // attention.c

@@ -47,8 +47,8 @@ typedef struct rm_batch {
   uint8_t *row_flags; // [n_rows], out: ops or their flags into it
 } rm_batch;
 
-// Views of what sequences keep between steps, in the device's memory. Layers follow one another: a
-// layer with KV pages has the parts of all pages (K, then V), a layer with a state has all states.
+// Views of what sequences keep between steps, in the device's memory, layer by layer: for a layer
+// with KV pages, the parts of all pages (K, then V); for a layer with states, all states.
 typedef struct rm_cache {
   void *pages;
   int64_t n_pages;
@@ -62,7 +62,7 @@ void rm_model_destroy(rm_model *model);
 // Bytes of one KV page, and of the state of one sequence, over all layers, on the rank of the tp
 // group whose page or state is largest, so that all ranks have the same number of them.
 size_t rm_model_page_bytes(const rm_model *model);
-size_t rm_model_state_bytes(const rm_model *model); // 0 if no layer has a state
+size_t rm_model_state_bytes(const rm_model *model); // 0: all layers have only pages
 // Bytes of activations, rope table and the ops' scratch.
 size_t rm_model_workspace_bytes(const rm_model *model);
 // Copies a page over another, or zeroes it (from −1).

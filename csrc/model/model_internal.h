@@ -20,7 +20,7 @@ struct rm_model {
   rm_shard shard; // owned
   void *block; // owned, device memory: holds the device arrays below
   size_t block_bytes;
-  float *cos, *sin; // [max_positions][rotary_dim/2]; then of the local table, if there is one
+  float *cos, *sin; // [max_positions][rotary_dim/2]; then the local table, if there is one
   char *residual, *x; // T [max_rows][hidden]
   char *qkv; // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output
   // Only for RM_QK_NORM_WHOLE: sums of squares of q's heads, then of k's.
@@ -101,12 +101,12 @@ static inline void *rm_on_device(const rm_pass *pass, const void *here) {
 
 // model.c. Completes x: all rows on every rank.
 rm_code rm_complete_rows(const rm_pass *pass);
-// Completes the rows of a matrix of which each rank has its columns: all rows in place, or with
-// sequence parallelism the home rows in `home`.
+// Completes a matrix of which each rank has its columns: all rows in place, or with sequence
+// parallelism only the home rows, in `home`.
 rm_code rm_complete_columns(const rm_pass *pass, char *matrix, char *home);
 
 // linear.c. y ← x · the layer's matrix `kind` (q: q, k and v), for this rank's columns of y; the
-// matrix y is whole, but those of q, k and v and of attention's gate have this rank's columns only.
+// matrix y has all columns, but for q, k and v and for attention's gate only this rank's.
 // For the gate of an MLP the matrix is gate and up, and y ← activation(gate) · up.
 void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
 // Elements of q, k and v of one token on this rank.

@@ -37,7 +37,7 @@ typedef enum rm_layer_kind { RM_LAYER_ATTENTION, RM_N_LAYER_KIND } rm_layer_kind
 typedef struct rm_layer_spec {
   rm_layer_kind kind;
   int is_moe;
-  int rotates; // rope rotates its q and k: 0: not; 1: by inv_freq; 2: by local_inv_freq
+  int rotates; // rope of its q and k: 0: none; 1: by inv_freq; 2: by local_inv_freq
   int64_t window; // sliding window in positions, 0: full attention
 } rm_layer_spec;
 
@@ -53,7 +53,7 @@ typedef struct rm_spec {
   int attention_bias, o_bias; // of q, k and v; of o
   int router_bias; // every version must have one; 0: it may be absent
   int sinks; // attention has a sink for each head
-  int moe_bias; // of the router's logits, and of experts
+  int moe_bias; // the router's logits and the experts have biases
   rm_activation activation; // of MLPs and experts
   float swiglu_alpha, swiglu_limit; // of RM_SWIGLU_OAI
   int ungated; // dense MLPs have no gate: down(activation(up(x)))
@@ -67,13 +67,13 @@ typedef struct rm_spec {
   int sigmoid_scores; // the router uses sigmoid; else softmax
   int64_t n_groups, top_groups; // expert groups, and groups that a row may choose from; 1, 1: all
   float route_scale; // factor of all gates
-  float min_sum; // with norm_topk_prob and softmax: the least sum to divide by; 0: any
+  float min_sum; // with norm_topk_prob and softmax: lower bound of the divisor; 0: none
   // Factors and caps of numbers; 0: none.
   float attention_scale; // of scores; 0: 1/√head_dim
-  float attention_softcap, logits_softcap; // scores (logits) are cap · tanh(score / cap)
+  float attention_softcap, logits_softcap; // x ← cap · tanh(x / cap) for scores and for logits
   float embed_scale, residual_scale, logits_scale; // of embeddings, blocks' outputs and logits
   float embed_scale_bf16; // embed_scale of a bfloat16 model
-  int zero_centered_norms; // weights of norms are stored as their difference to 1
+  int zero_centered_norms; // norms multiply by 1 + weight
   int attention_gate; // attention's output is multiplied by sigmoid(x · Wᵀ)
   int qk_norm_last; // q and k are normed after rope; never with RM_QK_NORM_WHOLE
   const float *local_inv_freq; // [rotary_dim/2] of layers that rotate by it; NULL: no such layer
@@ -82,7 +82,7 @@ typedef struct rm_spec {
   // Rows of q and k under all other names: rope rotates neighbouring elements; else halves of a
   // head.
   int rope_neighbours;
-  // Tensors of all experts are transposed, and rows of gate and up alternate in them.
+  // A tensor of all experts is transposed, and rows of gate and up alternate in it.
   int experts_interleaved;
   // A family's own names, in the form of rm_param_name with # for the expert; NULL: the usual name.
   const char *names[RM_N_PARAM_KIND];

@@ -45,7 +45,7 @@ static rm_code check_shape(const rm_params *params, const rm_target *want, const
   if (tensor->n_dims == want->n_dims &&
       memcmp(tensor->shape, want->shape, (size_t)want->n_dims * sizeof *want->shape) == 0)
     return RM_OK;
-  // A row instead of a vector, as ERNIE-4.5 has the routers' biases.
+  // A vector may be sent as one row; ERNIE-4.5's routers have such biases.
   if (want->n_dims == 1 && tensor->n_dims == 2 && tensor->shape[0] == 1 &&
       tensor->shape[1] == want->shape[0])
     return RM_OK;

@@ -8,9 +8,9 @@
 // The rows of a tensor that are one parameter: element (r, c) of the parameter is element (outer,
 // row0 + r, c) of the tensor, viewed as [outer][rows][cols]. In a 1-D tensor row0 is the first
 // element. If rope rotates adjacent elements in the tensor, row h·head_dim + i of the parameter is
-// the tensor's row h·head_dim + 2i, and row h·head_dim + turned/2 + i is the row after that; row0 is
-// then a multiple of head_dim. Gate and up whose rows alternate in the tensor are the two halves of
-// one such head.
+// the tensor's row h·head_dim + 2i, and row h·head_dim + turned/2 + i is the row after that. Then
+// row0 is a multiple of head_dim. If rows of gate and up alternate in the tensor, gate and up are
+// the two halves of one such head.
 typedef struct rm_param_rows {
   int64_t param; // index in params->list
   int64_t outer, row0;
@@ -19,8 +19,8 @@ typedef struct rm_param_rows {
   int64_t head_dim, turned;
   int transposed; // rows of the tensor are its last dim
 } rm_param_rows;
-// The place in its head of a parameter's row, in the order of the parameter; 0 if the rows are in
-// order.
+// The position of a parameter's row in its head, in the order of the parameter; 0 if the rows are
+// in order.
 static inline int64_t rm_place_in_head(const rm_param_rows *at, int64_t row) {
   return at->turned ? (at->row0 + row) % at->head_dim : 0;
 }

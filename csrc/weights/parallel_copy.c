@@ -37,7 +37,7 @@ static rm_copy_task cut(const rm_copy_task *whole, int64_t begin, int64_t n) {
 
 rm_code rm_copy_tasks_add(rm_copy_tasks *tasks, const rm_copy_task *whole, rm_error *err) {
   const rm_pack_args *args = &whole->args;
-  // Tasks are small enough for threads; on a GPU, each one is a launch.
+  // On the CPU threads share small tasks. On a GPU each task is a launch, so tasks are large.
   const int64_t at_least = whole->ordinal < 0
                                ? rm_max64(TASK_ELEMENTS / args->cols, args->rows / MAX_TASKS + 1)
                                : args->rows;

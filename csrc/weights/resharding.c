@@ -7,7 +7,7 @@ static rm_part wanted(const rm_params *params, const rm_placement *placement, in
   const rm_range rows = rm_param_rows_of(params, placement, param);
   rm_part part = {rank, {0, 0, 0, 0}, {1, 1, 1, 1}};
   const int d = n_dims > param->n_dims, row_dim = d + at->transposed;
-  // Gate and up alternate: the gate's part has the rows of both.
+  // If gate and up alternate, the gate's part has the rows of both and up's part has none.
   const int both = at->turned > rm_param_extent(param);
   part.first[0] = at->outer;
   part.first[row_dim] = both ? 2 * rows.first : at->row0 + rows.first;

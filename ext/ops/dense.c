@@ -102,7 +102,7 @@ static void check_groups(rm_op_call *c) {
       rm_op_refuse(c, RM_E_SHAPE, "group_rows", bounds[g + 1], "ascending, at least", bounds[g]);
 }
 
-// The biases of a gemm: of each group if there are groups; of gate and up with swiglu.
+// Sets the dims of a gemm's biases: a row for each group, if there are groups.
 static void gemm_biases(rm_op_call *c, rm_op_argument *bias) {
   const size_t width = bias->dims[0];
   if (!c->a.gemm.group_rows) return;

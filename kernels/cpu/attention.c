@@ -96,8 +96,8 @@ VEC vi live_lanes(const unit *u, int64_t q, int64_t t0, int half) {
   return vi_sub(vi_first(within(u->last[q] + 1 - base)), vi_first(within(u->first[q] - base)));
 }
 
-// Scales, caps and masks the scores of q (those of positions that are not live are undefined
-// before) and sets `top` to the maximum of m and the scores.
+// Scales, caps and masks the scores of q and sets `top` to the maximum of m and the scores. On
+// entry the scores of positions that are not live are undefined.
 VEC void mask_scores(unit *u, int64_t q, int64_t t0) {
   const int partly = u->first[q] > t0 || u->last[q] < t0 + RM_ATTN_BLOCK - 1;
   vf top = vf_set1(u->m[q]);

@@ -40,8 +40,8 @@ VEC vf weights_of(rm_dtype dtype, const k_block *w, int p, const int odd) {
   const uint16_t *pairs = (const uint16_t *)half + p % 8 * w->step;
   return odd ? vf_odd(vi_load(pairs)) : vf_even_at(pairs, p % 8 > 0);
 }
-// Products of rows with n_columns × n_blocks k blocks of 16 columns, all blocks of a column before
-// the next one; one of the two numbers is 1. x advances by words, w by elements.
+// Products of rows with n_columns tile columns of n_blocks k blocks each, one column after the
+// other. One of the two numbers is 1. The steps of x are in words, those of w in elements.
 typedef struct products {
   int64_t n_columns, n_blocks, x_step, w_step;
 } products;

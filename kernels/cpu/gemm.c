@@ -20,7 +20,7 @@ typedef struct gemm_job {
 // reads contiguous memory.
 enum { LEAST_ROWS = 32 };
 #ifdef RM_TILES
-enum { LEAST_TILES = 2 }; // which share the loads of rows
+enum { LEAST_TILES = 2 }; // two tile columns share the loads of rows
 #else
 enum { LEAST_TILES = 1 };
 #endif
@@ -93,8 +93,8 @@ VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *
   }
 }
 
-// A thread's scratch: a panel of the rows from `row` on (−1: empty), followed by sums; and the
-// biases of the matrix, or NULL.
+// A thread's scratch: a panel of the rows from `row` on (−1: empty), followed by sums. `bias` are
+// the biases of the matrix, or NULL.
 typedef struct scratch {
   float *panel;
   int64_t row;

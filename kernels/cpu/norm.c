@@ -1,7 +1,7 @@
 // norm.c: rms_norm with its residual, and sigmoid_gate.
 #include "variant.h"
 
-// The sigmoid, rounded.
+// sigmoid(logit), rounded to T.
 VEC vf gate_of(rm_dtype T, vf logit) {
   return vt_round(T, vf_div(vf_set1(1.0f), vf_add(vf_set1(1.0f), vf_exp(vf_neg(logit)))));
 }

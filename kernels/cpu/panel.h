@@ -5,10 +5,10 @@
 // vdpbf16ps, bf16 for AMX, which also has its own products. In each the sums are those of
 // docs/numerics.md §2 and §4.
 //
-// All rows use a piece of a tile column while it is in the L1 cache. Meanwhile the next piece is
-// fetched into the L2 cache; each register block of rows fetches its share of the lines. So memory
-// and arithmetic overlap. Fewer than FEW_ROWS rows are limited by memory: their weights are fetched
-// a KB ahead, into L1.
+// Except by AMX, all rows use a piece of a tile column while it is in the L1 cache. Meanwhile the
+// next piece is fetched into the L2 cache; each register block of rows fetches its share of the
+// lines. So memory and arithmetic overlap. Fewer than FEW_ROWS rows are limited by memory: their
+// weights are fetched a KB ahead, into L1.
 #pragma once
 
 #include "vec.h"
@@ -29,7 +29,7 @@ typedef struct panel_rows {
 
 #include RM_PANEL_HEADER
 
-// Before and after the products of attention with panels of `rows` rows.
+// Called before and after the products of attention with panels of `rows` rows.
 VEC void begin_products(rm_dtype dtype, int64_t rows) {
 #ifdef RM_TILES
   if (dtype == RM_BF16) configure_tiles(rows);

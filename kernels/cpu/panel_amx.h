@@ -1,14 +1,14 @@
 // panel_amx.h: the bf16 products of gemm, lm_head and attention by AMX. One tdpbf16ps is one block
 // of the contract for 16 rows × 16 columns: it sums the even k and the odd k in chains from +0 and
-// adds their sum to the accumulator; its second operand is a packed tile of weights or a block of
-// keys or values, loaded as it is. Prefill and decode share the code: up to 16 rows cost as much as
-// one, so decode runs at the rate of memory. float32 uses FMA.
+// adds their sum to the accumulator. Its second operand is a packed tile of weights or a block of
+// keys or values, which is loaded without conversion. Prefill and decode share the code: up to 16
+// rows cost as much as one, so decode runs at the rate of memory. float32 uses FMA.
 //
 // The panel is [k block][row][32] bf16; whole tiles are loaded from x itself. With fewer than 16
-// rows, tiles have that many rows; else the last tile of a panel may read past the last row, and
-// these sums are not stored. Tiles are configured and released for a call of gemm or lm_head, or a
-// unit of attention, which takes some hundred cycles of thousands. Otherwise every context switch
-// would have to save the tile state.
+// rows, tiles have that many rows. Otherwise the last tile of a panel may read past the last row;
+// the sums of these rows are not stored. Tiles are configured and released in each panel_dots of
+// gemm and lm_head and in each unit of attention, because a configured tile state is saved at every
+// context switch. This takes some hundred of the thousands of cycles of such a call.
 #pragma once
 
 #include "dots.h"
@@ -52,8 +52,8 @@ VEC void configure_tiles(int64_t rows) {
   _tile_loadconfig(&config);
 }
 
-// gcc's intrinsics do not declare that a load of a tile reads memory: before them, everything must
-// have been stored.
+// gcc's intrinsics do not declare that a load of a tile reads memory. Before a load, this makes the
+// compiler complete all stores.
 #define STORE_BEFORE_LOADS() __asm__ volatile("" : : : "memory")
 
 // Stores the sums of one tile to acc [rows][16], of which only `left` rows exist.
@@ -103,8 +103,8 @@ VEC void tile_products(const uint16_t *x, int64_t rows, const k_block w, float *
     }
 }
 
-// The products of M × N tiles, each 1 or 2: rows [row, …) of the panel times tile columns w and w +
-// n_blocks tiles.
+// The products of M row tiles and N tile columns, each 1 or 2: rows from `row` on times the columns
+// at w and, n_blocks tiles later, at the next one.
 VEC void tile_block(const int M, const int N, const panel_rows x, int64_t rows, int64_t row,
                     const uint16_t *w, int64_t n_blocks, float *acc, const fetch *soon) {
   const int64_t column = n_blocks * TILE;
@@ -140,7 +140,8 @@ VEC void tile_block(const int M, const int N, const panel_rows x, int64_t rows, 
   if (M > 1 && N > 1) STORE_SUMS(3, beside + TILE_ROWS * RM_N_TILE, rows - row - TILE_ROWS);
 }
 
-// All rows use two tile columns in turn, and each pass over them fetches its share of the next two.
+// All rows are multiplied by two tile columns, 32 rows at a time. Each pass over the two columns
+// fetches its share of the next two.
 static __attribute__((noinline)) void tile_panel_dots(const panel_rows x, int64_t rows,
                                                       const uint16_t *w, int64_t n_tiles,
                                                       int64_t n_blocks, float *acc) {

@@ -128,7 +128,7 @@ static float scale_of_all(const float *squares, int64_t n_heads, int64_t head_di
   return rms_scale(total, n_heads * head_dim, eps);
 }
 
-// normed ← norm(x) of one head, numbered over q's and then k's, or x if weights are NULL.
+// normed ← norm(x) of one head, or x if weights are NULL. Heads are numbered over q's, then k's.
 static void norm_head(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, const void *x,
                       float *normed) {
   const rm_dtype dtype = a->dtype;

@@ -28,7 +28,7 @@ RM_INLINE int64_t rm_count_splits(int64_t positions) {
   return (positions + RM_ATTN_SPLIT - 1) / RM_ATTN_SPLIT;
 }
 
-// The merge of a row's sums with the sink of its head, after the last split: sets l and returns the
+// Merges a row's sums with the sink of its head after the last split: updates l and returns the
 // factor of the sums. Without sinks the factor is 1.
 __device__ inline float rm_add_sink(const rm_attention_args &a, int64_t head, float m, float *l) {
   if (!a.sinks) return 1.0f;

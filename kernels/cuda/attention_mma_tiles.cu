@@ -445,7 +445,8 @@ size_t rm_cuda_mma_attention_workspace(const rm_limits *l) {
 
 rm_attn_left rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_args *a) {
   const rm_attn_left all = {{}, a->rows, 0};
-  // Decode; and capped scores, whose tanh would take registers from the products.
+  // Another kernel computes decode, and capped scores, whose tanh would take registers from the
+  // products.
   if (a->rows <= a->n_seqs || a->n_heads <= 0 || a->softcap != 0.0f) return all;
   const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);
   tiles t = {};

@@ -209,7 +209,7 @@ __device__ inline void rm_stage_rows(float *to, const void *x, int64_t ldx, int6
 }
 
 // Computes column col of a row of y before it is stored, from its dot product; with swiglu from
-// gate's and up's, which it also stores if a.gate_up is set. a.bias: of the row's group.
+// gate's and up's, which it also stores if a.gate_up is set. a.bias is that of the row's group.
 template <rm_dtype DTYPE, bool SWIGLU>
 __device__ inline float rm_output(const rm_gemm_args &a, int64_t row, int64_t col, float acc,
                                   float up) {

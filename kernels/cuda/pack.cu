@@ -1,10 +1,10 @@
 // pack.cu: packs a tensor on the device into a parameter, docs/numerics.md §8. A block of threads
-// takes 16 destination rows × 256 columns: it reads the source in memory order (along rows, or down
-// the columns of a transposed view), eight elements of a thread at a time, and converts it into
-// shared memory. Then it writes the tiles in memory order, a word of 32 bits of a thread at a time,
-// sums the digest and finds non-finite values. So it reads and writes whole sectors. A block
-// processes two such parts and then reduces its results once. Results are sums mod 2^64 and minima
-// of indices, so blocks may add theirs in any order, by integer atomics.
+// takes a part of 16 destination rows × 256 columns. It reads the source in memory order (along
+// rows, or down the columns of a transposed view), eight elements in each thread at a time, and
+// stores the converted elements to shared memory. Then it writes the tiles in memory order, a word
+// of 32 bits in each thread at a time, sums the digest and finds non-finite values. So it reads and
+// writes whole sectors. A block processes two parts and then reduces its results once. Results are
+// sums mod 2^64 and minima of indices, so blocks may add theirs in any order, by integer atomics.
 #include <type_traits>
 
 #include "device.cuh"
@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int THREADS = 256, ROWS = RM_N_TILE, COLS = 256, PARTS = 2, MAX_GRID_Y = 65535;
-constexpr int CHUNK = 8, CHUNKS = ROWS * COLS / CHUNK / THREADS; // elements; chunks of a thread
+constexpr int CHUNK = 8, CHUNKS = ROWS * COLS / CHUNK / THREADS; // elements; chunks per thread
 
 template <rm_dtype DTYPE>
 using stored_type = std::conditional_t<DTYPE == RM_BF16, uint16_t, uint32_t>;
@@ -23,7 +23,7 @@ template <rm_src_dtype SRC>
 using source_type = std::conditional_t<SRC == RM_SRC_F64, uint64_t,
                                        std::conditional_t<SRC == RM_SRC_F32, uint32_t, uint16_t>>;
 template <rm_dtype DTYPE> constexpr int PER_WORD = 4 / sizeof(stored_type<DTYPE>);
-template <rm_dtype DTYPE> constexpr int PITCH = COLS + 4 * PER_WORD<DTYPE>; // aligned chunks
+template <rm_dtype DTYPE> constexpr int PITCH = COLS + 4 * PER_WORD<DTYPE>; // keeps chunks aligned
 
 // Adjacent elements of the source, which are loaded 16 bytes at a time.
 template <class T> struct alignas(16) chunk {
@@ -41,7 +41,8 @@ struct place_in_tile {
   int row, col;
 };
 
-// How chunks lie in the source: down its columns; whether whole ones are aligned and adjacent.
+// How chunks lie in the source. down: along its columns, else along its rows; wide: whole chunks
+// are adjacent and aligned, and are loaded at once.
 struct order {
   bool down, wide;
 };
@@ -102,9 +103,10 @@ __device__ int64_t place(const rm_pack_args &a, int64_t dst_row, int64_t col) {
   return rm_weight_index<DTYPE, PACKING>(a.dst_cols, row, col);
 }
 
-// Writes words, in bf16 an even and an odd column, or compares them. Columns after the last, up to
-// a whole tile, are zero. A part's words are contiguous in a packed matrix; of gate or up in mma
-// tiles, every second word is, of rows from 0 and from 8 on.
+// Writes or compares words; in bf16 a word has an even and an odd column. Columns after the last,
+// up to a whole tile, are zero. In a packed matrix a part's words are contiguous. In mma tiles of
+// gate and up, a part has every second word: of rows 0 to 7 from `first` on, and of rows 8 to 15
+// from `below` on.
 template <rm_dtype DTYPE, rm_packing PACKING>
 __device__ void write_tile(const stored_type<DTYPE> *stored, found *f, const rm_pack_args &a,
                            tile t) {

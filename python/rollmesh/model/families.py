@@ -119,12 +119,13 @@ def one_window(default: int | None) -> PerLayer:
 
 
 def windows_where(has_window: Callable[[Reader, int], bool], default: int = 4096) -> PerLayer:
-    """A window by layer_types, else in the layers for which has_window holds."""
+    """A window as layer_types says, else in the layers for which has_window holds."""
     return lambda c, layers: _windows(c, layers, lambda i: has_window(c, i), _window(c, default))
 
 
 def rope_in_windows(c: Reader, layers: int) -> tuple[int, ...]:
-    """EXAONE-4: rope turns q and k in layers with a window; in all if sliding_window is None."""
+    """EXAONE-4: rope turns q and k in layers with a window, or in all layers if sliding_window is
+    None."""
     return tuple(int(w > 0 or not _window(c, 4096)) for w in _EXAONE_WINDOWS(c, layers))
 
 
@@ -154,7 +155,8 @@ def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
 
 
 def patterned_windows(window: int, every: int, key: str = "") -> PerLayer:
-    """A window by layer_types, else in all but every n-th layer. key: that of n."""
+    """A window as layer_types says, else in all layers but every n-th. n is the value of `key`, by
+    default `every`."""
     return windows_where(lambda c, i: (i + 1) % c.integer(key, default=every) != 0, window)
 
 
@@ -210,7 +212,7 @@ def ernie_layers(c: Reader, layers: int) -> tuple[int, ...]:
 
 
 def shared_experts(key: str, default: int | None = 1) -> Callable[[Reader], int]:
-    """The width of the shared expert: a number of experts of moe_intermediate_size."""
+    """The width of the shared expert: the number of shared experts times moe_intermediate_size."""
     return lambda c: min(
         c.integer(key, 0, default=default) * c.integer("moe_intermediate_size"), MAX_POSITION
     )
@@ -235,10 +237,10 @@ class Experts:
     has_groups: bool = False  # n_group and topk_group are read
     scaling: str = ""  # the key of the factor of gates
     scaling_default: float = 1.0
-    min_sum: bool = False  # moe_norm_min is read: the least sum that scores are divided by
+    min_sum: bool = False  # moe_norm_min is read: scores are divided by their sum or at least this
     shared_width: Callable[[Reader], int] = lambda c: 0
     shared_switch: bool = False  # a row's sigmoid scales the shared expert
-    bias: bool = False  # of the router's logits, and of experts
+    bias: bool = False  # the router's logits and the experts have biases
 
 
 def _olmoe(c: Reader, head_dim: int) -> None:
@@ -256,7 +258,7 @@ def _olmoe(c: Reader, head_dim: int) -> None:
 
 
 def _rope_is_given(c: Reader, head_dim: int) -> None:
-    """CWM: transformers' default is a table of the type llama3."""
+    """CWM: transformers' default, a table of the type llama3, is not supported."""
     if not any(c.given(name) for name in ROPE_TABLES):
         raise ConfigError("rope_parameters: expected a table, got none")
 
@@ -313,8 +315,9 @@ class Family:
     o_bias: Switch = "attention_bias"
     layer_kinds: LayerKinds = attention_layers  # of LAYER_KINDS
     windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
-    # The config of the rope table, with its path in that of the config; then that of layers with a
-    # window, if it is another one.
+    # Configs from which rope tables are read, each with the path of its keys inside the model's
+    # table ("" if they are not nested): first the model's, then that of layers with a window, if
+    # they have another one.
     ropes: Callable[[Mapping[str, Any]], Ropes] = lambda config: (("", config),)
     rope_layers: PerLayer = every  # 1 where rope turns q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
@@ -323,24 +326,24 @@ class Family:
         tuple[str, str], ...
     ] = ()  # (kind of csrc/model/params.c, what a checkpoint calls it instead)
     rope_neighbours: bool = False  # rope turns neighbours of a head; else its halves
-    activation: str | None = None  # of all MLPs, whatever hidden_act; None: hidden_act says it
+    activation: str | None = None  # of all MLPs, whatever hidden_act is; None: hidden_act names it
     sinks: bool = False  # attention has a sink for each head
     mxfp4: bool = False  # checkpoints may have experts in MXFP4, which SafetensorsFolder converts
-    # Tensors of all experts are transposed, and rows of gate and up alternate in them.
+    # A tensor of all experts is transposed, and rows of gate and up alternate in it.
     experts_interleaved: bool = False
     # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
     wq_rows: str = "none"
     activation_key: str = "hidden_act"
-    zero_centered_norms: bool = False  # weights of norms are stored as their difference to 1
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight
     qk_norm_last: bool = False  # q and k are normed after rope
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
-    # Further fields of ModelSpec, as factors and caps.
+    # Returns further fields of ModelSpec, such as factors and caps.
     factors: Callable[[Reader], dict[str, Any]] = lambda c: {}
     check: Callable[[Reader, int], None] | None = (
         None  # a rule of this family alone, of its config and head_dim
     )
-    # (key, value): what transformers' code computes whatever the key says; another value, also in a
-    # list, is refused
+    # (key, value): transformers' code computes this value, whatever the config says. Another value,
+    # also one in a list, is refused.
     fixed: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -359,7 +362,8 @@ def _cap(c: Reader, key: str, default: float | None) -> float | None:
 
 
 def _gemma(attention_cap: float | None, logit_cap: float | None) -> Callable[[Reader], Any]:
-    """The defaults of its caps; attention_cap None: the family has none there."""
+    """Returns a Gemma's `factors`. The arguments are the defaults of its caps; attention_cap=None:
+    the family has no cap of scores."""
 
     def factors(c: Reader) -> dict[str, Any]:
         key = "attn_logit_softcapping"
@@ -383,8 +387,8 @@ def _granite(c: Reader) -> dict[str, Any]:
 
 
 def _two_ropes(config: Mapping[str, Any], base: Any) -> Ropes:
-    """rope_parameters has a table for each kind of layer; rope_scaling (4.x) is of full attention.
-    base: the default of rope_theta in layers with a window."""
+    """rope_parameters has a table for each kind of layer. rope_scaling, of transformers 4, is for
+    layers without a window. base: the default of rope_theta in layers with a window."""
     table = config.get("rope_parameters") or {}
     if not isinstance(table, Mapping) or table.keys() - {"full_attention", "sliding_attention"}:
         raise ConfigError(
@@ -421,7 +425,7 @@ def _afmoe(c: Reader) -> dict[str, Any]:
 
 
 def _hunyuan_moe(c: Reader) -> dict[str, Any]:
-    """moe_topk may be a list of equal numbers, one for each layer."""
+    """HunYuan: moe_topk may be a list with one number for each layer, all equal."""
     key = "moe_topk" if c.given("moe_topk") else "num_experts_per_tok"
     given = c.values.get(key, 1)
     each = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -434,7 +438,7 @@ def _hunyuan_moe(c: Reader) -> dict[str, Any]:
 
 
 def hunyuan_ropes(config: Mapping[str, Any]) -> Ropes:
-    """With alpha the type "dynamic" is NTK scaling by alpha, at every length."""
+    """HunYuan: with `alpha`, the type "dynamic" is NTK scaling by alpha at every length."""
     name, table = table_of(config)
     alpha, kind = table.get("alpha"), table.get("rope_type", table.get("type"))
     if not alpha or kind != "dynamic":
@@ -448,7 +452,7 @@ def hunyuan_ropes(config: Mapping[str, Any]) -> Ropes:
     return (("", {**config, name: kept}),)
 
 
-# Kinds of csrc/model/layer_kinds.c.
+# The kinds of csrc/model/layer_kinds.c, in its order.
 LAYER_KINDS: tuple[str, ...] = ("attention",)
 WQ_ROWS = (
     "none",
@@ -1079,5 +1083,5 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
 }
-# A model_type without a class in transformers → the family that its checkpoints' code computes.
+# model_types without a class in transformers, and the family that their checkpoints' code computes.
 SAME_AS = {"mimo": "qwen2"}

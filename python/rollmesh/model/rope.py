@@ -383,7 +383,7 @@ def table_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 def unknown_keys(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
     """Keys of the rope table that no rope type reads, as (table.key, value). None and False switch
-    a key off. path: where the table is in that of the config, if it is a part of it."""
+    a key off. path: of the table inside the config's table, for example ".full_attention"."""
     name, table = table_of(config)
     name += path
     odd = [

@@ -127,11 +127,11 @@ class EngineValues:
     activation: int
     rope_scale: float
     inv_freq: NDArray[np.float32]  # half of the elements of a head that rope turns
-    # [num_hidden_layers][is MoE, rope of q and k (0: none, 2: the local one), window (0: none),
-    # kind]
+    # [num_hidden_layers][is MoE, rope of q and k (0: none, 1: rope_settings, 2:
+    # local_rope_settings), window (0: none), kind]
     layers: NDArray[np.int64]
     names: tuple[tuple[str, str], ...]  # (kind of parameter, the family's own name for it)
-    min_sum: float  # 0: none
+    min_sum: float  # lower bound of the divisor of gates; 0: none
     local_rope_scale: float
     local_inv_freq: NDArray[np.float32] | None
     # Factors and caps of numbers; 0: none.
@@ -190,21 +190,21 @@ class ModelSpec:
     activation: str = "silu"
     ungated: bool = False  # dense MLPs have no gate: down(activation(up(x)))
     norm_before: bool = True  # norms are of a block's input; with norm_after of both
-    layer_kinds: tuple[str, ...] = ()  # of each layer, of LAYER_KINDS; (): all "attention"
+    layer_kinds: tuple[str, ...] = ()  # one of LAYER_KINDS for each layer; (): all "attention"
     sinks: bool = False  # attention has a sink for each head
-    moe_bias: bool = False  # of the router's logits, and of experts
+    moe_bias: bool = False  # the router's logits and the experts have biases
     swiglu_alpha: float = 1.702  # of the activation "swiglu_oai"
     swiglu_limit: float = 7.0
-    topk_sum_min: float | None = None  # with norm_topk_prob and softmax: the least divisor
-    zero_centered_norms: bool = False  # weights of norms are stored as their difference to 1
+    topk_sum_min: float | None = None  # with norm_topk_prob and softmax: lower bound of the divisor
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight
     qk_norm_last: bool = False  # q and k are normed after rope
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
     local_rope_settings: _rope.Rope | None = None  # of layers with a window
     attention_multiplier: float | None = None  # of attention's scores; None: head_dim ** -0.5
     attn_logit_softcapping: float | None = None  # scores are cap · tanh(score / cap); None: no cap
-    final_logit_softcapping: float | None = None  # likewise logits
-    embedding_multiplier: float | None = None  # None: 1, as the next ones
-    rounds_embedding_multiplier: bool = False  # to the dtype
+    final_logit_softcapping: float | None = None  # the same for logits
+    embedding_multiplier: float | None = None  # None: 1; so for the next two factors
+    rounds_embedding_multiplier: bool = False  # embedding_multiplier is rounded to the dtype
     residual_multiplier: float | None = None  # of blocks' outputs, before they are added
     logits_scaling: float | None = None  # logits are divided by it
 
@@ -267,7 +267,7 @@ class ModelSpec:
 
     def rope(self, max_model_len: int, *, local: bool = False) -> tuple[NDArray[np.float32], float]:
         """(inv_freq [rotary_dim / 2] with torch's bits, the factor on cos and sin) of a generator
-        for max_model_len positions. local: of layers with a window."""
+        for max_model_len positions. local: those of layers with a window, if they differ."""
         settings = (self.local_rope_settings if local else None) or self.rope_settings
         return settings.frequencies(max_model_len)
 

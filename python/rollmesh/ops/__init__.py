@@ -188,8 +188,8 @@ def rms_norm(
 ) -> Array:
     """Returns weight · residual / rms(residual) for each row, [rows, n], with 1 + weight if
     zero_centered; without a weight, the residual. With x, residual += x is stored to `residual`
-    first; with x_gate [rows] too, residual += sigmoid(x_gate) · x, with one factor for each row;
-    with x_scale residual += x_scale · x."""
+    first. With x_gate [rows], it is residual += sigmoid(x_gate) · x, with one factor for each row;
+    with x_scale, residual += x_scale · x."""
     if x_gate is not None and (x is None or x_scale is not None):
         raise ConfigError(
             f"x_gate: expected x beside it, got {'none' if x is None else 'x_scale too'}"
@@ -382,8 +382,8 @@ def attention(
 
     Query head h reads kv head (head0 + h) // group of the caches; group 0 stands for
     heads // kv_heads. For a rank's shard of the heads, pass the model's group and, as head0, the
-    index of the shard's first head within its group. sinks [heads]: a logit of each query head that
-    takes part in the softmax, without a key or a value.
+    index of the shard's first head within its group. sinks [heads]: for each query head a logit
+    that takes part in the softmax without a key or a value.
     """
     return run("attention", **locals())[0]
 

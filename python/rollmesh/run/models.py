@@ -121,7 +121,7 @@ def model_config(config: Config, tokenizer: Any, checkpoint: Path | None = None)
         "attention_dropout": 0.0,
         **table.hf_fields(),
     }
-    if table.architecture == "seed_oss":  # whose default drops
+    if table.architecture == "seed_oss":  # its config has dropout by default
         fields["residual_dropout"] = 0.0
     if fields["vocab_size"] < len(tokenizer):
         raise ConfigError(

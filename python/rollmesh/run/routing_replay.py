@@ -6,8 +6,8 @@ the ids are those of the generator's record, and the gates those of the trainer'
 therefore trained.
 With p = softmax or sigmoid of the router's logits, and S the k recorded ids of a token:
 
-    gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e; in some
-                                                families times routed_scaling_factor
+    gate of expert e = p_e / Σ_{s in S} p_s     for e in S; without norm_topk_prob: p_e; some
+                                                families multiply by routed_scaling_factor
 
 The gradient flows through p. A position without a record (padding, the last token of a sequence)
 keeps the trainer's routing; no logprob of a rollout depends on it (samples.make_batch). The
@@ -91,7 +91,7 @@ def _recorded(
     used.add(router)
     logits_RE, gates, own_RK = output
     ids_RK = torch.where(recorded_RK >= 0, recorded_RK, own_RK)
-    # A bias, which only the choice uses, is the router's own or a second argument.
+    # Sigmoid routers have a bias for the choice, as an attribute or as the second argument.
     is_sigmoid = hasattr(router, "e_score_correction_bias") or len(args) > 1
     logits = logits_RE.float()
     scores_RE = logits.sigmoid() if is_sigmoid else logits.softmax(-1)

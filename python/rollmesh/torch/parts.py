@@ -177,7 +177,7 @@ def _check_rope(model: Any, spec: ModelSpec) -> None:
 
 
 def _frequencies(model: Any) -> list[tuple[str, Tensor]]:
-    """The buffers of the rope module, some of the kinds of layers."""
+    """Returns the buffers of the rope module; in some families each kind of layer has its own."""
     return [(name, x) for name, x in model.model.rotary_emb.named_buffers() if "inv_freq" in name]
 
 

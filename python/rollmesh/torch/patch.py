@@ -298,7 +298,7 @@ class Patch:
         spec = self.spec
         router, experts = mlp.gate if hasattr(mlp, "gate") else mlp.router, mlp.experts
         bias = _router_bias(mlp, router)
-        for name in ("gate", "wg"):  # the matrix may be in a module of the router
+        for name in ("gate", "wg"):  # the matrix may be in a submodule of the router
             router = getattr(router, name, router)
         gate_up, down, biases = experts.gate_up_proj, experts.down_proj, {}
         if spec.moe_bias:
@@ -378,8 +378,8 @@ class Patch:
 
 
 def _router_bias(mlp: Any, router: Any) -> Tensor | None:
-    """Returns what a router adds to the scores for its choice, float32 [experts]. Families keep the
-    tensor in different modules, some in the model's dtype."""
+    """Returns the bias that a router adds to its scores to choose experts, float32 [experts], or
+    None. Families have it in different modules, some in the model's dtype."""
     for module in (mlp, router, getattr(router, "moe_statics", None)):
         for name in ("e_score_correction_bias", "expert_bias"):
             bias: Tensor | None = getattr(module, name, None)
@@ -414,8 +414,8 @@ class _Model(_Part):
 
 
 class _ModelOfLogits(_Model):
-    """A …ForCausalLM whose forward method scales or caps logits. The kernels have done that, so
-    this forward method leaves them as they are."""
+    """A …ForCausalLM whose own forward method scales or caps logits. Here the kernels of lm_head do
+    that, so this forward method returns their logits unchanged."""
 
     def forward(
         self,
@@ -443,7 +443,8 @@ class _ModelOfLogits(_Model):
 
 
 class _Rows(_Part):
-    """An embedding whose forward method scales the rows. The model does that by the kernels."""
+    """An embedding whose own forward method scales the rows. Here the patched model scales them
+    with the generator's kernels."""
 
     def forward(self, input: Tensor) -> Tensor:
         return torch.nn.Embedding.forward(self, input)  # type: ignore[arg-type]

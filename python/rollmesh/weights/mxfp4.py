@@ -1,7 +1,7 @@
 """MXFP4 tensors of gpt-oss's checkpoints. `X_blocks`, uint8 [experts, rows, groups, 16], has two
-numbers of 4 bits in each byte, the lower half first; `X_scales`, uint8 [experts, rows, groups], an
-exponent for each group of 32. Together they are the bfloat16 tensor X [experts, 32·groups, rows],
-exactly: a number of 4 bits has at most 2 significant bits."""
+numbers of 4 bits in each byte, the lower half first; `X_scales`, uint8 [experts, rows, groups], has
+an exponent for each group of 32 numbers. Together they are the bfloat16 tensor X [experts,
+32·groups, rows], without rounding: a number of 4 bits has at most 2 significant bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ BIAS, NOT_A_NUMBER = 127, 255  # of a scale
 
 
 def joined(names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the tensors of a checkpoint by name, each with the names under which it is stored."""
+    """Returns the names of a checkpoint's tensors, each with the names under which it is stored: a
+    pair of blocks and scales is one tensor."""
     found: dict[str, tuple[str, ...]] = {}
     for name in names:
         base = name.removesuffix(BLOCKS).removesuffix(SCALES)
@@ -36,7 +37,7 @@ def joined(names: Collection[str]) -> dict[str, tuple[str, ...]]:
 
 @cache
 def _words() -> NDArray[np.uint16]:
-    """[256, 256, 2]: the bfloat16 words of the two numbers of a byte, for each scale."""
+    """Returns [256, 256, 2]: for each scale and byte, the bfloat16 words of the two numbers."""
     values = np.array([*E2M1, *(-value for value in E2M1)], np.float32)
     with np.errstate(over="ignore"):
         scaled = np.ldexp(values, np.arange(256)[:, None] - BIAS)

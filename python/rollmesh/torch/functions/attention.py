@@ -167,8 +167,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _with_sink(x: Tensor, last: Tensor, first: float = 0.0) -> Tensor:
-    """Adds to x [sequences, heads, steps, head_dim] an element of each head, `last` [heads], and
-    before the first step one of zeros whose added element is `first`."""
+    """Returns x [sequences, heads, steps, head_dim] with one more element in each vector, `last`
+    [heads], and one more step at the front: zeros with `first` as the last element."""
     wide = torch.cat([x, last[:, None, None].expand(*x.shape[:-1], 1)], -1)
     step = torch.zeros_like(wide[:, :, :1])
     step[..., -1] = first
@@ -185,9 +185,10 @@ def _attention_gradients(
     heads: Heads,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Returns the gradients of q, k and v [rows, heads, head_dim], and of sinks. Sequences are
-    padded on the right, where the causal mask hides the padding. Sinks are a first position that
-    every query sees: its value is zeros, and its key has only an element that is zero in other
-    keys, with which the queries' added elements give the sinks as scores."""
+    padded on the right, where the causal mask hides the padding. Sinks become a first position that
+    every query sees. Its value is zeros. Queries and keys get one more element: in queries the sink
+    divided by the scale, in keys 1 at the first position and 0 elsewhere. So the first position's
+    score is the sink."""
     steps = int(rows.lengths.max())
     is_token = np.arange(steps) < rows.lengths[:, None]
     grid = Sequences(rows.lengths, np.flatnonzero(is_token), is_token.shape)

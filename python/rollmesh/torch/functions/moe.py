@@ -155,7 +155,7 @@ def _sums(rows: Tensor, groups: list[tuple[int, slice]], experts: int) -> Tensor
 
 
 def _biases(name: str, bias: Tensor | None, x: Tensor, shape: tuple[int, int]) -> Any:
-    """Biases of experts as an op takes them."""
+    """Returns the biases of experts as an op takes them."""
     if bias is None:
         return None
     if tuple(packing.check_weight(name, bias).shape) != shape:
@@ -206,8 +206,8 @@ def moe(
     of gate first, down [experts, hidden, n]. Gates are float32; gradients flow through them into
     the router. bias, float32 [experts], is added to the scores for the choice of experts only, as
     DeepSeek-V3's; it has no gradient. logit_bias [experts], gate_up_bias [experts, 2n] and
-    down_bias [experts, hidden] are added to the products. renormalize to min_sum: as in
-    ops.router; activation, alpha and limit: as in ops.gemm_swiglu."""
+    down_bias [experts, hidden] are added to the products. The arguments from renormalize to min_sum
+    are those of ops.router; activation, alpha and limit are those of ops.gemm_swiglu."""
     x = rows_of("x", x)
     how = how or how_for(x)
     experts, hidden = len(packing.check_weight("router", router)), x.shape[1]

@@ -43,7 +43,7 @@ class Rope:
 
     cos: torch.Tensor  # float32 [positions, rotary_dim / 2]; [positions, 0] without rope
     sin: torch.Tensor
-    options: Mapping[str, Any]  # of ops.qk_rope_kv: `how`, and how norms are computed
+    options: Mapping[str, Any]  # of ops.qk_rope_kv: `how`, and the options of the norms
     softcap: float | None  # of scores
     how: Mapping[str, Any]
 

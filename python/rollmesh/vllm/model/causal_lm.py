@@ -164,7 +164,7 @@ class Block(torch.nn.Module):
 
 
 def _by_expert(biases: Array | None, experts: int) -> Array | None:
-    """Biases of experts as [experts, n]."""
+    """Returns biases of experts as [experts, n]."""
     return None if biases is None else biases.reshape(experts, -1)
 
 
