@@ -396,7 +396,8 @@ def _two_ropes(config: Mapping[str, Any], base: Any) -> Ropes:
         for kind in ("full", "sliding")
     )
     scaling = table_of({"rope_scaling": config.get("rope_scaling")})[1]
-    rest = {key: config[key] for key in config if key not in ROPE_TABLES}
+    unread = {*ROPE_TABLES, "original_max_position_embeddings"}  # the latter counts in tables alone
+    rest = {key: config[key] for key in config if key not in unread}
     name, path = ("rope_scaling", "") if scaling else ("rope_parameters", ".full_attention")
     return (
         (path, {**rest, name: {**full, **scaling}}),
