@@ -278,6 +278,23 @@ def test_factors_that_c_reads_as_zeros(seed: int) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"moe_topk": [3]}, r"moe_topk: expected one number for all layers, got \[3\]"),
+        ({"moe_topk": [3, 2]}, r"moe_topk: expected one number for all layers, got \[3, 2\]"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok: expected moe_topk=3, got 2"),
+    ],
+    ids=["short list", "two numbers", "two keys"],
+)
+def test_what_hunyuan_moe_refuses(changes: dict[str, Any], message: str, seed: int) -> None:
+    model = family_models.draw(
+        "hunyuan_v1_moe", 300, seed, num_experts=8, moe_topk=3, num_hidden_layers=2
+    )
+    with pytest.raises(rm.ConfigError, match=message):
+        rm.ModelSpec.from_hf(model.config.to_dict() | changes)
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("family", SOME)
 def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:
