@@ -234,6 +234,67 @@ def test_gpt_oss_published_config() -> None:
         dataclasses.replace(spec, ungated=True)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_nested_rope_tables_have_their_own_original_length(family: str, seed: int) -> None:
+    """transformers reads original_max_position_embeddings beside the tables in other families."""
+    model = family_models.draw(family, 0, seed)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    fields = {
+        **model.config.to_dict(),
+        "rope_parameters": {"full_attention": yarn, "sliding_attention": yarn},
+    }
+    beside = fields | {"original_max_position_embeddings": 16}
+    spec = rm.ModelSpec.from_hf(beside)
+    assert spec == rm.ModelSpec.from_hf(fields)
+    config = oracle.config_of(beside)
+    net = family_models.transformers.AutoModelForCausalLM.from_config(config)
+    theirs = net.model.rotary_emb.full_attention_inv_freq.numpy()
+    assert np.array_equal(spec.rope(256)[0], theirs)
+
+
+@pytest.mark.parametrize("family", ["seed_oss", "ernie4_5"])
+def test_a_head_dim_of_none_is_that_of_hidden_size(family: str, seed: int) -> None:
+    fields = {"model_type": family, **family_models.FAMILIES[family](family_models.Dice([seed]))}
+    fields |= {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
+    fields["head_dim"] = None
+    spec = rm.ModelSpec.from_hf(fields)
+    assert spec.head_dim == 16
+    assert spec == rm.ModelSpec.from_hf(oracle.config_of(fields))
+
+
+def test_factors_that_c_reads_as_zeros(seed: int) -> None:
+    """0 stands for "none" there."""
+    spec = rm.ModelSpec.from_hf(family_models.draw("gemma2", 0, seed).config)
+    for name in ("attn_logit_softcapping", "residual_multiplier", "logits_scaling"):
+        for value, what in ((1e-60, "a float32 of at least"), (0.0, "a finite float32 > 0")):
+            with pytest.raises(rm.ConfigError, match=f"{name}: expected {what}"):
+                dataclasses.replace(spec, **{name: value})
+    with pytest.raises(rm.ConfigError, match="attn_logit_softcapping: expected a float32 of at"):
+        rm.ModelSpec.from_hf(
+            {
+                **family_models.draw("gemma2", 0, seed).config.to_dict(),
+                "attn_logit_softcapping": 1e-60,
+            }
+        )
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"moe_topk": [3]}, r"moe_topk: expected one number for all layers, got \[3\]"),
+        ({"moe_topk": [3, 2]}, r"moe_topk: expected one number for all layers, got \[3, 2\]"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok: expected moe_topk=3, got 2"),
+    ],
+    ids=["short list", "two numbers", "two keys"],
+)
+def test_what_hunyuan_moe_refuses(changes: dict[str, Any], message: str, seed: int) -> None:
+    model = family_models.draw(
+        "hunyuan_v1_moe", 300, seed, num_experts=8, moe_topk=3, num_hidden_layers=2
+    )
+    with pytest.raises(rm.ConfigError, match=message):
+        rm.ModelSpec.from_hf(model.config.to_dict() | changes)
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("family", SOME)
 def test_bfloat16_is_no_further_from_the_truth(family: str, seed: int) -> None:

@@ -94,12 +94,36 @@ def test_other_quantized_weights_are_refused(method: str, tmp_path: Path, seed: 
         rm.ModelSpec.from_hf(fields | {"quantization_config": {"quant_method": method}})
 
 
-def test_blocks_that_do_not_fit_their_scales(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes, got",
+    [
+        ({"blocks": torch.ones(2, 3, 4, 15, dtype=torch.uint8)}, r"uint8 \(2, 3, 4, 15\)"),
+        ({"blocks": torch.ones(2, 3, 4, 16, dtype=torch.bfloat16)}, "bfloat16"),
+        ({"scales": torch.ones(2, 3, 4).to(torch.float8_e4m3fn)}, "float8_e4m3fn"),
+        ({"scales": torch.ones(4, dtype=torch.uint8)}, r"uint8 \(4,\)"),
+        ({"x": torch.ones(2, 128, 3)}, "x_blocks too"),
+    ],
+    ids=["groups of 15", "bfloat16", "float8", "1 dim", "both forms"],
+)
+def test_blocks_that_do_not_fit_their_scales(
+    changes: dict[str, Any], got: str, tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
-    ones = torch.ones(2, 3, 4, dtype=torch.uint8)
-    parts = {"x_blocks": ones[..., None].expand(2, 3, 4, 15).contiguous(), "x_scales": ones}
+    parts = {
+        "x_blocks": torch.ones(2, 3, 4, 16, dtype=torch.uint8),
+        "x_scales": torch.ones(2, 3, 4, dtype=torch.uint8),
+        **{name if name == "x" else f"x_{name}": x for name, x in changes.items()},
+    }
     save_file(parts, tmp_path / "model.safetensors")
-    source = rm.sources.SafetensorsFolder(tmp_path)
-    with pytest.raises(rm.FormatError, match=r"x: expected uint8 blocks of 16 bytes"):
-        source["x"]
+    with pytest.raises(rm.FormatError, match=rf"x: expected .*{got}"):
+        rm.sources.SafetensorsFolder(tmp_path)["x"]
+
+
+def test_a_header_of_scales_without_groups(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    ones = torch.ones(4, dtype=torch.uint8)
+    save_file({"x_blocks": ones, "x_scales": ones.clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(rm.FormatError, match=r"x_scales: expected scales .* got shape \(4,\)"):
+        rm.sources.SafetensorsFolder(tmp_path).header("x")

@@ -400,7 +400,8 @@ def _two_ropes(config: Mapping[str, Any], base: Any) -> Ropes:
         for kind in ("full", "sliding")
     )
     scaling = table_of({"rope_scaling": config.get("rope_scaling")})[1]
-    rest = {key: config[key] for key in config if key not in ROPE_TABLES}
+    unread = {*ROPE_TABLES, "original_max_position_embeddings"}  # the latter counts in tables alone
+    rest = {key: config[key] for key in config if key not in unread}
     name, path = ("rope_scaling", "") if scaling else ("rope_parameters", ".full_attention")
     return (
         (path, {**rest, name: {**full, **scaling}}),
@@ -425,15 +426,16 @@ def _afmoe(c: Reader) -> dict[str, Any]:
 
 
 def _hunyuan_moe(c: Reader) -> dict[str, Any]:
-    """HunYuan: moe_topk may be a list with one number for each layer, all equal."""
+    """HunYuan: moe_topk may be a list of equal numbers, at least one for each layer."""
     key = "moe_topk" if c.given("moe_topk") else "num_experts_per_tok"
     given = c.values.get(key, 1)
-    each = list(given) if isinstance(given, (list, tuple)) else [given]
-    if not each or each != [each[0]] * len(each):
+    layers = c.integer("num_hidden_layers")
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * layers
+    if len(each) < layers or each != [each[0]] * len(each):
         raise ConfigError(f"{key}: expected one number for all layers, got {shown(given)}")
     top_k = Reader({key: each[0]}).integer(key)
-    if c.integer("num_experts_per_tok", default=top_k) != top_k:
-        raise ConfigError(f"moe_topk and num_experts_per_tok differ: {shown(c.values)}")
+    if (other := c.integer("num_experts_per_tok", default=top_k)) != top_k:
+        raise ConfigError(f"num_experts_per_tok: expected moe_topk={top_k}, got {other}")
     return {"num_experts_per_tok": top_k}
 
 

@@ -13,6 +13,7 @@ from rollmesh.runtime.messages import plain, shown
 # is made; the number of layers is checked first, since tuples of that length are made.
 MAX_LAYERS = 1024
 MAX_POSITION = 2**62
+MIN_NORMAL = 2.0**-126  # C reads smaller numbers as 0, which means "none" for factors and caps
 
 
 def without(config: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
@@ -72,7 +73,10 @@ class Reader:
         return value
 
     def positive(self, key: str, default: float) -> float:
-        return float(number(key, self.values.get(key, default), 0, strict=True))
+        value = float(number(key, self.values.get(key, default), 0, strict=True))
+        if value < MIN_NORMAL:
+            raise ConfigError(f"{key}: expected a float32 of at least 2**-126, got {value}")
+        return value
 
     def switch(self, key: str | bool | Callable[[Reader], bool], default: bool = False) -> bool:
         """Returns a key's value or its default, a constant, or the result of a rule."""

@@ -209,6 +209,10 @@ class ModelSpec:
     logits_scaling: float | None = None  # logits are divided by it
 
     def __post_init__(self) -> None:
+        c = Reader({f.name: getattr(self, f.name) for f in fields(self)})
+        for f in fields(self):
+            if f.type == "float | None" and c.given(f.name):
+                c.positive(f.name, 1.0)
         _core.placement(self.engine_values(1), 1, 1, 1)  # ConfigError by the engine's rules
 
     @staticmethod
@@ -322,7 +326,7 @@ class ModelSpec:
             int(rotates) + bool(rotates and local and window)
             for rotates, window in zip(self.rope_layers, self.sliding_windows, strict=True)
         ]
-        kinds = map(LAYER_KINDS.index, self.layer_kinds or ("attention",) * self.num_hidden_layers)
+        kinds = map(LAYER_KINDS.index, self.layer_kinds or ["attention"] * len(self.is_moe_layer))
         layers = zip(self.is_moe_layer, ropes, self.sliding_windows, kinds, strict=True)
         return EngineValues(
             spec=self,
@@ -594,7 +598,8 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     layers = c.integer("num_hidden_layers", 1, MAX_LAYERS)
     hidden, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     kv_heads = c.values.get("num_key_value_heads", family.num_key_value_heads)
-    head_dim = c.integer("head_dim") if c.given("head_dim") else family.head_dim or hidden // heads
+    head_dim = 0 if "head_dim" in c.values else family.head_dim  # None is HIDDEN_BY_HEADS
+    head_dim = c.integer("head_dim") if c.given("head_dim") else head_dim or hidden // heads
     is_moe_layer = tuple(map(bool, family.moe_layers(c, layers)))
     max_positions = c.integer("max_position_embeddings", default=family.max_position_embeddings)
     vocab = c.integer("vocab_size")

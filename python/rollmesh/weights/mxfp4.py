@@ -29,6 +29,8 @@ def joined(names: Collection[str]) -> dict[str, tuple[str, ...]]:
         base = name.removesuffix(BLOCKS).removesuffix(SCALES)
         parts = base + BLOCKS, base + SCALES
         if base != name and all(part in names for part in parts):
+            if base in names:
+                raise FormatError(f"{plain(base)}: expected it once, got {plain(parts[0])} too")
             found[base] = parts
         else:
             found[name] = (name,)
@@ -49,13 +51,15 @@ def _words() -> NDArray[np.uint16]:
 
 def dequantized(name: str, blocks: Any, scales: Any) -> Any:
     """Returns the bfloat16 tensor of blocks and scales."""
-    blocks, scales = np.asarray(blocks), np.asarray(scales)
-    fits = scales.ndim == 3 and blocks.shape == (*scales.shape, 16)
-    if not fits or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
+    shapes = tuple(blocks.shape), tuple(scales.shape)
+    dtypes = [str(part.dtype).removeprefix("torch.") for part in (blocks, scales)]
+    fits = len(shapes[1]) == 3 and shapes[0] == (*shapes[1], 16)
+    if not fits or dtypes != ["uint8"] * 2:
         raise FormatError(
             f"{plain(name)}: expected uint8 blocks of 16 bytes for each uint8 scale [experts, "
-            f"rows, groups], got {blocks.dtype} {blocks.shape} and {scales.dtype} {scales.shape}"
+            f"rows, groups], got {dtypes[0]} {shapes[0]} and {dtypes[1]} {shapes[1]}"
         )
+    blocks, scales = np.asarray(blocks), np.asarray(scales)
     experts, rows, groups = scales.shape
     out = np.empty((experts, rows, groups, 16, 2), np.uint16)
     for e in range(experts):  # indices take 8 bytes each

@@ -83,7 +83,11 @@ class SafetensorsFolder(Mapping[str, Any]):
         dtype, shape = part.get_dtype(), tuple(part.get_shape())
         if stored == name:
             return dtype, shape
-        return "BF16", (*shape[:-2], 32 * shape[-1], shape[-2])  # of MXFP4 scales
+        if len(shape) != 3:
+            raise FormatError(
+                f"{plain(stored)}: expected scales [experts, rows, groups], got shape {shape}"
+            )
+        return "BF16", (shape[0], 32 * shape[2], shape[1])  # of MXFP4 scales
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
