@@ -175,9 +175,11 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
       (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
       (code = check_factors(values, err)) || (code = check_experts(values, err)) ||
       (code = check_layers(values, &n_moe, err)) ||
-      (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)) ||
-      (code = check_positive("swiglu_alpha", values->swiglu_alpha, err)) ||
-      (code = check_positive("swiglu_limit", values->swiglu_limit, err)))
+      (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)))
+    return code;
+  if (values->activation == RM_SWIGLU_OAI &&
+      ((code = check_positive("swiglu_alpha", values->swiglu_alpha, err)) ||
+       (code = check_positive("swiglu_limit", values->swiglu_limit, err))))
     return code;
   if (values->ungated && values->activation == RM_SWIGLU_OAI)
     return rm_fail(err, RM_E_CONFIG,

@@ -92,9 +92,10 @@ static rm_code rule(scene *s, const descriptor *d, const spelling **is) {
   if (code == RM_E_UNEXPECTED_KEY && w->sync.options.allow_partial) return RM_OK;
   if (code) return code;
   if ((want->mask & w->sync.seen) && s->f.plant != 3) return RM_E_DUPLICATE_KEY;
-  if (t->n_dims != want->n_dims) return RM_E_SHAPE;
+  const int is_row = want->n_dims == 1 && t->n_dims == 2 && t->shape[0] == 1; // of a vector
+  if (t->n_dims != want->n_dims + is_row) return RM_E_SHAPE;
   for (int i = 0; i < want->n_dims; i++)
-    if (t->shape[i] != want->shape[i]) return RM_E_SHAPE;
+    if (t->shape[i + is_row] != want->shape[i]) return RM_E_SHAPE;
   const int known = t->dtype == RM_SRC_BF16 || t->dtype == RM_SRC_F32 || t->dtype == RM_SRC_F16 ||
                     t->dtype == RM_SRC_F64;
   if (t->dtype != w->book->slots[want->slots[0]].dtype && !(w->sync.options.cast && known))
