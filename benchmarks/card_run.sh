@@ -102,8 +102,8 @@ export -f profiles cpu_profile
 export PY
 
 FMA=${FMA:-gemm gemm_swiglu attention qk_rope_kv lm_head rms_norm router permute \
-  static_dispatch combine sample embed gather_rows activate head_squares merge_pairs top_logprobs \
-  ranks pack}
+  static_dispatch combine sample embed gather_rows activate head_squares sigmoid_gate \
+  merge_pairs top_logprobs ranks pack}
 MMA=${MMA:-gemm gemm_swiglu attention lm_head qk_rope_kv router embed pack}
 FIGURES="$PY -m benchmarks.gpu --built $D --limits $L/limits.json --rounds 3 --budget 3"
 FIGURES="$FIGURES --families cuda_mma"

@@ -35,6 +35,16 @@ ALL = {
         "first_k_dense_replace": 1,
         "num_hidden_layers": 3,
     },
+    **{
+        family: {"num_experts_per_tok": 8}
+        for family in ("minimax_m2", "hy_v3", "flex_olmo", "gpt_oss", "granitemoe", "afmoe")
+    },
+    **{
+        family: {"num_experts_per_tok": 8, "topk_group": 2}
+        for family in ("dots1", "solar_open", "exaone_moe")
+    },
+    "ernie4_5_moe": {"moe_k": 8},
+    "hunyuan_v1_moe": {"moe_topk": 8},
 }
 
 
@@ -116,5 +126,9 @@ def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> N
                 stored = gen.metrics()["weight_bytes"]
             most = held + tp * (bias + LINE * sum(m.count for m in kinds))
             assert held - tp * tiles < stored <= most, (tp, held, stored, model.config)
-        elements = sum(n for name, n in required.items() if not name.endswith("correction_bias"))
+        elements = sum(
+            n
+            for name, n in required.items()
+            if not name.endswith(("correction_bias", "expert_bias"))
+        )
         assert sizes.count_parameters(spec).total == elements == spec.num_parameters

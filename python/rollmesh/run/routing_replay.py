@@ -35,14 +35,17 @@ if TYPE_CHECKING:
 
 def routers(model: Any) -> list[Any]:
     """Returns the routers of a transformers model, by layer. Raises ConfigError for a model without
-    routers."""
+    experts, and for AFMoE and HunYuan-MoE, whose routers give other outputs."""
     found = [
         module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
     ]
     if not found:
+        names = {type(module).__name__ for module in model.modules()}
+        has_experts = any(name.endswith("Experts") for name in names)
+        what = "with routers of its own form" if has_experts else "without experts"
         raise ConfigError(
-            f"[correction] routing_replay: expected false for a {type(model).__name__} without "
-            "experts, got true"
+            f"[correction] routing_replay: expected false for a {type(model).__name__} {what}, "
+            "got true"
         )
     return found
 
