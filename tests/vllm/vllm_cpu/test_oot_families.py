@@ -42,7 +42,11 @@ NO_WINDOWS = {
             "afmoe",
         )
     },
-    "phi3": {"sliding_window": None, "hidden_size": 128},
+    "phi3": {
+        "sliding_window": None,
+        "hidden_size": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
 QUICK = ("smollm3", "olmoe", "glm4_moe")
 
