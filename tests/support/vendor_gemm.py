@@ -12,6 +12,7 @@ from ctypes import (
     Structure,
     byref,
     c_char_p,
+    c_float,
     c_int,
     c_int64,
     c_size_t,
@@ -78,6 +79,8 @@ class Gemm(Structure):
         ("dtype", c_int),
         ("y_dtype", c_int),
         ("activation", c_int),
+        ("alpha", c_float),
+        ("limit", c_float),
     )
 
 
@@ -112,7 +115,7 @@ class Kernels(Structure):
         ("isa", c_char_p),
         ("family", c_char_p),
         ("workspace_bytes", c_void_p),
-        ("row_ops", c_void_p * 9),
+        ("row_ops", c_void_p * 10),
         ("gemm", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
         ("gemm_swiglu", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
         ("between", c_void_p * 7),
