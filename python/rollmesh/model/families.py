@@ -13,209 +13,41 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmesh.errors import ConfigError
-from rollmesh.model.reader import MAX_POSITION, Reader
-from rollmesh.model.rope import KEYS as ROPE_KEYS
-from rollmesh.model.rope import ROPE_TABLES, number, table_of
-from rollmesh.runtime.arguments import choice
+from rollmesh.model.family_layers import (
+    LayerKinds,
+    PerLayer,
+    attention_layers,
+    early_even_windows,
+    ernie_layers,
+    every,
+    first_layers_dense,
+    layers_with_rope,
+    none,
+    num_experts,
+    one_switched_window,
+    one_window,
+    patterned_windows,
+    rope_in_windows,
+    shared_experts,
+    sparse_layers,
+    windows_from_a_layer_on,
+    windows_where,
+    windows_without_rope,
+)
+from rollmesh.model.family_ropes import (
+    Ropes,
+    gemma3_ropes,
+    gpt_oss_ropes,
+    hunyuan_ropes,
+    olmo3_ropes,
+    phi3_ropes,
+)
+from rollmesh.model.reader import Reader
+from rollmesh.model.rope import ROPE_TABLES
 from rollmesh.runtime.messages import shown
 
-Ropes = tuple[tuple[str, Mapping[str, Any]], ...]
-PerLayer = Callable[[Reader, int], tuple[int, ...]]  # of a config and its number of layers
-LayerKinds = Callable[[Reader, int], tuple[str, ...]]
 Switch = str | bool | Callable[[Reader], bool]
 HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the config has none
-
-
-# ----------------------------------------------------------------------------------------- layers
-def none(c: Reader, layers: int) -> tuple[int, ...]:
-    return (0,) * layers
-
-
-def every(c: Reader, layers: int) -> tuple[int, ...]:
-    return (1,) * layers
-
-
-def attention_layers(c: Reader, layers: int) -> tuple[str, ...]:
-    return ("attention",) * layers
-
-
-def _window(c: Reader, default: int | None) -> int:
-    """Returns sliding_window, or `default` if the key is missing; 0 (full attention) if it is
-    None."""
-    if c.values.get("sliding_window", default) is None:
-        return 0
-    return c.integer("sliding_window", default=default)
-
-
-def _switched_window(c: Reader, default: int | None = 4096) -> int:
-    """Returns sliding_window where use_sliding_window is on, else 0."""
-    return _window(c, default) if c.boolean("use_sliding_window", False) else 0
-
-
-def _layer_types(
-    c: Reader,
-    layers: int,
-    key: str = "layer_types",
-    kinds: tuple[str, ...] = ("full_attention", "sliding_attention"),
-) -> tuple[str, ...] | None:
-    types = c.values.get(key)
-    if types is None:
-        return None
-    if not isinstance(types, (list, tuple)) or len(types) != layers:
-        raise ConfigError(
-            f"{key}: expected one entry for each of num_hidden_layers={layers}, got {shown(types)}"
-        )
-    if other := [t for t in types if not isinstance(t, str) or t not in kinds]:
-        raise ConfigError(f"{key}: expected {' and '.join(kinds)}, got {shown(other)}")
-    return tuple(types)
-
-
-def _windows(
-    c: Reader, layers: int, has_window: Callable[[int], bool], window: int
-) -> tuple[int, ...]:
-    """The windows of layer_types, else a window in the layers for which has_window holds."""
-    types = _layer_types(c, layers)
-    if types is None:
-        return tuple(window if window and has_window(i) else 0 for i in range(layers))
-    if "sliding_attention" in types and not window:
-        raise ConfigError(
-            "layer_types: expected use_sliding_window and sliding_window with sliding_attention, "
-            "got one that is off"
-        )
-    return tuple(window if t == "sliding_attention" else 0 for t in types)
-
-
-def windows_from_a_layer_on(c: Reader, layers: int) -> tuple[int, ...]:
-    """Qwen2, Qwen3: as layer_types says, else from max_window_layers on."""
-    return _windows(
-        c, layers, lambda i: i >= c.integer("max_window_layers", 0, default=28), _switched_window(c)
-    )
-
-
-def early_even_windows(c: Reader, layers: int) -> tuple[int, ...]:
-    """Qwen2-MoE: as layer_types says, else in every second layer below max_window_layers."""
-    return _windows(
-        c,
-        layers,
-        lambda i: i % 2 == 0 and i < c.integer("max_window_layers", 0, default=28),
-        _switched_window(c),
-    )
-
-
-def one_switched_window(c: Reader, layers: int) -> tuple[int, ...]:
-    """Qwen3-MoE: all layers or none."""
-    window, types = _switched_window(c), _layer_types(c, layers)
-    if types is not None and set(types) != {"sliding_attention" if window else "full_attention"}:
-        raise ConfigError(
-            "layer_types: expected one kind for all of Qwen3-MoE's layers, got "
-            f"{shown(c.values['layer_types'])}"
-        )
-    return (window,) * layers
-
-
-def one_window(default: int | None) -> PerLayer:
-    """Mistral, Mixtral: sliding_window in all layers; None: full attention."""
-    return lambda c, layers: (_window(c, default),) * layers
-
-
-def windows_where(has_window: Callable[[Reader, int], bool], default: int = 4096) -> PerLayer:
-    """A window as layer_types says, else in the layers for which has_window holds."""
-    return lambda c, layers: _windows(c, layers, lambda i: has_window(c, i), _window(c, default))
-
-
-def rope_in_windows(c: Reader, layers: int) -> tuple[int, ...]:
-    """EXAONE-4: rope turns q and k in layers with a window, or in all layers if sliding_window is
-    None."""
-    return tuple(int(w > 0 or not _window(c, 4096)) for w in _EXAONE_WINDOWS(c, layers))
-
-
-def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
-    """SmolLM3: no_rope_layers has a 1 where rope turns q and k; else all but every
-    no_rope_layer_interval-th do."""
-    given = c.values.get("no_rope_layers")
-    if given is None:
-        interval = c.integer("no_rope_layer_interval", default=4)
-        return tuple(int((i + 1) % interval != 0) for i in range(layers))
-    if (
-        not isinstance(given, (list, tuple))
-        or len(given) < layers
-        or any(type(i) is not int or i not in (0, 1) for i in given)
-    ):
-        raise ConfigError(
-            f"no_rope_layers: expected a 0 or 1 for each of num_hidden_layers={layers}, got "
-            f"{shown(given)}"
-        )
-    return tuple(given[:layers])
-
-
-def windows_without_rope(c: Reader, layers: int) -> tuple[int, ...]:
-    """SmolLM3: as layer_types says, else in the layers without rope."""
-    has_rope = layers_with_rope(c, layers)
-    return _windows(c, layers, lambda i: not has_rope[i], _switched_window(c, None))
-
-
-def patterned_windows(window: int, every: int, key: str = "") -> PerLayer:
-    """A window as layer_types says, else in all layers but every n-th. n is the value of `key`, by
-    default `every`."""
-    return windows_where(lambda c, i: (i + 1) % c.integer(key, default=every) != 0, window)
-
-
-def num_experts(
-    c: Reader, key: str = "num_experts", low: int = 0, default: int | None = None
-) -> int:
-    """num_local_experts is transformers' other name for it."""
-    both = [c.integer(name, low) for name in (key, "num_local_experts") if c.given(name)]
-    if len(set(both)) > 1:
-        raise ConfigError(f"{key}={both[0]} and num_local_experts={both[1]} differ")
-    return both[0] if both else c.integer(key, low, default=default)
-
-
-def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
-    """Qwen's: every decoder_sparse_step-th layer, but for those in mlp_only_layers."""
-    step, dense = (
-        c.integer("decoder_sparse_step", default=1),
-        c.values.get("mlp_only_layers") or [],
-    )
-    if not isinstance(dense, (list, tuple)) or not all(
-        type(i) is int and 0 <= i < layers for i in dense
-    ):
-        raise ConfigError(
-            f"mlp_only_layers: expected a list of layers in [0, {layers}), got {shown(dense)}"
-        )
-    has_experts, without = num_experts(c) > 0, frozenset(dense)
-    return tuple(
-        int(has_experts and i not in without and (i + 1) % step == 0) for i in range(layers)
-    )
-
-
-def first_layers_dense(default: int) -> PerLayer:
-    """GLM-4-MoE: experts as mlp_layer_types says, else from layer first_k_dense_replace on."""
-
-    def rule(c: Reader, layers: int) -> tuple[int, ...]:
-        types = _layer_types(c, layers, "mlp_layer_types", ("dense", "sparse"))
-        first = c.integer("first_k_dense_replace", 0, default=default)
-        return tuple(int(types[i] == "sparse" if types else i >= first) for i in range(layers))
-
-    return rule
-
-
-def ernie_layers(c: Reader, layers: int) -> tuple[int, ...]:
-    """ERNIE-4.5: every moe_layer_interval-th layer from moe_layer_start_index to
-    moe_layer_end_index."""
-    step, start = (
-        c.integer("moe_layer_interval", default=1),
-        c.integer("moe_layer_start_index", 0, default=1),
-    )
-    end = c.integer("moe_layer_end_index", -1, default=-1)
-    end = layers - 1 if end < 0 else end
-    return tuple(int((i + 1) % step == 0 and start <= i <= end) for i in range(layers))
-
-
-def shared_experts(key: str, default: int | None = 1) -> Callable[[Reader], int]:
-    """The width of the shared expert: the number of shared experts times moe_intermediate_size."""
-    return lambda c: min(
-        c.integer(key, 0, default=default) * c.integer("moe_intermediate_size"), MAX_POSITION
-    )
 
 
 # --------------------------------------------------------------------------------------- families
@@ -261,30 +93,6 @@ def _rope_is_given(c: Reader, head_dim: int) -> None:
     """CWM: transformers' default, a table of the type llama3, is not supported."""
     if not any(c.given(name) for name in ROPE_TABLES):
         raise ConfigError("rope_parameters: expected a table, got none")
-
-
-def _phi3_rope(config: Mapping[str, Any]) -> Ropes:
-    """Phi-3: "su" and "yarn" are older names of "longrope", the only type besides "default"."""
-    name, table = table_of(config)
-    given = table.get("rope_type", table.get("type", "default"))
-    kind = choice("rope_type", given, ["default", "longrope", "su", "yarn"])
-    table = {**table, "rope_type": "default" if kind == "default" else "longrope"}
-    return (("", {"original_max_position_embeddings": 4096, **config, name: table}),)
-
-
-def _gpt_oss_rope(config: Mapping[str, Any]) -> Ropes:
-    """gpt-oss: a config without a rope table has this one."""
-    if any(config.get(name) is not None for name in ROPE_TABLES):
-        return (("", config),)
-    table = {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
-    }
-    return (("", {**config, ROPE_TABLES[-1]: table}),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,43 +194,9 @@ def _granite(c: Reader) -> dict[str, Any]:
     }
 
 
-def _two_ropes(config: Mapping[str, Any], base: Any) -> Ropes:
-    """rope_parameters has a table for each kind of layer. rope_scaling, of transformers 4, is for
-    layers without a window. base: the default of rope_theta in layers with a window."""
-    table = config.get("rope_parameters") or {}
-    if not isinstance(table, Mapping) or table.keys() - {"full_attention", "sliding_attention"}:
-        raise ConfigError(
-            "rope_parameters: expected tables full_attention and sliding_attention, got "
-            f"{shown(table)}"
-        )
-    full, local = (
-        table_of({"rope_parameters": table.get(f"{kind}_attention")})[1]
-        for kind in ("full", "sliding")
-    )
-    scaling = table_of({"rope_scaling": config.get("rope_scaling")})[1]
-    unread = {*ROPE_TABLES, "original_max_position_embeddings"}  # the latter counts in tables alone
-    rest = {key: config[key] for key in config if key not in unread}
-    name, path = ("rope_scaling", "") if scaling else ("rope_parameters", ".full_attention")
-    return (
-        (path, {**rest, name: {**full, **scaling}}),
-        (".sliding_attention", {**rest, "rope_theta": base, "rope_parameters": local}),
-    )
-
-
-def gemma3_ropes(config: Mapping[str, Any]) -> Ropes:
-    return _two_ropes(config, config.get("rope_local_base_freq", 10000.0))
-
-
-def olmo3_ropes(config: Mapping[str, Any]) -> Ropes:
-    return _two_ropes(config, 500000.0)
-
-
 def _afmoe(c: Reader) -> dict[str, Any]:
     is_scaled = c.boolean("mup_enabled", False)
-    return {
-        "routed_scaling_factor": c.positive("route_scale", 1.0),
-        "embedding_multiplier": c.integer("hidden_size") ** 0.5 if is_scaled else None,
-    }
+    return {"embedding_multiplier": c.integer("hidden_size") ** 0.5 if is_scaled else None}
 
 
 def _hunyuan_moe(c: Reader) -> dict[str, Any]:
@@ -437,21 +211,6 @@ def _hunyuan_moe(c: Reader) -> dict[str, Any]:
     if (other := c.integer("num_experts_per_tok", default=top_k)) != top_k:
         raise ConfigError(f"num_experts_per_tok: expected moe_topk={top_k}, got {other}")
     return {"num_experts_per_tok": top_k}
-
-
-def hunyuan_ropes(config: Mapping[str, Any]) -> Ropes:
-    """HunYuan: with `alpha`, the type "dynamic" is NTK scaling by alpha at every length."""
-    name, table = table_of(config)
-    alpha, kind = table.get("alpha"), table.get("rope_type", table.get("type"))
-    if not alpha or kind != "dynamic":
-        return (("", config),)
-    dim = Reader(config).integer("head_dim", 4)
-    theta = table.get("rope_theta", config.get("rope_theta", 10000.0))
-    stretch = number(f"{name}.alpha", alpha, 0) ** (dim / (dim - 2))
-    # The keys of the other types have no effect.
-    kept = {key: value for key, value in table.items() if key not in ROPE_KEYS | {"alpha"}}
-    kept |= {"rope_type": "default", "rope_theta": number("rope_theta", theta, 0) * stretch}
-    return (("", {**config, name: kept}),)
 
 
 # The kinds of csrc/model/layer_kinds.c, in its order.
@@ -477,17 +236,13 @@ _GEMMA_NAMES = (
     ("pre_mlp_norm", "pre_feedforward_layernorm.weight"),
 )
 _AFMOE_WINDOWS = patterned_windows(1024, 4, "global_attn_every_n_layers")
-_HUNYUAN_NAMES = (
-    ("q_norm", "self_attn.query_layernorm.weight"),
-    ("k_norm", "self_attn.key_layernorm.weight"),
-)
 _GRANITE = "embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 
 
-def _shared(module: str) -> tuple[tuple[str, str], ...]:
-    """The names of the shared expert's weights."""
+def _mlp(kind: str, module: str) -> tuple[tuple[str, str], ...]:
+    """The names of the weights of an MLP: a shared expert, or an expert."""
     return tuple(
-        (f"shared_{kind}", f"{module}.{kind}_proj.weight") for kind in ("gate", "up", "down")
+        (f"{kind}_{part}", f"{module}.{part}_proj.weight") for part in ("gate", "up", "down")
     )
 
 
@@ -514,6 +269,45 @@ _DEEPSEEK = Experts(
 )
 _EXAONE = "sliding_window sliding_window_pattern layer_types"
 _EXAONE_WINDOWS = patterned_windows(4096, 4, "sliding_window_pattern")
+
+_GLM = Family(
+    "GlmForCausalLM",
+    "attention_bias",
+    head_dim=128,
+    num_key_value_heads=2,
+    max_position_embeddings=131072,
+    rms_norm_eps=1.5625e-7,
+    eos_token_id=(151329, 151336, 151338),
+    partial_rotary_factor=0.5,
+    attention_bias=lambda c: c.boolean("attention_bias", True),
+    o_bias=False,
+    rope_neighbours=True,
+)
+_OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    "attention_bias",
+    eos_token_id=50279,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    qk_norm="whole",
+    norm_before=False,
+    norm_after=True,
+    names=(("post_attn_norm", "post_attention_layernorm.weight"),),
+)
+_HUNYUAN = Family(
+    "HunYuanDenseV1ForCausalLM",
+    "attention_bias",
+    "eod_token_id",
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    qk_norm="head",
+    qk_norm_last=True,
+    ropes=hunyuan_ropes,
+    names=(
+        ("q_norm", "self_attn.query_layernorm.weight"),
+        ("k_norm", "self_attn.key_layernorm.weight"),
+    ),
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -574,30 +368,14 @@ FAMILIES: dict[str, Family] = {
         windows=windows_without_rope,
         rope_layers=layers_with_rope,
     ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        "attention_bias",
-        eos_token_id=50279,
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
-        qk_norm="whole",
-        norm_before=False,
-        norm_after=True,
-        names=(("post_attn_norm", "post_attention_layernorm.weight"),),
-    ),
-    "olmo3": Family(
-        "Olmo3ForCausalLM",
-        "attention_bias sliding_window layer_types",
-        eos_token_id=50279,
-        max_position_embeddings=2048,
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        keys="attention_bias sliding_window layer_types",
         rope_theta=500000.0,
-        rms_norm_eps=1e-5,
-        qk_norm="whole",
-        norm_before=False,
-        norm_after=True,
         windows=patterned_windows(4096, 4),
         ropes=olmo3_ropes,
-        names=(("post_attn_norm", "post_attention_layernorm.weight"),),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -629,7 +407,7 @@ FAMILIES: dict[str, Family] = {
             shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=5632),
             shared_switch=True,
         ),
-        names=_shared("mlp.shared_expert"),
+        names=_mlp("shared", "mlp.shared_expert"),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -651,19 +429,10 @@ FAMILIES: dict[str, Family] = {
         hidden_act="relu2",
         ungated=True,
     ),
-    "glm4": Family(
-        "Glm4ForCausalLM",
-        "attention_bias",
-        head_dim=128,
-        num_key_value_heads=2,
-        max_position_embeddings=131072,
-        rms_norm_eps=1.5625e-7,
-        eos_token_id=(151329, 151336, 151338),
-        partial_rotary_factor=0.5,
+    "glm4": replace(
+        _GLM,
+        architecture="Glm4ForCausalLM",
         norm_after=True,
-        attention_bias=lambda c: c.boolean("attention_bias", True),
-        o_bias=False,
-        rope_neighbours=True,
         names=(("post_mlp_norm", "post_mlp_layernorm.weight"),),
     ),
     "glm4_moe": Family(
@@ -680,19 +449,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=first_layers_dense(1),
         experts=_DEEPSEEK,
     ),
-    "glm": Family(
-        "GlmForCausalLM",
-        "attention_bias",
-        head_dim=128,
-        num_key_value_heads=2,
-        max_position_embeddings=131072,
-        rms_norm_eps=1.5625e-7,
-        eos_token_id=(151329, 151336, 151338),
-        partial_rotary_factor=0.5,
-        attention_bias=lambda c: c.boolean("attention_bias", True),
-        o_bias=False,
-        rope_neighbours=True,
-    ),
+    "glm": _GLM,
     "seed_oss": Family(
         "SeedOssForCausalLM",
         "attention_bias attention_out_bias",
@@ -748,7 +505,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=8,
         max_position_embeddings=131072,
         rope_theta=150000.0,
-        ropes=_gpt_oss_rope,
+        ropes=gpt_oss_ropes,
         rms_norm_eps=1e-5,
         attention_bias=lambda c: c.boolean("attention_bias", True),
         o_bias=lambda c: c.boolean("attention_bias", True),
@@ -823,7 +580,7 @@ FAMILIES: dict[str, Family] = {
         ),
         names=(
             ("router", "mlp.router.gate.weight"),
-            *_shared("mlp.shared_mlp"),
+            *_mlp("shared", "mlp.shared_mlp"),
         ),
     ),
     "exaone4": Family(
@@ -838,7 +595,7 @@ FAMILIES: dict[str, Family] = {
         attention_bias=False,
         o_bias=False,
         windows=_EXAONE_WINDOWS,
-        rope_layers=rope_in_windows,
+        rope_layers=rope_in_windows(_EXAONE_WINDOWS),
         names=(("post_attn_norm", "post_attention_layernorm.weight"),),
     ),
     "exaone_moe": Family(
@@ -854,7 +611,7 @@ FAMILIES: dict[str, Family] = {
         attention_bias=False,
         o_bias=False,
         windows=_EXAONE_WINDOWS,
-        rope_layers=rope_in_windows,
+        rope_layers=rope_in_windows(_EXAONE_WINDOWS),
         moe_layers=first_layers_dense(1),
         experts=replace(
             _DEEPSEEK,
@@ -942,7 +699,7 @@ FAMILIES: dict[str, Family] = {
         attention_bias=False,
         o_bias=False,
         windows=one_window(None),
-        ropes=_phi3_rope,
+        ropes=phi3_ropes,
     ),
     "ministral": Family(
         "MinistralForCausalLM",
@@ -1009,10 +766,7 @@ FAMILIES: dict[str, Family] = {
         factors=_granite,
         names=(
             ("router", "block_sparse_moe.router.layer.weight"),
-            *(
-                (f"expert_{kind}", f"block_sparse_moe.experts.#.{kind}_proj.weight")
-                for kind in ("gate", "up", "down")
-            ),
+            *_mlp("expert", "block_sparse_moe.experts.#"),
         ),
     ),
     "afmoe": Family(
@@ -1029,15 +783,14 @@ FAMILIES: dict[str, Family] = {
         attention_gate=True,
         windows=_AFMOE_WINDOWS,
         rope_layers=lambda c, layers: tuple(int(w > 0) for w in _AFMOE_WINDOWS(c, layers)),
-        moe_layers=lambda c, layers: tuple(
-            int(i >= c.integer("num_dense_layers", 0, default=1)) for i in range(layers)
-        ),
+        moe_layers=first_layers_dense(1, "num_dense_layers"),
         experts=Experts(
             number=lambda c: num_experts(c, low=1, default=64),
             top_k=6,
             renormalize=True,
             score_func="sigmoid",
             router_bias=True,
+            scaling="route_scale",
             shared_width=shared_experts("num_shared_experts", 2),
         ),
         factors=_afmoe,
@@ -1049,25 +802,11 @@ FAMILIES: dict[str, Family] = {
             ("router_bias", "mlp.expert_bias"),
         ),
     ),
-    "hunyuan_v1_dense": Family(
-        "HunYuanDenseV1ForCausalLM",
-        "attention_bias",
-        "eod_token_id",
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
-        qk_norm="head",
-        qk_norm_last=True,
-        ropes=hunyuan_ropes,
-        names=_HUNYUAN_NAMES,
-    ),
-    "hunyuan_v1_moe": Family(
-        "HunYuanMoEV1ForCausalLM",
-        "attention_bias num_experts num_local_experts moe_topk num_experts_per_tok",
-        "eod_token_id",
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
-        qk_norm="head",
-        qk_norm_last=True,
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": replace(
+        _HUNYUAN,
+        architecture="HunYuanMoEV1ForCausalLM",
+        keys="attention_bias num_experts num_local_experts moe_topk num_experts_per_tok",
         moe_layers=every,
         experts=Experts(
             number=lambda c: num_experts(c, low=1, default=1),
@@ -1077,11 +816,10 @@ FAMILIES: dict[str, Family] = {
             shared_width=lambda c: c.integer("intermediate_size"),
         ),
         factors=_hunyuan_moe,
-        ropes=hunyuan_ropes,
         names=(
-            *_HUNYUAN_NAMES,
+            *_HUNYUAN.names,
             ("router", "mlp.gate.wg.weight"),
-            *_shared("mlp.shared_mlp"),
+            *_mlp("shared", "mlp.shared_mlp"),
         ),
     ),
 }
