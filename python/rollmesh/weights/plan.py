@@ -31,7 +31,8 @@ from rollmesh.weights.pieces import is_sharded, local_tensor
 from rollmesh.weights.sync import EMBEDDING, HEAD, SyncOptions
 from rollmesh.weights.transport.tensors import entries_of, holds_tensors
 
-ROUTER_BIAS = ".mlp.gate.e_score_correction_bias"
+# Names of buffers, in all families that have them.
+ROUTER_BIAS = (".gate.e_score_correction_bias", ".block_sparse_moe.e_score_correction_bias")
 MAX_LISTED = 50  # faults listed in one message
 # Bytes of tensors in one call of the engine. Ctrl-C takes effect between two calls.
 BATCH_BYTES = 2 << 30
