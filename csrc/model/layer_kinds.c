@@ -57,7 +57,7 @@ rm_layer_cache rm_next_cache(const rm_pass *pass, rm_cache *rest) {
     rest->pages = (char *)rest->pages + (size_t)rest->n_pages * parts[p];
   }
   if (kind->state_bytes)
-    rest->states = (char *)rest->states + (size_t)rest->n_slots * kind->state_bytes(model, here);
+    rest->states = (char *)rest->states + (size_t)rest->n_states * kind->state_bytes(model, here);
   return cache;
 }
 

@@ -8,7 +8,7 @@
 // This rank's cache of one layer.
 typedef struct rm_layer_cache {
   char *pages[RM_PAGE_PARTS]; // [n_pages] of each part; for attention K and V
-  char *states; // [n_slots] states
+  char *states; // [n_states]
 } rm_layer_cache;
 
 typedef struct rm_layer_kind_ops {

@@ -61,7 +61,7 @@ typedef struct rm_spec {
   float rope_scale; // attention_scaling of the rope type, 1 by default
   const float *inv_freq; // [rotary_dim/2]
   const rm_layer_spec *layers; // [n_layers]
-  int64_t n_moe_layers; // derived
+  int64_t n_moe_layers, n_attention_layers; // derived
   int64_t shared_intermediate_size; // the shared expert of each MoE layer; 0: none
   int shared_switch; // the shared expert's output is scaled by sigmoid(x · w), w: [1][hidden]
   int sigmoid_scores; // the router uses sigmoid; else softmax
