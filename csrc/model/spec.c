@@ -13,7 +13,8 @@ enum {
   MAX_LAYERS = 1024,
   MAX_HEADS = 1 << 14,
   MAX_HEAD_DIM = 1024,
-  MAX_EXPERTS = 16384
+  MAX_EXPERTS = 16384,
+  MAX_KERNEL = 64
 };
 _Static_assert(MAX_EXPERTS <= INT16_MAX, "routing is recorded as int16");
 
@@ -130,6 +131,24 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
   return check_positive("routed_scaling_factor", s->route_scale, err);
 }
 
+static rm_code check_delta_net(const rm_spec *s, rm_error *err) {
+  const bound bounds[] = {
+      {"linear_num_key_heads", s->delta_k_heads, 1, MAX_HEADS},
+      {"linear_num_value_heads", s->delta_v_heads, 1, MAX_HEADS},
+      {"linear_key_head_dim", s->delta_k_dim, 1, MAX_HEAD_DIM},
+      {"linear_value_head_dim", s->delta_v_dim, 1, MAX_HEAD_DIM},
+      {"linear_conv_kernel_dim", s->delta_kernel, 1, MAX_KERNEL},
+  };
+  const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
+  if (code) return code;
+  if (s->delta_v_heads % s->delta_k_heads)
+    return rm_fail(
+        err, RM_E_CONFIG,
+        "linear_num_value_heads: expected a multiple of linear_num_key_heads=%lld, got %lld",
+        (long long)s->delta_k_heads, (long long)s->delta_v_heads);
+  return RM_OK;
+}
+
 static rm_code check_layers(const rm_spec *s, int64_t *n_moe, int64_t *n_attention, rm_error *err) {
   if (!s->layers)
     return rm_fail(err, RM_E_CONFIG, "layers: expected num_hidden_layers=%lld entries, got none",
@@ -154,6 +173,8 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, int64_t *n_attenti
   }
   if (!*n_attention)
     return rm_fail(err, RM_E_CONFIG, "layer_types: expected a layer of attention, got none");
+  const rm_code code = *n_attention < s->n_layers ? check_delta_net(s, err) : RM_OK;
+  if (code) return code;
   if (*n_moe < s->n_layers)
     return rm_check_range(err, RM_E_CONFIG, "intermediate_size", s->intermediate_size, 1,
                           MAX_WIDTH);
