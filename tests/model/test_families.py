@@ -355,6 +355,19 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     for name in [name for name in held if name.endswith("self_attn.qkv_proj.weight")]:  # Phi-3's
         held.pop(name)
         held |= {(key := name.replace("qkv", part)): listed[key] for part in "qkv"}
+    # Tensors of delta nets and of gated q, whose parts are listed one by one.
+    fused = {
+        "in_proj_qkvz": [f"in_proj_{part}" for part in "qkvz"],
+        "in_proj_ba": ["in_proj_b", "in_proj_a"],
+        "in_proj_qkv": [f"in_proj_{part}" for part in "qkv"],
+        "conv1d": [f"conv1d_{part}" for part in "qkv"],
+    } | ({"q_proj": ["q_proj", "gate_proj"]} if FAMILIES[family].gate_in_q else {})
+    for name, parts_of in itertools.product(list(held), fused.items()):
+        if name.endswith(f".{parts_of[0]}.weight"):
+            shape = held.pop(name)
+            keys = [name.replace(parts_of[0], part) for part in parts_of[1]]
+            assert shape[0] == sum(listed[key][0] for key in keys)
+            held |= {key: listed[key] for key in keys}
     # GraniteMoE's tensors of all experts, which are listed one by one.
     parts = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
     for name in [name for name in held if name.endswith("put_linear.weight")]:
