@@ -534,9 +534,7 @@ typedef struct rm_pack_args {
 //   RM_SHARED_OPS  the reference's function serves every CPU variant
 //   RM_FAST_OPS    have fast variants
 // A profile counts the `rows` of the argument struct of RM_COPY_OPS and RM_ROW_OPS.
-#define RM_PLAIN_OPS(X) \
-  X(static_dispatch, rm_static_dispatch_args) \
-  X(delta_net, rm_delta_net_args)
+#define RM_PLAIN_OPS(X) X(static_dispatch, rm_static_dispatch_args)
 #define RM_COPY_OPS(X) \
   X(embed, rm_embed_args) \
   X(gather_rows, rm_gather_rows_args) \
@@ -558,6 +556,7 @@ typedef struct rm_pack_args {
   X(gemm, rm_gemm_args) \
   X(gemm_swiglu, rm_gemm_args) \
   X(attention, rm_attention_args) \
+  X(delta_net, rm_delta_net_args) \
   X(router, rm_router_args) \
   X(lm_head, rm_lm_head_args)
 #define RM_OPS(X) RM_FAST_OPS(X) RM_SHARED_OPS(X)
