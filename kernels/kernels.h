@@ -42,6 +42,7 @@ enum {
   RM_VOCAB_BLOCK = 128, // vocabulary entries per (max, sum) partial
   RM_MAX_TOP_K = 64, // experts per token
   RM_MAX_EXPERT_GROUPS = 64, // expert groups of a router
+  RM_MAX_DELTA_DIM = 128, // rows or columns of a state of delta_net; a GPU keeps it in registers
 };
 
 // ---------------------------------------------------------------------------------------- layouts

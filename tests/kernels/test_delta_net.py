@@ -1,9 +1,9 @@
 """delta_net against float64, in chunks, and through slots.
 
-Input: random rows of small sequences. Oracle: the recurrence of transformers in float64; for chunks and
-slots the same rows in one call. Bound of the values: the state's update is a contraction (|k| <= 1,
-beta and decay in [0, 1]), so that rounding errors of rows add up at most; each is at most a few
-roundings of a sum of k_dim products. Bound of the rest: zero differing bits."""
+Input: random rows of small sequences. Oracle: the recurrence of transformers in float64; for chunks
+and slots the same rows in one call. Bound of the values: the state's update is a contraction (|k|
+<= 1, beta and decay in [0, 1]), so that rounding errors of rows add up at most; each is at most a
+few roundings of a sum of k_dim products. Bound of the rest: zero differing bits."""
 
 from __future__ import annotations
 

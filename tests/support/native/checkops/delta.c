@@ -12,8 +12,8 @@ static void draw_delta_net(trial *t) {
   s->head0 = s->group ? between(t, 0, s->group - 1) : 0;
   s->n_heads = s->group ? between(t, 1, 5) : PICK(t, 2, 4);
   s->n_kv_heads = s->group ? (s->head0 + s->n_heads - 1) / s->group + 1 : 2;
-  s->head_dim = draw_width(t, t->small ? 33 : 129);
-  s->n = draw_width(t, t->small ? 33 : 129);
+  s->head_dim = draw_width(t, t->small ? 33 : RM_MAX_DELTA_DIM);
+  s->n = draw_width(t, t->small ? 33 : RM_MAX_DELTA_DIM);
   s->k = PICK(t, 1, 2, 3, 4, 4, 4, 7);
   s->dtype = draw_dtype(t);
 }
