@@ -8,7 +8,7 @@
 // This rank's cache of one layer.
 typedef struct rm_layer_cache {
   char *pages[RM_PAGE_PARTS]; // [n_pages] of each part; for attention K and V
-  char *states; // [n_slots] states
+  char *states; // [n_states]
 } rm_layer_cache;
 
 typedef struct rm_layer_kind_ops {
@@ -32,3 +32,6 @@ rm_layer_cache rm_next_cache(const rm_pass *pass, rm_cache *rest);
 void rm_attention_page_bytes(const rm_model *model, const rm_placement *here,
                              size_t bytes[RM_PAGE_PARTS]);
 rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache);
+// delta_net.c
+size_t rm_delta_net_state_bytes(const rm_model *model, const rm_placement *here);
+rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache);
