@@ -42,6 +42,7 @@ enum {
   RM_VOCAB_BLOCK = 128, // vocabulary entries per (max, sum) partial
   RM_MAX_TOP_K = 64, // experts per token
   RM_MAX_EXPERT_GROUPS = 64, // expert groups of a router
+  RM_MAX_DELTA_DIM = 128, // rows or columns of a state of delta_net; a GPU keeps it in registers
 };
 
 // ---------------------------------------------------------------------------------------- layouts
@@ -534,9 +535,7 @@ typedef struct rm_pack_args {
 //   RM_SHARED_OPS  the reference's function serves every CPU variant
 //   RM_FAST_OPS    have fast variants
 // A profile counts the `rows` of the argument struct of RM_COPY_OPS and RM_ROW_OPS.
-#define RM_PLAIN_OPS(X) \
-  X(static_dispatch, rm_static_dispatch_args) \
-  X(delta_net, rm_delta_net_args)
+#define RM_PLAIN_OPS(X) X(static_dispatch, rm_static_dispatch_args)
 #define RM_COPY_OPS(X) \
   X(embed, rm_embed_args) \
   X(gather_rows, rm_gather_rows_args) \
@@ -558,6 +557,7 @@ typedef struct rm_pack_args {
   X(gemm, rm_gemm_args) \
   X(gemm_swiglu, rm_gemm_args) \
   X(attention, rm_attention_args) \
+  X(delta_net, rm_delta_net_args) \
   X(router, rm_router_args) \
   X(lm_head, rm_lm_head_args)
 #define RM_OPS(X) RM_FAST_OPS(X) RM_SHARED_OPS(X)

@@ -205,6 +205,8 @@ static void delta_sizes(rm_op_call *c) {
   const int64_t of_q_k = c->s.width - rm_op_product(c, "norm", a->n_v_heads, a->v_dim),
                 pair = 2 * a->k_dim;
   rm_op_at_least(c, "norm.shape[0]", a->v_dim, 1);
+  if (a->v_dim > RM_MAX_DELTA_DIM)
+    rm_op_refuse(c, RM_E_SHAPE, "norm.shape[0]", a->v_dim, "at most", RM_MAX_DELTA_DIM);
   rm_op_at_least(c, "a_log.shape[0]", a->n_v_heads, 1);
   rm_op_at_least(c, "conv.shape[1]", a->kernel, 1);
   rm_op_at_least(c, "conv.shape[0]", of_q_k, pair);
@@ -215,14 +217,14 @@ static void delta_sizes(rm_op_call *c) {
   c->s.columns = rm_delta_columns(a->n_k_heads, a->n_v_heads, a->k_dim, a->v_dim);
   c->s.elems = rm_op_product(c, "states", a->n_v_heads,
                              rm_delta_head_bytes(a->k_dim, a->v_dim, a->kernel, c->dtype) / 4);
-  c->limits =
-      (rm_limits){.max_rows = a->rows, .k_dim = a->k_dim, .v_dim = a->v_dim, .kernel = a->kernel};
 }
 
 // No row may save to a slot that another row saves to, or that a sequence loads before its rows.
 static void delta_slots(rm_op_call *c) {
   const rm_delta_net_args *a = &c->a.delta_net;
   const int32_t *seqs = a->seq_of_row;
+  c->limits =
+      (rm_limits){.max_rows = a->rows, .k_dim = a->k_dim, .v_dim = a->v_dim, .kernel = a->kernel};
   for (int64_t r = 0; r < a->rows; r++)
     for (int64_t i = 0; i < a->rows && a->save_slots[r] >= 0 && !c->failed; i++)
       if (i != r && (a->save_slots[i] == a->save_slots[r] ||
@@ -234,7 +236,7 @@ static void delta_slots(rm_op_call *c) {
 }
 
 static const rm_op_argument delta_net[] = {
-    SIZE(k_dim, 1),
+    NUMBER(k_dim, k_dim, SIZE, 0, 1, RM_MAX_DELTA_DIM),
     SIZE(group, 0),
     SIZE(head0, 0),
     REAL(eps, 0),

@@ -86,7 +86,7 @@ static void save(const head_run *h, int64_t row, const float *state) {
   for (int64_t j = 0; j < rm_round_up(a->v_dim, RM_N_TILE); j++)
     for (int64_t i = 0; i < a->k_dim; i++) {
       const int64_t at = rm_packed_index(RM_F32, a->k_dim, j, i);
-      to[at] = state[at];
+      to[at] = rm_canon(state[at]);
     }
   for (int64_t j = 0; j < a->kernel - 1; j++) // ascending: `to` may be h->loaded
     for (int64_t i = 0; i < n; i++) {

@@ -118,7 +118,7 @@ class Kernels(Structure):
         ("row_ops", c_void_p * 10),
         ("gemm", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
         ("gemm_swiglu", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
-        ("between", c_void_p * 7),
+        ("between", c_void_p * 8),
         ("pack", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Pack))),
     )
 

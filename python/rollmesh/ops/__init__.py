@@ -440,8 +440,8 @@ def delta_net(
     dt_bias: float32 [v_heads]. norm: [v_dim]. states: from delta_states. load_slots: the slot of
     each sequence's state before its first row, or −1 for zeros. save_slots [rows]: the slot to
     which the state after the row is written, or −1. Only the last row of a sequence may be saved to
-    the slot that the sequence is loaded from. group, head0: as in attention, of value heads that
-    read k heads.
+    the slot that the sequence is loaded from. k_dim and v_dim are at most 128. group, head0: as in
+    attention, of value heads that read k heads.
     """
     return run("delta_net", **locals())[0]
 
