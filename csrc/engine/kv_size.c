@@ -1,8 +1,8 @@
 // kv_size.c: the number of pages of the KV cache, and of states in models that have them.
 //
-// States get one for each running sequence and one to fork, but at most half of the memory. The rest
-// is divided so that each state_interval positions in pages have a state. By default a state then
-// takes about as much as these pages.
+// There is a state for each running sequence, one to fork, and one for each state_interval positions
+// that half of the memory holds in pages; but states take at most half of the memory. By default a
+// state takes about as much as the pages of an interval.
 //
 // Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a
 // machine's RAM. With memory_fraction, after allocating everything but the caches, the ranks
@@ -62,18 +62,16 @@ static claim claim_of(const rm_worker *worker) {
 // Divides bytes into pages and states. Returns 0 if they are too few for a page and two states.
 static int divide(const rm_engine_options *options, double bytes, double page, double state,
                   rm_kv_room *out) {
-  const double pages_of_state = (double)(out->state_interval / options->page_size);
+  const double span = (double)(out->state_interval / options->page_size) * page;
   double states = 0;
   if (state > 0) {
-    states = fmax(2, fmin((double)options->max_num_seqs + 1, floor(bytes / 2 / state)));
-    if (options->prefix_caching)
-      states += fmax(0, floor((bytes - states * state) / (pages_of_state * page + state)));
-    out->n_states = rm_min64((int64_t)fmin(states, MOST_PAGES), out->n_states);
-  } else {
-    out->n_states = 0;
+    const double kept = options->prefix_caching ? floor(bytes / 2 / span) : 0;
+    states = fmin((double)options->max_num_seqs + 1 + kept, floor(bytes / 2 / state));
+    states = fmin(fmax(states, 2), MOST_PAGES);
   }
-  const double pages = (bytes - states * state) / page;
-  out->n_pages = rm_min64((int64_t)fmax(0, fmin(pages, MOST_PAGES)), out->n_pages);
+  const double pages = fmin((bytes - states * state) / page, MOST_PAGES);
+  out->n_states = rm_min64((int64_t)states, out->n_states);
+  out->n_pages = rm_min64((int64_t)fmax(pages, 0), out->n_pages);
   return out->n_pages > 0;
 }
 

@@ -135,8 +135,8 @@ static rm_code check_delta_net(const rm_spec *s, rm_error *err) {
   const bound bounds[] = {
       {"linear_num_key_heads", s->delta_k_heads, 1, MAX_HEADS},
       {"linear_num_value_heads", s->delta_v_heads, 1, MAX_HEADS},
-      {"linear_key_head_dim", s->delta_k_dim, 1, MAX_HEAD_DIM},
-      {"linear_value_head_dim", s->delta_v_dim, 1, MAX_HEAD_DIM},
+      {"linear_key_head_dim", s->delta_k_dim, 1, RM_MAX_DELTA_DIM},
+      {"linear_value_head_dim", s->delta_v_dim, 1, RM_MAX_DELTA_DIM},
       {"linear_conv_kernel_dim", s->delta_kernel, 1, MAX_KERNEL},
   };
   const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);

@@ -461,6 +461,11 @@ FAMILIES: dict[str, Draw] = {
     "afmoe": afmoe, "hunyuan_v1_dense": hunyuan_v1_dense, "hunyuan_v1_moe": hunyuan_v1_moe,
 }  # fmt: skip
 
+# Those that vLLM's schedulers can serve: all layers have pages.
+WITH_PAGES = [name for name in FAMILIES if name not in (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
+)]  # fmt: skip
+
 
 DELTA = {
     "num_hidden_layers": 3,

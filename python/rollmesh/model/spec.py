@@ -242,7 +242,7 @@ class ModelSpec:
             raise ConfigError(
                 f"ignore: expected a tuple of keys of the config, got {shown(ignore)}"
             )
-        values = without(_text_config(_as_dict(config)), ignore)
+        values = without(text_config(_as_dict(config)), ignore)
         if "eos_token_id" in ignore:
             values["eos_token_id"] = None
         is_folder = isinstance(config, (str, os.PathLike)) and os.path.isdir(config)
@@ -547,10 +547,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return _read_object(path / "config.json")
 
 
-def _text_config(values: dict[str, Any]) -> dict[str, Any]:
+def text_config(values: dict[str, Any]) -> dict[str, Any]:
     """The text model's config in that of a multimodal model."""
-    text = values.get("text_config")
-    if values.get("model_type") not in MULTIMODAL or not isinstance(text, Mapping):
+    text, kind = values.get("text_config"), values.get("model_type")
+    if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in MULTIMODAL:
         return values
     tied = [c["tie_word_embeddings"] for c in (text, values) if "tie_word_embeddings" in c]
     if tied[1:] not in ([], tied[:1]):
@@ -559,7 +559,7 @@ def _text_config(values: dict[str, Any]) -> dict[str, Any]:
             f"{shown(tied[0])}"
         )
     ties = {"tie_word_embeddings": tied[0]} if tied else {}
-    return {**text, **ties, "model_type": MULTIMODAL[values["model_type"]]}
+    return {**text, **ties, "model_type": MULTIMODAL[kind]}
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -52,7 +52,7 @@ QUICK = ("smollm3", "olmoe", "glm4_moe")
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in QUICK else full(family) for family in family_models.FAMILIES]
+    "family", [family if family in QUICK else full(family) for family in family_models.WITH_PAGES]
 )
 def test_bits_are_the_generators(family: str, tmp_path: Path) -> None:
     head_dim = {} if family in family_models.NO_HEAD_DIM else {"head_dim": 32}
