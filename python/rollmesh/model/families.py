@@ -17,6 +17,7 @@ from rollmesh.model.family_layers import (
     LayerKinds,
     PerLayer,
     attention_layers,
+    delta_net_sizes,
     early_even_windows,
     ernie_layers,
     every,
@@ -30,6 +31,7 @@ from rollmesh.model.family_layers import (
     patterned_windows,
     rope_in_windows,
     shared_experts,
+    silu_in_delta_nets,
     sparse_layers,
     windows_from_a_layer_on,
     windows_where,
@@ -203,22 +205,6 @@ def _afmoe(c: Reader) -> dict[str, Any]:
     return {"embedding_multiplier": c.integer("hidden_size") ** 0.5 if is_scaled else None}
 
 
-def _delta_net(c: Reader) -> dict[str, Any]:
-    if "delta_net" not in hybrid_layers(c, c.integer("num_hidden_layers")):
-        return {}
-    sizes = {"key_head_dim": 128, "value_head_dim": 128, "conv_kernel_dim": 4}
-    sizes |= {"num_key_heads": 16, "num_value_heads": 32}
-    keys = {f"linear_{name}": default for name, default in sizes.items()}
-    return {key: c.integer(key, default=default) for key, default in keys.items()}
-
-
-def _silu_in_delta_nets(c: Reader, head_dim: int) -> None:
-    """The convolution has the activation of MLPs."""
-    given = c.values.get("hidden_act", "silu")
-    if _delta_net(c) and given not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act: expected silu with linear attention, got {shown(given)}")
-
-
 def _hunyuan_moe(c: Reader) -> dict[str, Any]:
     """HunYuan: moe_topk may be a list of equal numbers, at least one for each layer."""
     key = "moe_topk" if c.given("moe_topk") else "num_experts_per_tok"
@@ -331,8 +317,8 @@ _QWEN3_5 = Family(
     gate_in_q=True,
     layer_kinds=hybrid_layers,
     ropes=text_ropes,
-    factors=_delta_net,
-    check=_silu_in_delta_nets,
+    factors=delta_net_sizes,
+    check=silu_in_delta_nets,
     fixed=(
         ("attention_bias", False),
         ("attn_output_gate", True),

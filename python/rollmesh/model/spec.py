@@ -507,11 +507,12 @@ def _check_layers(spec: ModelSpec) -> None:
     for key, is_needed in {
         "intermediate_size": not all(spec.is_moe_layer),
         "num_experts": any(spec.is_moe_layer),
+        **{f.name: bool(spec.layer_kinds) for f in fields(spec) if f.name.startswith("linear_")},
     }.items():
         if not is_needed and getattr(spec, key):
             raise ConfigError(
-                f"{key}: expected 0 with is_moe_layer={shown(spec.is_moe_layer)}, got "
-                f"{getattr(spec, key)}"
+                f"{key}: expected 0 with is_moe_layer={shown(spec.is_moe_layer)} and "
+                f"layer_kinds={shown(spec.layer_kinds)}, got {getattr(spec, key)}"
             )
 
 
