@@ -343,7 +343,11 @@ class ModelSpec:
     def engine_values(self, max_model_len: int) -> EngineValues:
         inv_freq, scale = self.rope(max_model_len)
         family = FAMILIES[self.model_type]
-        own = (("q_b", "self_attn.q_proj.weight"),) if self.kv_lora_rank and not self.q_lora_rank else ()
+        own = (
+            (("q_b", "self_attn.q_proj.weight"),)
+            if self.kv_lora_rank and not self.q_lora_rank
+            else ()
+        )
         local = self.local_rope_settings and self.rope(max_model_len, local=True)
         ropes = [
             int(rotates) + bool(rotates and local and window)
