@@ -101,7 +101,7 @@ for s in benchmarks.shapes.SHAPES.values():
 export -f profiles cpu_profile
 export PY
 
-FMA=${FMA:-gemm gemm_swiglu attention qk_rope_kv lm_head rms_norm router permute \
+FMA=${FMA:-gemm gemm_swiglu attention qk_rope_kv lm_head delta_net rms_norm router permute \
   static_dispatch combine sample embed gather_rows activate head_squares sigmoid_gate \
   merge_pairs top_logprobs ranks pack}
 MMA=${MMA:-gemm gemm_swiglu attention lm_head qk_rope_kv router embed pack}

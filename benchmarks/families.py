@@ -54,6 +54,12 @@ OPTIONS: dict[str, Any] = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
     "norm_topk_prob": True,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
 }
 
 

@@ -82,7 +82,7 @@ static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
   PyObject *values;
   long long degrees[3];
   int rank, is_bf16;
-  int64_t elems[RM_N_PARAM_KIND] = {0};
+  int64_t bytes[RM_N_PARAM_KIND] = {0};
   rm_spec *spec;
   if (!PyArg_ParseTuple(args, "OLLLip:parameter_bytes", &values, &degrees[0], &degrees[1],
                         &degrees[2], &rank, &is_bf16))
@@ -92,15 +92,15 @@ static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
   if (!params) return NULL;
   for (const rm_param *p = params->list; p < params->list + params->n; p++)
     if (is_counted(p))
-      elems[p->kind] += p->n_dims == 1          ? p->held
-                        : p->layout == RM_PLAIN ? p->held * p->cols
-                                                : rm_packed_elems(p->held, p->cols);
+      bytes[p->kind] += (int64_t)rm_dtype_bytes(p->dtype) *
+                        (p->n_dims == 1          ? p->held
+                         : p->layout == RM_PLAIN ? p->held * p->cols
+                                                 : rm_packed_elems(p->held, p->cols));
   rm_params_destroy(params);
   rm_spec_destroy(spec);
   PyObject *dict = PyDict_New();
   for (int kind = 0; dict && kind < RM_N_PARAM_KIND; kind++)
-    rm_dict_put(&dict, rm_kinds[kind].kind,
-                PyLong_FromLongLong(elems[kind] * (int64_t)rm_dtype_bytes(dtype)));
+    rm_dict_put(&dict, rm_kinds[kind].kind, PyLong_FromLongLong(bytes[kind]));
   return dict;
 }
 

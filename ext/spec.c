@@ -46,6 +46,11 @@ static const rm_attribute model_fields[] = {
     SPEC(BOOL, moe_bias),
     SPEC(F32, swiglu_alpha),
     SPEC(F32, swiglu_limit),
+    SPEC_AS(I64, linear_num_key_heads, delta_k_heads),
+    SPEC_AS(I64, linear_num_value_heads, delta_v_heads),
+    SPEC_AS(I64, linear_key_head_dim, delta_k_dim),
+    SPEC_AS(I64, linear_value_head_dim, delta_v_dim),
+    SPEC_AS(I64, linear_conv_kernel_dim, delta_kernel),
 };
 // Attributes of EngineValues.
 static const rm_attribute fields[] = {
@@ -54,7 +59,7 @@ static const rm_attribute fields[] = {
     SPEC(BOOL, experts_interleaved), SPEC(F32, min_sum),           SPEC(F32, local_rope_scale),
     SPEC(F32, attention_scale),      SPEC(F32, attention_softcap), SPEC(F32, logits_softcap),
     SPEC(F32, embed_scale),          SPEC(F32, embed_scale_bf16),  SPEC(F32, residual_scale),
-    SPEC(F32, logits_scale),
+    SPEC(F32, logits_scale),         SPEC(BOOL, gate_in_q),        SPEC(BOOL, delta_alternates),
 };
 enum { LAYER_COLUMNS = 4 }; // is_moe, rotates, window, kind
 

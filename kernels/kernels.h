@@ -42,6 +42,7 @@ enum {
   RM_VOCAB_BLOCK = 128, // vocabulary entries per (max, sum) partial
   RM_MAX_TOP_K = 64, // experts per token
   RM_MAX_EXPERT_GROUPS = 64, // expert groups of a router
+  RM_MAX_DELTA_DIM = 128, // rows or columns of a state of delta_net; a GPU keeps it in registers
 };
 
 // ---------------------------------------------------------------------------------------- layouts
@@ -114,6 +115,7 @@ typedef struct rm_limits {
   int64_t group; // as in rm_attention_args
   int64_t max_positions; // longest context
   int64_t n_experts, top_k; // 0 in a dense model
+  int64_t k_dim, v_dim, kernel; // as in rm_delta_net_args; 0 in a model without it
   int n_threads;
 } rm_limits;
 
@@ -287,6 +289,46 @@ typedef struct rm_attention_args {
 } rm_attention_args;
 RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) {
   return group > 0 ? group : n_heads / n_kv_heads;
+}
+
+// The gated delta rule (docs/numerics.md §4): the rows of a sequence, in order, read and update the
+// sequence's state. Rows of a sequence are adjacent. A rank's value heads read k heads as query
+// heads read kv heads in rm_attention_args, with the same group, head0 and n_k_heads.
+//
+// A slot holds a state: for each value head [k_dim][v_dim] float32, in the layout of packed weights
+// of [v_dim]×[k_dim], then the last inputs of its convolution, T [kernel − 1][2·k_dim + v_dim] (q,
+// k, v). A call must not read and write the same slot, except that the last row of a sequence may
+// be saved to the slot that the sequence is loaded from.
+typedef struct rm_delta_net_args {
+  void *out; // T [rows][n_v_heads][v_dim]
+  // T [rows][rm_delta_columns]: q and k of the k heads, v and z of the value heads, then b and a,
+  // one number for each value head
+  const void *x;
+  const void *conv; // T [2·n_k_heads·k_dim + n_v_heads·v_dim][kernel], of q, k and v
+  const float *a_log, *dt_bias; // [n_v_heads]
+  const void *norm; // T [v_dim]
+  void *states; // slots of rm_delta_state_bytes, aligned to 4 bytes
+  const int32_t *load_slots; // [max seq_of_row + 1] the state before the first row; −1: zeros
+  const int32_t *save_slots; // [rows] the slot to save to after the row; −1: not saved
+  const int32_t *seq_of_row; // [rows]
+  int64_t rows, n_seqs; // as in rm_attention_args
+  int64_t n_k_heads, n_v_heads, k_dim, v_dim, kernel, group, head0;
+  float eps; // of the norm
+  rm_dtype dtype;
+} rm_delta_net_args;
+RM_INLINE int64_t rm_delta_columns(int64_t n_k_heads, int64_t n_v_heads, int64_t k_dim,
+                                   int64_t v_dim) {
+  return 2 * (n_k_heads * k_dim + n_v_heads * v_dim + n_v_heads);
+}
+// Bytes of a value head's part of a state.
+RM_INLINE int64_t rm_delta_head_bytes(int64_t k_dim, int64_t v_dim, int64_t kernel,
+                                      rm_dtype dtype) {
+  return rm_packed_elems(v_dim, k_dim) * 4 +
+         rm_round_up((kernel - 1) * (2 * k_dim + v_dim) * (int64_t)rm_dtype_bytes(dtype), 64);
+}
+RM_INLINE int64_t rm_delta_state_bytes(int64_t n_v_heads, int64_t k_dim, int64_t v_dim,
+                                       int64_t kernel, rm_dtype dtype) {
+  return n_v_heads * rm_delta_head_bytes(k_dim, v_dim, kernel, dtype);
 }
 
 // Scores are softmax or sigmoid of the logits in float32. The router chooses the experts with the
@@ -528,6 +570,7 @@ typedef struct rm_pack_args {
   X(gemm, rm_gemm_args) \
   X(gemm_swiglu, rm_gemm_args) \
   X(attention, rm_attention_args) \
+  X(delta_net, rm_delta_net_args) \
   X(router, rm_router_args) \
   X(lm_head, rm_lm_head_args)
 #define RM_OPS(X) RM_FAST_OPS(X) RM_SHARED_OPS(X)

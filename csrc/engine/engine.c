@@ -122,6 +122,15 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   if (options->page_size % 16)
     return rm_fail(err, RM_E_CONFIG, "block_size: expected a multiple of 16, got %lld",
                    (long long)options->page_size);
+  if (options->state_interval % options->page_size)
+    return rm_fail(err, RM_E_CONFIG,
+                   "state_interval: expected a multiple of block_size=%lld, got %lld",
+                   (long long)options->page_size, (long long)options->state_interval);
+  if (spec->n_attention_layers < spec->n_layers && options->external_pages)
+    return rm_fail(err, RM_E_CONFIG,
+                   "external_pages: expected 0, since the model has states of sequences and an "
+                   "external scheduler (vLLM's) hands out only pages, got %lld",
+                   (long long)options->external_pages);
   return RM_OK;
 }
 
@@ -199,6 +208,7 @@ static rm_code allocate(rm_engine *engine, rm_error *err) {
 
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_endpoints *ends = engine->options.endpoints;
+  const rm_kv_room *room = &engine->workers[0].room;
   rm_code code = create_schedulers(engine, err);
   if (!code && ends) {
     rm_comm *const groups[N_GROUPS] = {ends->tp, ends->ep, ends->world};
@@ -211,8 +221,8 @@ static rm_code create_parts(rm_engine *engine, rm_error *err) {
   if (!code) code = rm_run_workers(engine, rm_worker_create, NULL, err);
   if (!code) code = check_families(engine, err);
   for (int d = 0; d < engine->n_replicas && !code; d++)
-    code = rm_scheduler_open_pages(&engine->schedulers[d], engine->workers[0].runner.cache.n_pages,
-                                   err);
+    code = rm_scheduler_open_pages(&engine->schedulers[d], room->n_pages, room->n_states,
+                                   room->state_interval, err);
   for (int w = engine->n_workers - 1; w >= 0 && !code; w--) {
     const rm_device *gpu = &engine->workers[w].gpu;
     if (gpu->self && gpu->ordinal < RM_MAX_GPUS) engine->ready_streams.own[gpu->ordinal] = gpu;
@@ -303,6 +313,9 @@ static void add_scheduler(const rm_scheduler *scheduler, rm_engine_stats *out) {
   out->preemptions += scheduler->preemptions;
   out->kv_pages += scheduler->options.limits.n_pages;
   out->kv_pages_free += rm_kv_free_pages(scheduler->cache);
+  out->states += scheduler->n_states;
+  out->states_free += rm_kv_free_states(scheduler->cache);
+  out->state_evictions += kv->state_evictions;
   out->prefix_hits += kv->hits;
   out->prefix_misses += kv->misses;
   out->evictions += kv->evictions;

@@ -55,6 +55,9 @@ typedef struct rm_engine_options {
   int64_t max_model_len, max_num_seqs;
   int64_t max_num_batched_tokens; // rows of one step: the chunk of a prefill
   int64_t page_size; // a multiple of 16
+  // Positions between states that the prefix cache keeps, a multiple of page_size; 0: kv_size.c
+  // decides. No effect in models without states.
+  int64_t state_interval;
   uint64_t kv_bytes; // bytes of KV cache per rank, at least one page; 0: memory_fraction decides
   // In (0, 1]: share of the device's free memory for two copies of the weights and the KV cache of
   // every rank on the device (kv_size.c).
@@ -83,6 +86,7 @@ typedef struct rm_engine_options {
   OPTION(max_num_seqs, I64, max_num_seqs, 1, 1 << 16) \
   OPTION(max_num_batched_tokens, I64, max_num_batched_tokens, 1, 1 << 20) \
   OPTION(block_size, I64, page_size, 16, 1 << 12) \
+  OPTION(state_interval, I64, state_interval, 0, 1 << 24) \
   OPTION(kv_bytes, U64, kv_bytes, 0, UINT64_MAX) \
   OPTION(memory_fraction, F64, memory_fraction, 0, 0) \
   OPTION(external_pages, I64, external_pages, 0, INT32_MAX / 2) \
@@ -182,6 +186,7 @@ typedef struct rm_engine_stats {
   int64_t preemptions;
   int64_t replays; // steps that replayed captured graphs
   int64_t kv_pages, kv_pages_free, prefix_hits, prefix_misses, evictions;
+  int64_t states, states_free, state_evictions; // of sequences; 0 in models without states
   uint64_t weight_bytes, kv_bytes, workspace_bytes;
   int n_threads;
   unsigned asleep;

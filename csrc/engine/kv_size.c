@@ -1,4 +1,8 @@
-// kv_size.c: the number of pages of the KV cache.
+// kv_size.c: the number of pages of the KV cache, and of states in models that have them.
+//
+// There is a state for each running sequence, one to fork, and one for each state_interval positions
+// that half of the memory holds in pages; but states take at most half of the memory. By default a
+// state takes about as much as the pages of an interval.
 //
 // Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a
 // machine's RAM. With memory_fraction, after allocating everything but the caches, the ranks
@@ -9,6 +13,7 @@
 //
 // Rejected: measuring on each rank alone, because the second rank would count the first rank's
 // cache as used by others, and the first rank would count the second's future cache as free.
+#include <math.h>
 #include <stdio.h>
 
 #include "base/memory.h"
@@ -20,7 +25,7 @@ typedef struct claim { // the message of a rank; in bytes
   uint64_t memory; // rm_memory_name
   uint64_t available; // before weights and caches of this engine; UINT64_MAX: not known
   uint64_t fixed; // what this rank is going to take besides its cache …
-  uint64_t page; // … and for each page of the cache
+  uint64_t page, state; // … and for each page and state of the cache
   double fraction;
   char device[24];
 } claim;
@@ -28,7 +33,7 @@ typedef struct claim { // the message of a rank; in bytes
 typedef struct pool { // the ranks of one memory
   int tightest, n; // the rank that may use the least; number of ranks
   double share; // what the ranks may use together
-  double fixed, page; // sums over the ranks
+  double fixed, page, state; // sums over the ranks
 } pool;
 
 static double share_of(const claim *c) { return c->fraction * (double)c->available; }
@@ -42,6 +47,7 @@ static claim claim_of(const rm_worker *worker) {
              .available = available == SIZE_MAX ? UINT64_MAX : available,
              .fixed = 2 * worker->params->bytes + rm_staging_bytes(&worker->store->staging),
              .page = rm_model_page_bytes(worker->model),
+             .state = rm_model_state_bytes(worker->model),
              .fraction = worker->engine->options.memory_fraction};
   if (device->on_host) c.fixed += rm_runner_workspace(&worker->runner);
   if (device->on_host && worker->runner.options.keeps_records) { // the scheduler, for its replica
@@ -53,6 +59,22 @@ static claim claim_of(const rm_worker *worker) {
   return c;
 }
 
+// Divides bytes into pages and states. Returns 0 if they are too few for a page and two states.
+static int divide(const rm_engine_options *options, double bytes, double page, double state,
+                  rm_kv_room *out) {
+  const double span = (double)(out->state_interval / options->page_size) * page;
+  double states = 0;
+  if (state > 0) {
+    const double kept = options->prefix_caching ? floor(bytes / 2 / span) : 0;
+    states = fmin((double)options->max_num_seqs + 1 + kept, floor(bytes / 2 / state));
+    states = fmin(fmax(states, 2), MOST_PAGES);
+  }
+  const double pages = fmin((bytes - states * state) / page, MOST_PAGES);
+  out->n_states = rm_min64((int64_t)states, out->n_states);
+  out->n_pages = rm_min64((int64_t)fmax(pages, 0), out->n_pages);
+  return out->n_pages > 0;
+}
+
 // --------------------------------------------------------------------------------- from the table
 static pool pool_of(const claim *claims, int size, uint64_t memory) {
   pool p = {0};
@@ -61,6 +83,7 @@ static pool pool_of(const claim *claims, int size, uint64_t memory) {
     if (!p.n++ || share_of(&claims[r]) < p.share) p.share = share_of(&claims[r]), p.tightest = r;
     p.fixed += (double)claims[r].fixed;
     p.page += (double)claims[r].page;
+    p.state += (double)claims[r].state;
   }
   return p;
 }
@@ -74,13 +97,14 @@ static rm_code refuse(const claim *claims, int size, const pool *p, rm_error *er
       err, RM_E_CAPACITY,
       "%smemory_fraction=%g of the %s that %s has free is %s: expected more than two copies of "
       "the weights and their "
-      "buffers, %s, and a page of KV cache, %.0f bytes%s",
+      "buffers, %s, and a page of KV cache, %.0f bytes%s%s",
       rank, c->fraction, rm_say_bytes((double)c->available).text, c->device,
-      rm_say_bytes(p->share).text, rm_say_bytes(p->fixed).text, p->page, sharing);
+      rm_say_bytes(p->share).text, rm_say_bytes(p->fixed).text, p->page,
+      p->state > 0 ? ", with two states" : "", sharing);
 }
 
-static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *err) {
-  *n_pages = MOST_PAGES;
+static rm_code judge(const rm_engine_options *options, const claim *claims, int size,
+                     rm_kv_room *out, rm_error *err) {
   for (int r = 0; r < size; r++) {
     if (claims[r].available == UINT64_MAX)
       return rm_fail(
@@ -88,15 +112,14 @@ static rm_code judge(const claim *claims, int size, int64_t *n_pages, rm_error *
           "kv_cache_gib: expected a number, since the free memory of %s is not known, got none",
           claims[r].device);
     const pool p = pool_of(claims, size, claims[r].memory);
-    const double pages = (p.share - p.fixed) / p.page;
-    if (!(pages >= 1)) return refuse(claims, size, &p, err);
-    if (pages < (double)*n_pages) *n_pages = (int64_t)pages;
+    if (!divide(options, p.share - p.fixed, p.page, p.state, out))
+      return refuse(claims, size, &p, err);
   }
   return RM_OK;
 }
 
 // ----------------------------------------------------------------------------- all ranks together
-static rm_code left_pages(const rm_worker *worker, int64_t *n_pages, rm_error *err) {
+static rm_code left_room(const rm_worker *worker, rm_kv_room *out, rm_error *err) {
   rm_comm *world = worker->runner.rank.world;
   const int size = world ? rm_comm_size(world) : 1;
   // A failed device reports no free memory, so its error comes first.
@@ -106,25 +129,32 @@ static rm_code left_pages(const rm_worker *worker, int64_t *n_pages, rm_error *e
   if (!all) return rm_no_memory(err, "the claims of all ranks", 0);
   const claim mine = *all = claim_of(worker);
   if (world) code = rm_comm_all_gather(world, &mine, all, sizeof mine, err);
-  if (!code) code = judge(all, size, n_pages, err);
+  if (!code) code = judge(&worker->engine->options, all, size, out, err);
   rm_free(all);
   return code;
 }
 
-rm_code rm_kv_pages(rm_worker *worker, int64_t *n_pages, rm_error *err) {
+rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
   const rm_engine_options *options = &worker->engine->options;
-  const uint64_t page_bytes = rm_model_page_bytes(worker->model);
-  *n_pages = options->external_pages;
-  if (*n_pages && (uint64_t)*n_pages > SIZE_MAX / 2 / page_bytes)
+  const uint64_t page = rm_model_page_bytes(worker->model),
+                 state = rm_model_state_bytes(worker->model);
+  const int64_t pages_of_state = (int64_t)rm_max64(1, (int64_t)((state + page - 1) / page));
+  *out = (rm_kv_room){
+      .n_pages = options->external_pages,
+      .state_interval =
+          options->state_interval ? options->state_interval : pages_of_state * options->page_size,
+  };
+  if (out->n_pages && (uint64_t)out->n_pages > SIZE_MAX / 2 / page)
     return rm_fail(
         err, RM_E_CAPACITY,
         "external_pages: expected pages that fit into the address space, got %lld of %llu bytes",
-        (long long)*n_pages, (unsigned long long)page_bytes);
-  if (*n_pages) return RM_OK;
-  if (!options->kv_bytes && options->memory_fraction > 0) return left_pages(worker, n_pages, err);
-  *n_pages = rm_min64((int64_t)(options->kv_bytes / page_bytes), MOST_PAGES);
-  if (*n_pages) return RM_OK;
+        (long long)out->n_pages, (unsigned long long)page);
+  if (out->n_pages) return RM_OK;
+  out->n_pages = out->n_states = MOST_PAGES;
+  if (!options->kv_bytes && options->memory_fraction > 0) return left_room(worker, out, err);
+  if (divide(options, (double)options->kv_bytes, (double)page, (double)state, out)) return RM_OK;
   return rm_fail(err, RM_E_CAPACITY,
-                 "kv_cache_gib: expected at least a page of %llu bytes, got %llu bytes",
-                 (unsigned long long)page_bytes, (unsigned long long)options->kv_bytes);
+                 "kv_cache_gib: expected at least %llu bytes for a page%s, got %llu bytes",
+                 (unsigned long long)(page + 2 * state), state ? " and two states" : "",
+                 (unsigned long long)options->kv_bytes);
 }

@@ -13,6 +13,10 @@
 enum { N_GROUPS = RM_GROUP_WORLD + 1 }; // groups of the model
 enum { PREFIX_SLOTS = 4096 }; // prefixes of prompts, for routing
 
+typedef struct rm_kv_room {
+  int64_t n_pages, n_states, state_interval; // as in rm_scheduler_open_pages
+} rm_kv_room;
+
 typedef struct rm_worker { // one rank of this process
   rm_engine *engine; // view
   rm_scheduler *scheduler; // view: the scheduler of its replica
@@ -27,7 +31,8 @@ typedef struct rm_worker { // one rank of this process
   rm_model *model;
   rm_store *store;
   rm_runner runner;
-  size_t kv_bytes; // bytes of runner.cache.pages
+  rm_kv_room room;
+  size_t kv_bytes; // bytes of runner.cache: the pages, then the states
   double forward_seconds; // since creation
   // of the last job
   rm_code code;
@@ -103,6 +108,8 @@ rm_code rm_worker_create(rm_worker *worker, void *unused);
 // Returns RM_OK. Safe on a zeroed worker; groups and gpu stay.
 rm_code rm_worker_destroy(rm_worker *worker, void *unused);
 
-// kv_size.c: the number of KV pages. With memory_fraction all ranks of the mesh call it together,
-// after everything but the cache was allocated; all get the same number or the same error.
-rm_code rm_kv_pages(rm_worker *worker, int64_t *n_pages, rm_error *err);
+// kv_size.c: the sizes of the KV cache. With memory_fraction all ranks of the mesh call it together,
+// after everything but the cache was allocated; all get the same sizes or the same error.
+rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err);
+// worker.c: maps the cache, after creation or sleep.
+rm_code rm_worker_map_cache(rm_worker *worker);

@@ -207,9 +207,7 @@ static rm_code wake_worker(rm_worker *worker, void *arg) {
   const unsigned parts = *(const unsigned *)arg;
   rm_code code = RM_OK;
   if (parts & RM_PART_WEIGHTS) code = rm_store_restore(worker->store, &worker->err);
-  if (parts & RM_PART_KV && !code)
-    code = rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache",
-                           &worker->runner.cache.pages, &worker->err);
+  if (parts & RM_PART_KV && !code) code = rm_worker_map_cache(worker);
   return code;
 }
 

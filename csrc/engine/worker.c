@@ -59,12 +59,23 @@ static rm_code create_team(rm_worker *worker) {
 }
 
 static rm_code create_cache(rm_worker *worker) {
-  rm_runner *runner = &worker->runner;
-  const rm_code code = rm_kv_pages(worker, &runner->cache.n_pages, &worker->err);
+  const rm_code code = rm_kv_size(worker, &worker->room, &worker->err);
   if (code) return code;
-  worker->kv_bytes = (size_t)runner->cache.n_pages * rm_model_page_bytes(worker->model);
-  return rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &runner->cache.pages,
-                         &worker->err);
+  worker->kv_bytes = (size_t)worker->room.n_pages * rm_model_page_bytes(worker->model) +
+                     (size_t)worker->room.n_states * rm_model_state_bytes(worker->model);
+  return rm_worker_map_cache(worker);
+}
+
+rm_code rm_worker_map_cache(rm_worker *worker) {
+  rm_cache *cache = &worker->runner.cache;
+  const rm_kv_room *room = &worker->room;
+  const rm_code code = rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache",
+                                       &cache->pages, &worker->err);
+  if (code) return code;
+  cache->n_pages = room->n_pages;
+  cache->n_states = room->n_states;
+  cache->states = (char *)cache->pages + (size_t)room->n_pages * rm_model_page_bytes(worker->model);
+  return RM_OK;
 }
 
 static rm_code create_parts(rm_worker *worker) {

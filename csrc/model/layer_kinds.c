@@ -5,6 +5,7 @@
 const rm_layer_kind_ops rm_layer_kinds[RM_N_LAYER_KIND] = {
     [RM_LAYER_ATTENTION] = {"attention", rm_attention_page_bytes, NULL, rm_attention_forward},
     [RM_LAYER_LATENT] = {"latent", rm_attention_page_bytes, NULL, rm_latent_forward},
+    [RM_LAYER_DELTA_NET] = {"delta_net", NULL, rm_delta_net_state_bytes, rm_delta_net_forward},
 };
 
 static const rm_layer_kind_ops *kind_of(const rm_model *model, int64_t layer) {
@@ -58,7 +59,7 @@ rm_layer_cache rm_next_cache(const rm_pass *pass, rm_cache *rest) {
     rest->pages = (char *)rest->pages + (size_t)rest->n_pages * parts[p];
   }
   if (kind->state_bytes)
-    rest->states = (char *)rest->states + (size_t)rest->n_slots * kind->state_bytes(model, here);
+    rest->states = (char *)rest->states + (size_t)rest->n_states * kind->state_bytes(model, here);
   return cache;
 }
 

@@ -8,7 +8,7 @@
 // This rank's cache of one layer.
 typedef struct rm_layer_cache {
   char *pages[RM_PAGE_PARTS]; // [n_pages] of each part; for attention K and V
-  char *states; // [n_slots] states
+  char *states; // [n_states]
 } rm_layer_cache;
 
 typedef struct rm_layer_kind_ops {
@@ -38,3 +38,6 @@ void rm_attend(const rm_pass *pass, const rm_layer_cache *cache, char *out);
 rm_code rm_attention_output(const rm_pass *pass);
 // latent.c
 rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache);
+// delta_net.c
+size_t rm_delta_net_state_bytes(const rm_model *model, const rm_placement *here);
+rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache);

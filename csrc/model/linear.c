@@ -24,9 +24,11 @@ static rm_gemm_args args_of(const rm_pass *pass, rm_param_kind kind, const void 
                        .y_dtype = params->dtype};
   if (kind == RM_P_Q || kind == RM_P_O)
     args.bias = rm_weight(pass->weights, pass->layer, kind == RM_P_Q ? RM_P_Q_BIAS : RM_P_O_BIAS);
-  if (kind == RM_P_Q || kind == RM_P_ATTN_GATE) {
+  if (kind == RM_P_Q || kind == RM_P_ATTN_GATE || kind == RM_P_DELTA_Q) {
     args.y = y;
-    args.n = args.ldy = kind == RM_P_Q ? rm_qkv_width(params) : mine.n;
+    args.n = args.ldy = kind == RM_P_Q         ? rm_qkv_width(params)
+                        : kind == RM_P_DELTA_Q ? rm_delta_width(params)
+                                               : mine.n;
   }
   if (kind == RM_P_Q_B || kind == RM_P_KV_A) {
     args.y = y;
@@ -49,19 +51,19 @@ void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y) 
 }
 
 // --------------------------------------------------------------------------------------- cuBLASLt
-// Lists the shapes of the dense gemms, which are the same in all layers. Returns their number.
+// Lists the shapes of the dense gemms, which are the same in all layers that have them. Returns
+// their number.
 static int list_shapes(rm_model *model, rm_gemm_shape list[RM_MAX_GEMM_SHAPES]) {
-  static const rm_param_kind kinds[] = {RM_P_Q,    RM_P_ATTN_GATE, RM_P_O,
-                                        RM_P_GATE, RM_P_UP,        RM_P_DOWN};
+  static const rm_param_kind kinds[] = {RM_P_Q,  RM_P_ATTN_GATE, RM_P_O,       RM_P_GATE,
+                                        RM_P_UP, RM_P_DOWN,      RM_P_DELTA_Q, RM_P_DELTA_OUT};
   const rm_spec *spec = model->spec;
-  int64_t dense = 0;
   int n = 0;
-  while (dense < spec->n_layers - 1 && spec->layers[dense].is_moe) dense++;
   // Only the shapes are used, and whether a bias is NULL.
   char *nowhere = (char *)RM_FIELD_ALIGN;
-  const rm_pass pass = {
-      .model = model, .weights = nowhere, .rows = 1, .layer = &model->params->layers[dense]};
   for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+    const rm_layer_params *layer = model->params->layers, *last = layer + spec->n_layers - 1;
+    while (layer < last && layer->of[kinds[i]].offset == SIZE_MAX) layer++;
+    const rm_pass pass = {.model = model, .weights = nowhere, .rows = 1, .layer = layer};
     const rm_gemm_args args = args_of(&pass, kinds[i], nowhere, nowhere);
     if (!args.w || !args.n || (kinds[i] == RM_P_UP && !spec->ungated)) continue;
     list[n++] =

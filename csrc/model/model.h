@@ -40,6 +40,9 @@ typedef struct rm_batch {
   const int32_t *positions; // [n_rows]
   const int32_t *seq_of_row; // [n_rows]
   const int64_t *slots; // [n_rows]
+  // In models with states. The state that is loaded before the first row of a sequence, −1: zeros;
+  // [max seq_of_row + 1]. The state that is saved after a row, −1: none; [n_rows].
+  const int32_t *load_states, *save_states;
   const int32_t *block_tables; // [max seq_of_row + 1][max_pages]
   int64_t n_out;
   const int32_t *out_rows; // [n_out] rows whose hidden state is requested, ascending
@@ -53,7 +56,7 @@ typedef struct rm_cache {
   void *pages;
   int64_t n_pages;
   void *states;
-  int64_t n_slots;
+  int64_t n_states;
 } rm_cache;
 
 rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_team *team,

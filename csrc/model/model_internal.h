@@ -22,11 +22,13 @@ struct rm_model {
   size_t block_bytes;
   float *cos, *sin; // [max_positions][rotary_dim/2]; then the local table, if there is one
   char *residual, *x; // T [max_rows][hidden]
-  char *qkv; // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output
+  // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output. Or the inputs
+  // of a delta net.
+  char *qkv;
   // Only for RM_QK_NORM_WHOLE: sums of squares of q's heads, then of k's.
   float *squares; // [max_rows][heads + kv_heads] of this rank
   float *all_squares; // [max_rows][all heads + all kv heads]; where tp > 1
-  char *q; // T [max_rows][heads·head_dim] of this rank
+  char *q; // T [max_rows][heads·head_dim] of this rank; or a delta net's output
   char *latents; // T [max_rows][heads·kv_lora_rank], or the output of q_a_proj; of latent attention
   char *attn_gate; // T [max_rows][heads·head_dim] of this rank, with attention_gate
   char *out_residual; // T [max_rows][hidden] residual of the batch's out_rows
@@ -38,7 +40,7 @@ struct rm_model {
   rm_vendor_gemm vendor_gemm; // owned; open where params are plain
   char *vendor_gemm_workspace;
   // Only where tp > 1:
-  char *attended; // T [max_rows][heads·head_dim]
+  char *attended; // T [max_rows][heads·head_dim], or [max_rows][value heads·v_dim]
   // T [max_rows][hidden] home rows of a block's output; in a step of fixed sizes also the gathered
   // embeddings [tp][rows][hidden].
   char *home;
@@ -107,7 +109,8 @@ rm_code rm_complete_rows(const rm_pass *pass);
 rm_code rm_complete_columns(const rm_pass *pass, char *matrix, char *home);
 
 // linear.c. y ← x · the layer's matrix `kind` (q: q, k and v), for this rank's columns of y; the
-// matrix y has all columns, but for q, k and v and for attention's gate only this rank's.
+// matrix y has all columns, but for q, k and v, for attention's gate and for the inputs of a delta
+// net only this rank's.
 // For the gate of an MLP the matrix is gate and up, and y ← activation(gate) · up.
 void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
 // Elements of q, k and v of one token on this rank; in latent attention of q, the latent and the
@@ -116,6 +119,11 @@ static inline int64_t rm_qkv_width(const rm_params *params) {
   const int64_t heads = params->placement.heads.n, kv = params->placement.kv_heads.n;
   return heads * rm_q_dim(params->spec) +
          (params->spec->kv_lora_rank ? 1 : 2 * kv) * params->spec->head_dim;
+}
+// Columns of the inputs of a delta net on this rank; 0: the model has none.
+static inline int64_t rm_delta_width(const rm_params *params) {
+  return rm_delta_columns(params->placement.delta_k_heads.n, params->placement.delta_heads.n,
+                          params->spec->delta_k_dim, params->spec->delta_v_dim);
 }
 // Bytes of vendor_gemm_workspace.
 size_t rm_model_gemm_workspace(rm_model *model);

@@ -48,6 +48,19 @@ const rm_kind rm_kinds[RM_N_PARAM_KIND] = {
     // The two parts of kv_b_proj. The first is transposed in each head: rows are latent elements.
     [RM_P_K_B] = {"k_b", "self_attn.k_b_proj.weight", RM_DIM_K_B, RM_DIM_NOPE},
     [RM_P_V_B] = {"v_b", "self_attn.v_b_proj.weight", RM_DIM_Q, RM_DIM_LATENT},
+    [RM_P_DELTA_Q] = {"delta_q", "linear_attn.in_proj_q.weight", RM_DIM_DELTA_K, RM_DIM_HIDDEN},
+    [RM_P_DELTA_K] = {"delta_k", "linear_attn.in_proj_k.weight", RM_DIM_DELTA_K, RM_DIM_HIDDEN},
+    [RM_P_DELTA_V] = {"delta_v", "linear_attn.in_proj_v.weight", RM_DIM_DELTA_V, RM_DIM_HIDDEN},
+    [RM_P_DELTA_Z] = {"delta_z", "linear_attn.in_proj_z.weight", RM_DIM_DELTA_V, RM_DIM_HIDDEN},
+    [RM_P_DELTA_B] = {"delta_b", "linear_attn.in_proj_b.weight", RM_DIM_DELTA_HEADS, RM_DIM_HIDDEN},
+    [RM_P_DELTA_A] = {"delta_a", "linear_attn.in_proj_a.weight", RM_DIM_DELTA_HEADS, RM_DIM_HIDDEN},
+    [RM_P_DELTA_OUT] = {"delta_out", "linear_attn.out_proj.weight", RM_DIM_OUT, RM_DIM_DELTA_V},
+    [RM_P_CONV_Q] = {"conv_q", "linear_attn.conv1d_q.weight", RM_DIM_DELTA_K, RM_DIM_KERNEL},
+    [RM_P_CONV_K] = {"conv_k", "linear_attn.conv1d_k.weight", RM_DIM_DELTA_K, RM_DIM_KERNEL},
+    [RM_P_CONV_V] = {"conv_v", "linear_attn.conv1d_v.weight", RM_DIM_DELTA_V, RM_DIM_KERNEL},
+    [RM_P_A_LOG] = {"a_log", "linear_attn.A_log", RM_DIM_DELTA_HEADS},
+    [RM_P_DT_BIAS] = {"dt_bias", "linear_attn.dt_bias", RM_DIM_DELTA_HEADS},
+    [RM_P_DELTA_NORM] = {"delta_norm", "linear_attn.norm.weight", RM_DIM_DELTA_HEAD},
     [RM_P_GATE] = {"gate", "mlp.gate_proj.weight", RM_DIM_INNER, RM_DIM_HIDDEN},
     [RM_P_UP] = {"up", "mlp.up_proj.weight", RM_DIM_INNER, RM_DIM_HIDDEN},
     [RM_P_DOWN] = {"down", "mlp.down_proj.weight", RM_DIM_OUT, RM_DIM_INNER},
@@ -109,10 +122,13 @@ static size_t take(layout *l, int64_t n, rm_dtype dtype) {
 static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind kind) {
   if (!layer) return kind <= RM_P_FINAL_NORM;
   if (kind >= RM_P_GATE && !layer->is_moe == (kind >= RM_P_ROUTER)) return 0;
-  const int is_latent = layer->kind == RM_LAYER_LATENT;
-  if (kind >= RM_P_Q && kind < RM_P_GATE && kind != RM_P_O && kind != RM_P_O_BIAS &&
-      is_latent != (kind >= RM_P_Q_A))
-    return 0;
+  if (kind >= RM_P_Q && kind < RM_P_GATE) { // of the layer's first block
+    const rm_layer_kind of = kind >= RM_P_DELTA_Q ? RM_LAYER_DELTA_NET
+                             : kind >= RM_P_Q_A   ? RM_LAYER_LATENT
+                                                  : RM_LAYER_ATTENTION;
+    const int is_output = kind == RM_P_O || kind == RM_P_O_BIAS;
+    if (layer->kind != of && !(is_output && layer->kind == RM_LAYER_LATENT)) return 0;
+  }
   switch (kind) {
     case RM_P_INPUT_NORM:
     case RM_P_PRE_MLP_NORM: return s->norm_before;
@@ -143,7 +159,8 @@ static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind 
 
 // The number of kinds from this one on that are one matrix.
 static int n_fused(rm_param_kind kind) {
-  if (kind == RM_P_Q || kind == RM_P_Q_BIAS) return 3;
+  if (kind == RM_P_DELTA_Q) return 6;
+  if (kind == RM_P_Q || kind == RM_P_Q_BIAS || kind == RM_P_CONV_Q) return 3;
   return kind == RM_P_GATE || kind == RM_P_SHARED_GATE || kind == RM_P_EXPERT_GATE ||
                  kind == RM_P_EXPERT_GATE_BIAS
              ? 2
@@ -168,15 +185,16 @@ static void add(layout *l, rm_param p, size_t expert_bytes) {
   }
 }
 
-// Lays out n adjacent kinds as one matrix: q, k and v; gate and up; or one kind.
+// Lays out n adjacent kinds as one matrix: q, k and v; gate and up; all inputs of a delta net; its
+// convolution; or one kind.
 static void lay(layout *l, rm_layer_params *out, int layer, rm_param_kind first, int n) {
   rm_params *params = l->params;
   const rm_spec *spec = params->spec;
   const int tied = spec->tie_word_embeddings, is_vector = rm_kinds[first].cols == RM_DIM_ONE;
-  const int plain =
-      is_vector || (params->plain && rm_kind_is_dense(first)) || (first == RM_P_EMBED && !tied);
+  const int plain = is_vector || (params->plain && rm_kind_is_dense(first)) ||
+                    (first == RM_P_EMBED && !tied) || first == RM_P_CONV_Q;
   const int gated = n == 2 && !plain;
-  const rm_dtype dtype = first == RM_P_ROUTER_BIAS ? RM_F32 : params->dtype;
+  const rm_dtype dtype = rm_kind_is_float32(first) ? RM_F32 : params->dtype;
   const int64_t cols = params->sizes[rm_kinds[first].cols],
                 copies = first >= RM_P_EXPERT_GATE ? params->placement.experts.n : 1;
   int64_t rows = 0, row0 = 0;

@@ -16,7 +16,7 @@ typedef struct rm_param {
   int64_t rows, cols; // as in the checkpoint; a vector has rows = 1 and n_dims = 1
   int64_t first, held; // rows (elements of a vector) that this rank holds: [first, first + held)
   int n_dims;
-  rm_dtype dtype; // of the stored parameter; the router bias is always float32
+  rm_dtype dtype; // of the stored parameter
   rm_layout layout;
   size_t offset; // bytes from the start of the allocation to the matrix that holds the parameter
   int64_t dst_row0; // the row of that matrix that holds row `first`
@@ -34,7 +34,7 @@ extern const rm_kind rm_kinds[RM_N_PARAM_KIND];
 rm_dim rm_kind_rows(const rm_spec *spec, rm_param_kind kind);
 
 // Where the forward pass finds a matrix or vector of the version. q, k and v are one matrix, and
-// gate and up too.
+// so are gate and up, and the inputs of a delta net.
 typedef struct rm_matrix {
   size_t offset; // SIZE_MAX: the layer does not have it
   int64_t elems; // of this rank's rows; of all experts here, whose matrices follow one another
@@ -83,7 +83,13 @@ static inline int64_t rm_param_extent(const rm_param *param) {
 }
 // Whether a kind is multiplied by a dense gemm, which cuBLASLt may compute.
 static inline int rm_kind_is_dense(rm_param_kind kind) {
-  return (kind >= RM_P_Q && kind <= RM_P_ATTN_GATE) || (kind >= RM_P_GATE && kind <= RM_P_DOWN);
+  return (kind >= RM_P_Q && kind <= RM_P_ATTN_GATE) ||
+         (kind >= RM_P_DELTA_Q && kind <= RM_P_DELTA_OUT) ||
+         (kind >= RM_P_GATE && kind <= RM_P_DOWN);
+}
+// Whether a kind is stored in float32 in models of any dtype.
+static inline int rm_kind_is_float32(rm_param_kind kind) {
+  return kind == RM_P_ROUTER_BIAS || kind == RM_P_A_LOG || kind == RM_P_DT_BIAS;
 }
 // The address of a layer's matrix; NULL if the layer does not have it.
 static inline const char *rm_weight(const char *weights, const rm_layer_params *layer,

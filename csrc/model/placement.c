@@ -12,6 +12,10 @@ rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *e
   if (spec->n_heads % mesh->tp)
     return rm_fail(err, RM_E_CONFIG, "tp: expected a divisor of num_attention_heads=%lld, got %d",
                    (long long)spec->n_heads, mesh->tp);
+  if (spec->delta_v_heads % mesh->tp)
+    return rm_fail(err, RM_E_CONFIG,
+                   "tp: expected a divisor of linear_num_value_heads=%lld, got %d",
+                   (long long)spec->delta_v_heads, mesh->tp);
   if (mesh->ep > 1 && !spec->n_experts)
     return rm_fail(err, RM_E_CONFIG, "ep: expected 1 for a model without experts, got %d",
                    mesh->ep);
@@ -21,9 +25,9 @@ rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *e
   return RM_OK;
 }
 
-// The KV heads that these query heads read.
-static rm_range kv_heads_of(const rm_spec *spec, rm_range heads) {
-  const int64_t group = spec->n_heads / spec->n_kv_heads, first = heads.first / group;
+// The KV heads (key heads) that these query heads (value heads) read, `group` of them each.
+static rm_range kv_heads_of(int64_t group, rm_range heads) {
+  const int64_t first = heads.first / group;
   return (rm_range){.first = first, .n = (heads.first + heads.n - 1) / group - first + 1};
 }
 
@@ -32,7 +36,7 @@ rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t r
   const rm_range heads = rm_share(spec->n_heads, 1, mesh->tp, at.tp);
   rm_placement p = {
       .heads = heads,
-      .kv_heads = kv_heads_of(spec, heads),
+      .kv_heads = kv_heads_of(spec->n_heads / spec->n_kv_heads, heads),
       .hidden = rm_share(spec->hidden_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
       .inner = rm_share(spec->intermediate_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
       .shared_inner = rm_share(spec->shared_intermediate_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
@@ -41,6 +45,10 @@ rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t r
       .expert_inner = rm_share(spec->moe_intermediate_size, RM_SHARD_WIDTH, mesh->tp, at.tp),
   };
   p.expert_hidden = p.hidden;
+  if (spec->delta_v_heads) {
+    p.delta_heads = rm_share(spec->delta_v_heads, 1, mesh->tp, at.tp);
+    p.delta_k_heads = kv_heads_of(rm_delta_group(spec), p.delta_heads);
+  }
   if (mesh->ep > 1) {
     p.experts = rm_share(spec->n_experts, 1, mesh->ep, at.ep);
     p.expert_inner = (rm_range){0, spec->moe_intermediate_size};
@@ -57,6 +65,12 @@ rm_placement rm_placement_whole(const rm_spec *spec) {
   return rm_placement_of(spec, &alone, 0);
 }
 
+// The KV heads of `heads` that no lower rank of the tp group holds.
+static rm_range new_heads(rm_range heads, rm_range kv_heads, int64_t group) {
+  const int64_t shared = heads.first % group != 0;
+  return (rm_range){kv_heads.first + shared, kv_heads.n - shared};
+}
+
 static rm_range scaled(rm_range r, int64_t by) { return (rm_range){r.first * by, r.n * by}; }
 
 rm_range rm_placement_dim(const rm_spec *spec, const rm_placement *p, rm_dim dim) {
@@ -69,22 +83,25 @@ rm_range rm_placement_dim(const rm_spec *spec, const rm_placement *p, rm_dim dim
     case RM_DIM_LATENT: return (rm_range){0, spec->kv_lora_rank};
     case RM_DIM_KV_A: return (rm_range){0, spec->head_dim};
     case RM_DIM_NOPE: return (rm_range){0, spec->qk_nope_head_dim};
+    case RM_DIM_DELTA_HEAD: return (rm_range){0, spec->delta_v_dim};
+    case RM_DIM_KERNEL: return (rm_range){0, spec->delta_kernel};
     case RM_DIM_EXPERTS: return (rm_range){0, spec->n_experts};
     case RM_DIM_VOCAB: return p->vocab;
     case RM_DIM_Q: return scaled(p->heads, rm_out_dim(spec));
     case RM_DIM_Q_B: return scaled(p->heads, rm_q_dim(spec));
     case RM_DIM_K_B: return scaled(p->heads, spec->kv_lora_rank);
     case RM_DIM_KV: return scaled(p->kv_heads, spec->head_dim);
+    case RM_DIM_DELTA_K: return scaled(p->delta_k_heads, spec->delta_k_dim);
+    case RM_DIM_DELTA_V: return scaled(p->delta_heads, spec->delta_v_dim);
+    case RM_DIM_DELTA_HEADS: return p->delta_heads;
     case RM_DIM_OUT: return p->hidden;
     case RM_DIM_INNER: return p->inner;
     case RM_DIM_SHARED_INNER: return p->shared_inner;
     case RM_DIM_EXPERT_INNER: return p->expert_inner;
     case RM_DIM_EXPERT_OUT: return p->expert_hidden;
     case RM_DIM_HEADS: return p->heads;
-    case RM_DIM_NEW_KV_HEADS: {
-      const int64_t shared = p->heads.first % (spec->n_heads / spec->n_kv_heads) != 0;
-      return (rm_range){p->kv_heads.first + shared, p->kv_heads.n - shared};
-    }
+    case RM_DIM_NEW_KV_HEADS:
+      return new_heads(p->heads, p->kv_heads, spec->n_heads / spec->n_kv_heads);
     default: return (rm_range){0, 0};
   }
 }
@@ -95,6 +112,10 @@ rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *p, rm_dim
                      : dim >= RM_DIM_EXPERT_INNER ? p->counts_experts
                                                   : p->counts_sharded;
   if (!counts) return (rm_range){held.first, 0};
-  return dim == RM_DIM_KV ? scaled(rm_placement_dim(spec, p, RM_DIM_NEW_KV_HEADS), spec->head_dim)
-                          : held;
+  if (dim == RM_DIM_KV)
+    return scaled(rm_placement_dim(spec, p, RM_DIM_NEW_KV_HEADS), spec->head_dim);
+  if (dim == RM_DIM_DELTA_K && spec->delta_k_heads)
+    return scaled(new_heads(p->delta_heads, p->delta_k_heads, rm_delta_group(spec)),
+                  spec->delta_k_dim);
+  return held;
 }

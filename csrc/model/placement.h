@@ -23,6 +23,7 @@ typedef struct rm_placement { // of one rank
   rm_range vocab; // rows of embed_tokens and lm_head
   rm_range experts; // experts of which the rank holds a shard
   rm_range expert_inner, expert_hidden; // rows of an expert's gate and up; of its down
+  rm_range delta_heads, delta_k_heads; // value heads of delta nets, and the key heads they read
   // The rank is the first that holds its replicated, sharded, expert parameters
   // (rm_placement_counted).
   int counts_replicated, counts_sharded, counts_experts;
@@ -30,7 +31,7 @@ typedef struct rm_placement { // of one rank
 
 enum { RM_SHARD_WIDTH = 32, RM_SHARD_VOCAB = 128 };
 
-// RM_E_CONFIG: tp does not divide the heads, ep does not divide the experts, or ep > 1 in a model
+// RM_E_CONFIG: tp does not divide the heads or the value heads of delta nets, ep does not divide the experts, or ep > 1 in a model
 // without experts.
 rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err);
 // The placement of one rank of a mesh that rm_placement_check has accepted.
@@ -47,6 +48,8 @@ typedef enum rm_dim {
   RM_DIM_LATENT,
   RM_DIM_KV_A, // the latent and the key
   RM_DIM_NOPE, // the part of a head of q without rope
+  RM_DIM_DELTA_HEAD, // a value head of a delta net
+  RM_DIM_KERNEL, // positions of its convolution
   RM_DIM_EXPERTS,
   // Sharded over the tp group.
   RM_DIM_VOCAB,
@@ -55,6 +58,9 @@ typedef enum rm_dim {
   RM_DIM_Q_B, // heads of q in latent attention
   RM_DIM_K_B, // a latent for each head
   RM_DIM_HEADS,
+  RM_DIM_DELTA_K,
+  RM_DIM_DELTA_V,
+  RM_DIM_DELTA_HEADS, // value heads
   RM_DIM_OUT, // hidden elements that o_proj or down_proj computes
   RM_DIM_INNER,
   RM_DIM_SHARED_INNER,

@@ -13,7 +13,8 @@ enum {
   MAX_LAYERS = 1024,
   MAX_HEADS = 1 << 14,
   MAX_HEAD_DIM = 1024,
-  MAX_EXPERTS = 16384
+  MAX_EXPERTS = 16384,
+  MAX_KERNEL = 64
 };
 _Static_assert(MAX_EXPERTS <= INT16_MAX, "routing is recorded as int16");
 
@@ -171,11 +172,28 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
   return check_positive("routed_scaling_factor", s->route_scale, err);
 }
 
-static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
+static rm_code check_delta_net(const rm_spec *s, rm_error *err) {
+  const bound bounds[] = {
+      {"linear_num_key_heads", s->delta_k_heads, 1, MAX_HEADS},
+      {"linear_num_value_heads", s->delta_v_heads, 1, MAX_HEADS},
+      {"linear_key_head_dim", s->delta_k_dim, 1, RM_MAX_DELTA_DIM},
+      {"linear_value_head_dim", s->delta_v_dim, 1, RM_MAX_DELTA_DIM},
+      {"linear_conv_kernel_dim", s->delta_kernel, 1, MAX_KERNEL},
+  };
+  const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
+  if (code) return code;
+  if (s->delta_v_heads % s->delta_k_heads)
+    return rm_fail(
+        err, RM_E_CONFIG,
+        "linear_num_value_heads: expected a multiple of linear_num_key_heads=%lld, got %lld",
+        (long long)s->delta_k_heads, (long long)s->delta_v_heads);
+  return RM_OK;
+}
+
+static rm_code check_layers(const rm_spec *s, int64_t *n_moe, int64_t *n_attention, rm_error *err) {
   if (!s->layers)
     return rm_fail(err, RM_E_CONFIG, "layers: expected num_hidden_layers=%lld entries, got none",
                    (long long)s->n_layers);
-  *n_moe = 0;
   for (int64_t i = 0; i < s->n_layers; i++) {
     if (s->layers[i].window < 0)
       return rm_fail(err, RM_E_CONFIG,
@@ -192,7 +210,12 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
                      "layer %lld: expected a dense MLP with num_experts=0, got experts",
                      (long long)i);
     *n_moe += s->layers[i].is_moe != 0;
+    *n_attention += s->layers[i].kind != RM_LAYER_DELTA_NET;
   }
+  if (!*n_attention)
+    return rm_fail(err, RM_E_CONFIG, "layer_types: expected a layer of attention, got none");
+  const rm_code code = *n_attention < s->n_layers ? check_delta_net(s, err) : RM_OK;
+  if (code) return code;
   if (*n_moe < s->n_layers)
     return rm_check_range(err, RM_E_CONFIG, "intermediate_size", s->intermediate_size, 1,
                           MAX_WIDTH);
@@ -201,7 +224,7 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, rm_error *err) {
 
 rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   *out = NULL;
-  int64_t n_moe = 0;
+  int64_t n_moe = 0, n_attention = 0;
   const bound bounds[] = {
       {"vocab_size", values->vocab_size, 1, MAX_VOCAB},
       {"hidden_size", values->hidden_size, 1, MAX_WIDTH},
@@ -215,7 +238,8 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   if ((code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err)) ||
       (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
       (code = check_factors(values, err)) || (code = check_experts(values, err)) ||
-      (code = check_layers(values, &n_moe, err)) || (code = check_latent(values, err)) ||
+      (code = check_layers(values, &n_moe, &n_attention, err)) ||
+      (code = check_latent(values, err)) ||
       (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)))
     return code;
   if (values->activation == RM_SWIGLU_OAI &&
@@ -248,6 +272,7 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   if (!spec) return rm_no_memory(err, "a spec", 0);
   *spec = *values;
   spec->n_moe_layers = n_moe;
+  spec->n_attention_layers = n_attention;
   spec->layers = memcpy(spec + 1, values->layers, layers_bytes);
   spec->inv_freq = memcpy((char *)(spec + 1) + layers_bytes, values->inv_freq, freq_bytes);
   char *local = (char *)(spec + 1) + layers_bytes + freq_bytes, *name = local + freq_bytes;

@@ -15,6 +15,8 @@ typedef enum rm_param_kind {
   RM_P_Q_BIAS, RM_P_K_BIAS, RM_P_V_BIAS, RM_P_O_BIAS,
   RM_P_Q_NORM, RM_P_K_NORM, RM_P_SINKS,
   RM_P_Q_A, RM_P_Q_A_NORM, RM_P_Q_B, RM_P_KV_A, RM_P_KV_A_NORM, RM_P_K_B, RM_P_V_B,
+  RM_P_DELTA_Q, RM_P_DELTA_K, RM_P_DELTA_V, RM_P_DELTA_Z, RM_P_DELTA_B, RM_P_DELTA_A, RM_P_DELTA_OUT,
+  RM_P_CONV_Q, RM_P_CONV_K, RM_P_CONV_V, RM_P_A_LOG, RM_P_DT_BIAS, RM_P_DELTA_NORM,
   RM_P_GATE, RM_P_UP, RM_P_DOWN,
   RM_P_ROUTER, RM_P_ROUTER_BIAS, RM_P_ROUTER_LOGIT_BIAS,
   RM_P_SHARED_GATE, RM_P_SHARED_UP, RM_P_SHARED_DOWN, RM_P_SHARED_SWITCH,
@@ -33,7 +35,12 @@ typedef enum rm_qk_norm { RM_QK_NORM_NONE, RM_QK_NORM_HEAD, RM_QK_NORM_WHOLE } r
 typedef enum rm_wq_rows { RM_WQ_NONE, RM_WQ_HALVES, RM_WQ_NEIGHBOURS } rm_wq_rows;
 
 // The kinds of a layer's first block (layer_kinds.h).
-typedef enum rm_layer_kind { RM_LAYER_ATTENTION, RM_LAYER_LATENT, RM_N_LAYER_KIND } rm_layer_kind;
+typedef enum rm_layer_kind {
+  RM_LAYER_ATTENTION,
+  RM_LAYER_LATENT,
+  RM_LAYER_DELTA_NET,
+  RM_N_LAYER_KIND
+} rm_layer_kind;
 
 typedef struct rm_layer_spec {
   rm_layer_kind kind;
@@ -62,7 +69,7 @@ typedef struct rm_spec {
   float rope_scale; // attention_scaling of the rope type, 1 by default
   const float *inv_freq; // [rotary_dim/2]
   const rm_layer_spec *layers; // [n_layers]
-  int64_t n_moe_layers; // derived
+  int64_t n_moe_layers, n_attention_layers; // derived; the latter have KV pages
   int64_t shared_intermediate_size; // the shared expert of each MoE layer; 0: none
   int shared_switch; // the shared expert's output is scaled by sigmoid(x · w), w: [1][hidden]
   int sigmoid_scores; // the router uses sigmoid; else softmax
@@ -76,6 +83,10 @@ typedef struct rm_spec {
   float embed_scale_bf16; // embed_scale of a bfloat16 model
   int zero_centered_norms; // norms multiply by 1 + weight
   int attention_gate; // attention's output is multiplied by sigmoid(x · Wᵀ)
+  int gate_in_q; // a tensor of q has the rows of the gate too, after those of q in each head
+  // Of layers with a delta net: heads and their sizes, positions of the convolution.
+  int64_t delta_k_heads, delta_v_heads, delta_k_dim, delta_v_dim, delta_kernel;
+  int delta_alternates; // tensors of their inputs have the rows of one key head after another
   int qk_norm_last; // q and k are normed after rope; never with RM_QK_NORM_WHOLE
   // Latent attention, in all layers or (kv_lora_rank 0) in none. The cache has one kv head: the key,
   // rotary_dim elements, and the latent, so head_dim = rotary_dim + kv_lora_rank.
@@ -93,6 +104,11 @@ typedef struct rm_spec {
   // A family's own names, in the form of rm_param_name with # for the expert; NULL: the usual name.
   const char *names[RM_N_PARAM_KIND];
 } rm_spec;
+
+// Value heads that read a key head, in a model with delta nets.
+static inline int64_t rm_delta_group(const rm_spec *spec) {
+  return spec->delta_v_heads / spec->delta_k_heads;
+}
 
 // Checks every rule (RM_E_CONFIG states the broken one) and copies. Owned: rm_spec_destroy, safe on
 // NULL.

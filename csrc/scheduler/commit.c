@@ -72,6 +72,15 @@ static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_
   return 1;
 }
 
+// The state of the row that ends a page is kept by the indexed page with these tokens.
+static void keep_state(rm_scheduler *scheduler, const rm_sequence *seq, int32_t page,
+                       int64_t position) {
+  const int64_t row = seq->first_row + seq->n_rows - 1 - (seq->kv_len - position);
+  if (page >= 0 && row >= seq->first_row && rm_keeps_state(scheduler, seq, position) &&
+      scheduler->plan.save_states[row] >= 0)
+    rm_kv_keep_state(scheduler->cache, page, scheduler->plan.save_states[row]);
+}
+
 static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t size = scheduler->options.limits.page_size;
   const int32_t *table = rm_block_table(scheduler, seq);
@@ -79,9 +88,18 @@ static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
   for (; (seq->n_indexed + 1) * size <= seq->kv_len; seq->n_indexed++) {
     const int64_t i = seq->n_indexed;
     const int has_logprobs = fill_logprobs(scheduler, seq, i, table[i]);
-    rm_kv_index(scheduler->cache, table[i], scheduler->version, i ? table[i - 1] : -1,
-                seq->ids + i * size, has_logprobs);
+    const int32_t page = rm_kv_index(scheduler->cache, table[i], scheduler->version,
+                                     i ? table[i - 1] : -1, seq->ids + i * size, has_logprobs);
+    keep_state(scheduler, seq, page, (i + 1) * size);
   }
+}
+
+// Holds the state after the rows of this step instead of the one before them.
+static void take_state(rm_scheduler *scheduler, rm_sequence *seq) {
+  int32_t *saved = &scheduler->plan.save_states[seq->first_row + seq->n_rows - 1];
+  rm_kv_release_state(scheduler->cache, seq->state);
+  seq->state = *saved;
+  *saved = -1;
 }
 
 static void advance(rm_scheduler *scheduler, rm_sequence *seq, const int16_t *routed) {
@@ -92,6 +110,7 @@ static void advance(rm_scheduler *scheduler, rm_sequence *seq, const int16_t *ro
   seq->kv_len = rm_max64(seq->kv_len, end);
   seq->next = end;
   index_pages(scheduler, seq);
+  take_state(scheduler, seq);
   if (group->kind == RM_SCORE && end == group->n_prompt)
     rm_finish_sequence(scheduler, seq, RM_FINISH_LENGTH);
 }
@@ -138,6 +157,8 @@ void rm_commit(rm_scheduler *scheduler, const rm_step_output *output) {
   for (int64_t i = 0; i < plan->n_scheduled; i++)
     if (plan->scheduled[i]->status != RM_DONE)
       advance(scheduler, plan->scheduled[i], output->routed);
+  for (int64_t r = 0; r < plan->n_rows; r++)
+    rm_kv_release_state(scheduler->cache, plan->save_states[r]);
   for (int64_t i = 0; i < plan->n_out; i++) {
     rm_sequence *seq = plan->outs[i].seq;
     if (!is_drawn(&plan->outs[i])) continue;

@@ -23,8 +23,15 @@ typedef struct rm_page {
   uint64_t hash;
   int32_t references;
   int32_t chain; // next page + 1 in its bucket, or in the free stack if the page is free
+  int32_t state; // state + 1 that the page keeps; 0: none
   uint8_t indexed, has_logprobs;
 } rm_page;
+
+typedef struct rm_state {
+  rm_link link; // first member; in `cached_states` or in no list
+  int32_t references; // without the page's
+  int32_t page; // page + 1 that keeps it; next state + 1 in the free stack if the state is free
+} rm_state;
 
 struct rm_kv_cache {
   rm_kv_options options;
@@ -42,6 +49,10 @@ struct rm_kv_cache {
   int32_t free; // page + 1
   rm_link cached; // pages by their release, the oldest first
   int64_t n_available; // free or cached
+  rm_state *states; // [n_states]
+  int32_t free_state; // state + 1
+  rm_link cached_states; // by their release, the oldest first
+  int64_t n_available_states;
   rm_kv_counts counts;
 };
 
@@ -51,6 +62,12 @@ size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
                           (size_t)routed_per_token * sizeof *cache->routed;
   return sizeof *cache->pages + (size_t)page_size * position + 2 * sizeof *cache->writes +
          4 * sizeof *cache->buckets; // less than four buckets per page
+}
+
+static void free_state(rm_kv_cache *cache, int32_t id) {
+  cache->states[id].page = cache->free_state;
+  cache->free_state = id + 1;
+  cache->n_available_states++;
 }
 
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
@@ -63,6 +80,7 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
   cache->options = *options;
   cache->n_available = options->n_pages;
   rm_list_init(&cache->cached);
+  rm_list_init(&cache->cached_states);
   const size_t n = (size_t)options->n_pages, size = (size_t)options->page_size,
                routed = (size_t)options->routed_per_token;
   for (cache->n_buckets = 1; cache->n_buckets < 2 * n; cache->n_buckets *= 2) continue;
@@ -73,6 +91,7 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
       RM_FIELD_ROWS(cache->routed, routed ? n * size : 0, routed),
       RM_FIELD(cache->buckets, cache->n_buckets),
       RM_FIELD(cache->writes, 2 * n),
+      RM_FIELD(cache->states, (size_t)options->n_states),
   };
   const size_t n_fields = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n_fields);
   cache->block = bytes ? rm_alloc(1, bytes) : NULL;
@@ -81,6 +100,7 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
     return rm_no_memory(err, "the records of KV pages", bytes);
   }
   rm_fields_place(fields, n_fields, cache->block);
+  for (int64_t i = options->n_states - 1; i >= 0; i--) free_state(cache, (int32_t)i);
   *out = cache;
   return RM_OK;
 }
@@ -113,8 +133,20 @@ static int32_t look_up(const rm_kv_cache *cache, uint64_t hash, int64_t version,
   return -1;
 }
 
+// The page no longer keeps its state.
+static void drop_state(rm_kv_cache *cache, rm_page *page) {
+  const int32_t id = page->state - 1;
+  if (id < 0) return;
+  page->state = cache->states[id].page = 0;
+  if (cache->states[id].references) return;
+  rm_list_remove(&cache->states[id].link);
+  cache->n_available_states--;
+  free_state(cache, id);
+}
+
 static void remove_from_index(rm_kv_cache *cache, int32_t id) {
   rm_page *page = &cache->pages[id];
+  drop_state(cache, page);
   int32_t *at = &cache->buckets[page->hash & (cache->n_buckets - 1)];
   while (*at != id + 1) at = &cache->pages[*at - 1].chain;
   *at = page->chain;
@@ -213,12 +245,12 @@ int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const in
   return id;
 }
 
-void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent,
-                 const int32_t *tokens, int has_logprobs) {
+int32_t rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent,
+                    const int32_t *tokens, int has_logprobs) {
   rm_page *page = &cache->pages[id];
   const uint64_t node = parent < 0 ? 0 : cache->pages[parent].node;
   const size_t size = (size_t)cache->options.page_size;
-  if (page->node || (parent >= 0 && !node)) return;
+  if (page->node || (parent >= 0 && !node)) return -1;
   const uint64_t hash = hash_key(cache, version, node, tokens);
   const int32_t equal = look_up(cache, hash, version, node, tokens);
   if (equal >= 0) {
@@ -227,7 +259,7 @@ void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent
       memcpy(rm_kv_logprobs(cache, equal), rm_kv_logprobs(cache, id), size * sizeof(float));
       cache->pages[equal].has_logprobs = 1;
     }
-    return;
+    return equal;
   }
   int32_t *bucket = &cache->buckets[hash & (cache->n_buckets - 1)];
   memcpy(cache->tokens + (size_t)id * size, tokens, size * sizeof *tokens);
@@ -239,6 +271,7 @@ void rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t parent
   page->indexed = 1;
   page->has_logprobs = has_logprobs != 0;
   *bucket = id + 1;
+  return id;
 }
 
 void rm_kv_reset(rm_kv_cache *cache) {
@@ -248,6 +281,7 @@ void rm_kv_reset(rm_kv_cache *cache) {
     free_push(cache, (int32_t)(page - cache->pages));
   }
   for (int64_t id = 0; id < cache->n_fresh; id++) {
+    drop_state(cache, &cache->pages[id]);
     cache->pages[id].indexed = cache->pages[id].has_logprobs = 0;
     cache->pages[id].node = 0;
   }
@@ -256,9 +290,62 @@ void rm_kv_reset(rm_kv_cache *cache) {
 
 void rm_kv_renew(rm_kv_cache *cache) {
   assert(cache->n_available == cache->options.n_pages);
+  assert(cache->n_available_states == cache->options.n_states);
   rm_kv_reset(cache);
   cache->free = 0;
   cache->n_fresh = 0;
+}
+
+// ----------------------------------------------------------------------------------------- states
+int64_t rm_kv_free_states(const rm_kv_cache *cache) { return cache->n_available_states; }
+
+int32_t rm_kv_alloc_state(rm_kv_cache *cache) {
+  if (!cache->free_state && !rm_list_empty(&cache->cached_states)) {
+    const rm_state *oldest = (const rm_state *)cache->cached_states.next;
+    drop_state(cache, &cache->pages[oldest->page - 1]);
+    cache->counts.state_evictions++;
+  }
+  const int32_t id = cache->free_state - 1;
+  if (id < 0) return -1;
+  cache->free_state = cache->states[id].page;
+  cache->states[id].page = 0;
+  cache->states[id].references = 1;
+  cache->n_available_states--;
+  return id;
+}
+
+void rm_kv_retain_state(rm_kv_cache *cache, int32_t id) {
+  if (cache->states[id].references++) return;
+  rm_list_remove(&cache->states[id].link);
+  cache->n_available_states--;
+}
+
+void rm_kv_release_state(rm_kv_cache *cache, int32_t id) {
+  if (id < 0) return;
+  rm_state *state = &cache->states[id];
+  assert(state->references > 0);
+  if (--state->references) return;
+  if (!state->page) {
+    free_state(cache, id);
+    return;
+  }
+  rm_list_insert_before(&cache->cached_states, &state->link);
+  cache->n_available_states++;
+}
+
+int rm_kv_owns_state(const rm_kv_cache *cache, int32_t id) {
+  return id >= 0 && cache->states[id].references == 1 && !cache->states[id].page;
+}
+
+void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t id) {
+  assert(cache->states[id].references && !cache->states[id].page && cache->pages[page].indexed);
+  if (cache->pages[page].state) return;
+  cache->pages[page].state = id + 1;
+  cache->states[id].page = page + 1;
+}
+
+int32_t rm_kv_state_of(const rm_kv_cache *cache, int32_t page) {
+  return cache->pages[page].state - 1;
 }
 
 float *rm_kv_logprobs(rm_kv_cache *cache, int32_t id) {

@@ -1,10 +1,14 @@
-// kv_cache.h: the pages of the KV cache, their reference counts, and the prefix index. It does not
-// have the contents, which are on the ranks. It lists the pages that the ranks must zero or copy
-// before they compute the next rows.
+// kv_cache.h: the pages of the KV cache and the states of sequences, their reference counts, and the
+// prefix index. It does not have the contents, which are on the ranks. It lists the pages that the
+// ranks must zero or copy before they compute the next rows.
 //
 // A page is free, held (references > 0), or cached (no reference, but in the index until it is
 // needed). A full page is indexed by hash(weight version, parent, its tokens); a hit compares all
 // three, so a collision cannot serve wrong KV.
+//
+// In a model whose layers have states (model/layer_kinds.h), an indexed page may keep a state: the
+// one after its last token. A state too is free, held, or cached: kept by a page only. It is not
+// written while another sequence or a page holds it.
 //
 // A page also has records of its tokens, their logprobs (if requested) and routed experts, so that
 // a hit returns the same results as a recomputation.
@@ -20,6 +24,7 @@ typedef struct rm_kv_cache rm_kv_cache;
 typedef struct rm_kv_options {
   int64_t n_pages, page_size;
   int64_t routed_per_token; // n_moe_layers · top_k, 0 in a dense model
+  int64_t n_states; // 0: the layers have no states
 } rm_kv_options;
 
 typedef struct rm_page_write {
@@ -49,17 +54,29 @@ int32_t rm_kv_references(const rm_kv_cache *cache, int32_t page);
 // retains it. −1: no hit. need_logprobs: only accept a page with logprobs.
 int32_t rm_kv_find(rm_kv_cache *cache, int64_t version, int32_t parent, const int32_t *tokens,
                    int need_logprobs);
-// Indexes a full page, unless an equal page is already indexed. The page must not have values that
-// are not finite.
-void rm_kv_index(rm_kv_cache *cache, int32_t page, int64_t version, int32_t parent,
-                 const int32_t *tokens, int has_logprobs);
+// Indexes a full page, unless an equal page is already indexed. Returns the page that is indexed, −1:
+// none. The page must not have values that are not finite.
+int32_t rm_kv_index(rm_kv_cache *cache, int32_t page, int64_t version, int32_t parent,
+                    const int32_t *tokens, int has_logprobs);
 void rm_kv_reset(rm_kv_cache *cache); // empties the index; held pages stay held
 void rm_kv_renew(rm_kv_cache *cache); // makes all pages zero (mapped again); all must be released
+
+int64_t rm_kv_free_states(const rm_kv_cache *cache); // free or cached
+// Returns a state with one reference, with any content; −1: all are held.
+int32_t rm_kv_alloc_state(rm_kv_cache *cache);
+void rm_kv_retain_state(rm_kv_cache *cache, int32_t state);
+void rm_kv_release_state(rm_kv_cache *cache, int32_t state); // no effect on −1
+// Whether the caller's reference is the only one, and no page keeps the state.
+int rm_kv_owns_state(const rm_kv_cache *cache, int32_t state);
+// Lets an indexed page keep a held state, unless the page keeps one already.
+void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t state);
+int32_t rm_kv_state_of(const rm_kv_cache *cache, int32_t page); // −1: none
 
 float *rm_kv_logprobs(rm_kv_cache *cache, int32_t page); // [page_size], view
 int16_t *rm_kv_routed(rm_kv_cache *cache, int32_t page); // [page_size][routed_per_token], view
 
 typedef struct rm_kv_counts { // since creation
   int64_t hits, misses, evictions;
+  int64_t state_evictions;
 } rm_kv_counts;
 const rm_kv_counts *rm_kv_statistics(const rm_kv_cache *cache); // a view

@@ -25,6 +25,7 @@ typedef struct rm_plan {
   rm_sequence **scheduled; // [max_num_seqs]
   int32_t *ids, *positions, *seq_of_row; // [max_num_batched_tokens], as rm_batch's
   int64_t *slots;
+  int32_t *load_states, *save_states; // as rm_batch's; the plan holds those that are saved
   rm_out_row *outs; // [max_num_batched_tokens], like the next three
   int32_t *out_rows, *targets; // rows and targets of the outs
   rm_sample_params *params; // of the outs that sample, with views of their sequences' lists

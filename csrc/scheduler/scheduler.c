@@ -10,6 +10,12 @@
 // step that computes the prompt's last row, siblings become active, as far as there are table rows:
 // they share the leader's pages and draw from the same row. The last, partly filled page is copied
 // on the first write, except by the last sequence that holds it.
+//
+// In models with states a sequence's rows begin with the state that it holds and end with the state
+// that it holds next: the same one, if no other sequence and no page holds it, else a new one. The
+// old one is released after the step, so no state is read and written by two sequences in a step.
+// Pages at an interval, and the last full page of a prompt, keep the state at their end. A prefix
+// then ends with a page that keeps one.
 #include <assert.h>
 
 #include "base/fields.h"
@@ -35,6 +41,8 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
       RM_FIELD(plan->positions, rows),
       RM_FIELD(plan->seq_of_row, rows),
       RM_FIELD(plan->slots, rows),
+      RM_FIELD(plan->load_states, seqs),
+      RM_FIELD(plan->save_states, rows),
       RM_FIELD(plan->outs, rows),
       RM_FIELD(plan->out_rows, rows),
       RM_FIELD(plan->targets, rows),
@@ -61,10 +69,14 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
   return RM_OK;
 }
 
-rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages, rm_error *err) {
+rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages, int64_t n_states,
+                                int64_t state_interval, rm_error *err) {
   rm_scheduler_options *options = &scheduler->options;
-  const rm_kv_options kv = {n_pages, options->limits.page_size, options->limits.routed_per_token};
+  const rm_kv_options kv = {n_pages, options->limits.page_size, options->limits.routed_per_token,
+                            n_states};
   options->limits.n_pages = n_pages;
+  scheduler->n_states = n_states;
+  scheduler->state_interval = state_interval;
   for (int64_t i = 0; i < options->external_pages; i++) scheduler->page_versions[i] = -1;
   return rm_kv_create(&kv, &scheduler->cache, err);
 }
@@ -113,12 +125,13 @@ void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq) {
     while (seq->n_pages > 0 && !rm_is_external(scheduler))
       rm_kv_release(scheduler->cache, table[--seq->n_pages]);
     seq->n_pages = 0;
+    rm_kv_release_state(scheduler->cache, seq->state);
     scheduler->free_table_rows[scheduler->n_free_table_rows++] = seq->table_row;
     scheduler->n_active--;
   }
   if (seq->group->leader == seq) seq->group->leader = NULL;
   if (scheduler->blocked == seq) scheduler->blocked = NULL;
-  seq->table_row = -1;
+  seq->table_row = seq->state = -1;
   seq->kv_len = seq->next = seq->n_indexed = seq->n_rows = 0;
   seq->stale = 0;
 }
@@ -158,14 +171,21 @@ static void copy_page(rm_scheduler *scheduler, rm_sequence *seq, int64_t index) 
   *entry = rm_kv_copy(scheduler->cache, *entry);
 }
 
+// Whether the next positions up to n_positions end with a new state.
+static int needs_state(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t n_positions) {
+  return scheduler->n_states && n_positions > seq->kv_len &&
+         !rm_kv_owns_state(scheduler->cache, seq->state);
+}
+
 // Allocates and copies pages, so that the next positions up to n_positions can be written. Preempts
-// newer sequences if necessary. Returns 0 if seq itself was preempted.
+// newer sequences if necessary, also for a state. Returns 0 if seq itself was preempted.
 static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_positions) {
   for (;;) {
     const int64_t shared = shared_page(scheduler, seq, n_positions);
     const int64_t wanted =
         rm_max64(pages_for(scheduler, n_positions) - seq->n_pages, 0) + (shared >= 0);
-    if (wanted <= rm_kv_free_pages(scheduler->cache)) {
+    if (wanted <= rm_kv_free_pages(scheduler->cache) &&
+        needs_state(scheduler, seq, n_positions) <= rm_kv_free_states(scheduler->cache)) {
       if (shared >= 0) copy_page(scheduler, seq, shared);
       extend(scheduler, seq, n_positions);
       return 1;
@@ -208,6 +228,25 @@ static void take_logprobs(rm_scheduler *scheduler, rm_sequence_group *group, int
   }
 }
 
+// Gives back the last pages of a prefix, up to a page that keeps a state from which all missing rows
+// can be computed. Records of the pages are copied first: of what is given back too, since the
+// logprob of a page's last row is a record of the next page.
+static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
+  rm_sequence_group *group = seq->group;
+  const int64_t size = scheduler->options.limits.page_size, length = rm_sequence_length(seq);
+  const int32_t *table = rm_block_table(scheduler, seq);
+  for (int64_t i = 0; i < seq->n_pages; i++) take_logprobs(scheduler, group, i, table[i]);
+  for (; seq->n_pages; rm_kv_release(scheduler->cache, table[--seq->n_pages])) {
+    const int64_t end = seq->n_pages * size;
+    const int32_t state = rm_kv_state_of(scheduler->cache, table[seq->n_pages - 1]);
+    if (state < 0 || end >= length || (group->n_scored < group->n_targets && group->n_scored < end))
+      continue;
+    rm_kv_retain_state(scheduler->cache, state);
+    seq->state = state;
+    return;
+  }
+}
+
 // Takes the cached pages of the longest cached prefix. Their records are copied later, when the
 // sequence is certain to start.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
@@ -223,6 +262,7 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
     if (parent < 0) break;
     table[seq->n_pages++] = parent;
   }
+  if (scheduler->n_states) end_at_state(scheduler, seq);
 }
 
 // Activates a waiting sequence, with pages for all of its known tokens. Returns 0 if there are too
@@ -233,6 +273,8 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   if (scheduler->blocked == seq && scheduler->n_active &&
       rm_kv_free_pages(scheduler->cache) <= scheduler->blocked_free)
     return 0;
+  // One state may be the prefix's, another one is saved.
+  if (scheduler->n_states && rm_kv_free_states(scheduler->cache) < 2) return 0;
   rm_link *next = seq->link.next;
   rm_list_remove(&seq->link);
   rm_activate(scheduler, seq);
@@ -290,9 +332,31 @@ static void join_siblings(rm_scheduler *scheduler, const rm_sequence *leader, in
       table[seq->n_pages] = from[seq->n_pages];
     }
     seq->kv_len = seq->next = group->n_prompt;
+    if ((seq->state = plan->save_states[row]) >= 0)
+      rm_kv_retain_state(scheduler->cache, seq->state);
     seq->n_indexed = group->n_prompt / scheduler->options.limits.page_size; // by the leader
     add_out(plan, row, (rm_out_row){seq, seq->next - 1, -1, 1, 1});
   }
+}
+
+// Returns the state that is saved after position p of the rows up to `end`; −1: none. The caller's
+// plan holds it.
+static int32_t state_after(rm_scheduler *scheduler, const rm_sequence *seq, int64_t p,
+                           int64_t end) {
+  rm_kv_cache *cache = scheduler->cache;
+  const int is_last = p + 1 == end;
+  if (!scheduler->n_states) return -1;
+  if (is_last && rm_kv_owns_state(cache, seq->state)) {
+    rm_kv_retain_state(cache, seq->state);
+    return seq->state;
+  }
+  // Every active sequence may need one in this step.
+  if (!is_last &&
+      (!rm_keeps_state(scheduler, seq, p + 1) || rm_kv_free_states(cache) <= scheduler->n_active))
+    return -1;
+  const int32_t state = rm_kv_alloc_state(cache);
+  assert(state >= 0);
+  return state;
 }
 
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
@@ -304,11 +368,13 @@ void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
   seq->first_row = first;
   seq->n_rows = n_rows;
   plan->scheduled[plan->n_scheduled++] = seq;
+  plan->load_states[seq->table_row] = seq->state;
   for (int64_t p = seq->next; p < end; p++, plan->n_rows++) {
     plan->ids[plan->n_rows] = seq->ids[p];
     plan->positions[plan->n_rows] = (int32_t)p;
     plan->seq_of_row[plan->n_rows] = seq->table_row;
     plan->slots[plan->n_rows] = p < seq->kv_len ? -1 : table[p / size] * size + p % size;
+    plan->save_states[plan->n_rows] = state_after(scheduler, seq, p, end);
   }
   for (int64_t p = rm_max64(seq->next, group->n_scored); p < rm_min64(end, group->n_targets); p++) {
     const int32_t target = p + 1 < group->n_prompt ? seq->ids[p + 1] : -1;

@@ -34,6 +34,8 @@ typedef struct rm_scheduler_options {
 struct rm_scheduler {
   rm_scheduler_options options;
   int64_t max_pages; // largest number of pages of one sequence
+  int64_t n_states; // 0: the model's layers have no states
+  int64_t state_interval; // positions from one kept state to the next, a multiple of page_size
   int64_t version; // version of the serving weights; the engine sets it before calls that read it
   rm_plan plan;
   rm_kv_cache *cache; // owned
@@ -64,8 +66,10 @@ struct rm_scheduler {
 // Makes a scheduler without pages in zeroed memory; `options` is copied.
 rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options *options,
                             rm_error *err);
-// Makes the bookkeeping of the KV cache.
-rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages, rm_error *err);
+// Makes the bookkeeping of the KV cache. With states at least 2: a sequence loads one and saves
+// another.
+rm_code rm_scheduler_open_pages(rm_scheduler *scheduler, int64_t n_pages, int64_t n_states,
+                                int64_t state_interval, rm_error *err);
 void rm_scheduler_destroy(rm_scheduler *scheduler); // frees all requests; safe on zeroed memory
 
 // Fills the plan with the next batch. `version` must be set.
@@ -115,6 +119,14 @@ void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq);
 // Plans n_rows rows from seq->next on, and the draw from the last one.
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows);
+// Whether a page that ends at a position keeps the state there.
+static inline int rm_keeps_state(const rm_scheduler *scheduler, const rm_sequence *seq,
+                                 int64_t position) {
+  const int64_t size = scheduler->options.limits.page_size;
+  return scheduler->n_states && scheduler->options.prefix_caching && !seq->stale &&
+         (position % scheduler->state_interval == 0 ||
+          position == (seq->group->n_prompt - 1) / size * size);
+}
 // inflight.c. After a commit; when the weights or the KV cache go to sleep.
 void rm_weights_changed(rm_scheduler *scheduler, rm_inflight inflight);
 void rm_pages_lost(rm_scheduler *scheduler);

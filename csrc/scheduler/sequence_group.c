@@ -327,7 +327,7 @@ void rm_sequence_group_rewind(rm_sequence_group *group) {
     rm_sequence *seq = &group->sequences[i];
     seq->status = RM_WAITING;
     seq->finish = RM_RUNNING;
-    seq->stop_token = seq->table_row = seq->external_row = -1;
+    seq->stop_token = seq->table_row = seq->external_row = seq->state = -1;
     seq->n_tokens = seq->n_routed = 0;
     rm_logit_edits_rewind(seq);
   }

@@ -38,7 +38,7 @@ static rm_code share_flags(rm_runner *runner, rm_error *err) {
 }
 
 // -------------------------------------------------------------------------------- the step buffer
-enum { STEP_FIELDS = 17 };
+enum { STEP_FIELDS = 19 };
 
 static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows, size_t outs,
                         rm_field fields[STEP_FIELDS]) {
@@ -52,6 +52,8 @@ static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows,
       RM_FIELD(b->ids, rows),
       RM_FIELD(b->positions, rows),
       RM_FIELD(b->seq_of_row, rows),
+      RM_FIELD(b->load_states, (size_t)runner->options.max_num_seqs),
+      RM_FIELD(b->save_states, rows),
       RM_FIELD(b->out_rows, outs),
       RM_FIELD(b->targets, outs),
       RM_FIELD(out->row_flags, rows),
@@ -77,7 +79,7 @@ size_t rm_step_buffer_bytes(const rm_runner *runner, size_t rows, size_t outs) {
 
 // Copies the plan's inputs into the buffer. Padding rows are token 0 at position 0, with the block
 // table of the first row's sequence (or row 0 of the tables, whose entries are valid pages). They
-// write no KV, and their results are ignored.
+// write no KV and no state, and their results are ignored.
 static void fill(rm_runner *runner) {
   const rm_plan *plan = runner->plan;
   const rm_step_shape *shape = &runner->shape;
@@ -92,12 +94,14 @@ static void fill(rm_runner *runner) {
   COPY(ids, rows);
   COPY(positions, rows);
   COPY(seq_of_row, rows);
+  COPY(load_states, (size_t)runner->options.max_num_seqs);
+  COPY(save_states, rows);
   COPY(out_rows, outs);
   COPY(targets, outs);
   COPY(params, outs);
 #undef COPY
   for (int64_t i = plan->n_rows; i < shape->n_rows; i++) {
-    b->slots[i] = b->targets[i] = -1;
+    b->slots[i] = b->targets[i] = b->save_states[i] = -1;
     b->ids[i] = b->positions[i] = 0;
     b->seq_of_row[i] = plan->n_rows ? plan->seq_of_row[0] : 0;
     b->out_rows[i] = (int32_t)i;
@@ -141,6 +145,8 @@ static rm_batch batch_of(const rm_runner *runner) {
       .positions = b->positions,
       .seq_of_row = b->seq_of_row,
       .slots = b->slots,
+      .load_states = b->load_states,
+      .save_states = b->save_states,
       .block_tables = runner->block_tables ? runner->block_tables : runner->plan->block_tables,
       .n_out = runner->shape.n_out,
       .out_rows = b->out_rows,

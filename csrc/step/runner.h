@@ -17,8 +17,9 @@
 // written, written. A step then needs only one copy to the device and one back.
 typedef struct rm_step_buffer {
   int64_t *slots; // [n_rows]
+  int32_t *load_states; // [max_num_seqs]
   rm_sample_params *params; // [n_out]
-  int32_t *ids, *positions, *seq_of_row; // [n_rows]
+  int32_t *ids, *positions, *seq_of_row, *save_states; // [n_rows]
   int32_t *out_rows, *targets; // [n_out]
   uint8_t *out_flags; // [n_out] initially zeros, like the output's row flags
   rm_step_output output;

@@ -22,7 +22,7 @@ static const char *shape_hint(const rm_params *params, const rm_target *want,
                               const rm_tensor *tensor) {
   const rm_param *first = &params->list[want->pieces[0].param];
   const int64_t *w = want->shape, *t = tensor->shape;
-  const int n = want->n_dims, stacked = n == 3;
+  const int n = want->n_dims, stacked = n == 3 && want->pieces[0].outer >= 0;
   const int fused = want->n_pieces > 1 && want->pieces[1].outer == want->pieces[0].outer;
   if (n < 2) return "";
   if (tensor->n_dims == n && (!stacked || t[0] == w[0])) {
@@ -62,9 +62,13 @@ static const char *const src_names[] = {"bfloat16", "float32", "float16", "float
 
 const char *rm_dtype_name(rm_dtype dtype) { return dtype == RM_BF16 ? "bfloat16" : "float32"; }
 
-static rm_code check_dtype(rm_dtype want, const rm_tensor *tensor, int cast, const char *name,
-                           rm_error *err) {
-  const int same = want == RM_BF16 ? tensor->dtype == RM_SRC_BF16 : tensor->dtype == RM_SRC_F32;
+// The decay of a delta net is float32 in some checkpoints and modules and bfloat16 in others.
+static rm_code check_dtype(const rm_param *param, const rm_tensor *tensor, int cast,
+                           const char *name, rm_error *err) {
+  const rm_dtype want = param->dtype;
+  const int widens = param->kind == RM_P_A_LOG || param->kind == RM_P_DT_BIAS,
+            same = tensor->dtype == (want == RM_BF16 ? RM_SRC_BF16 : RM_SRC_F32) ||
+                   (widens && tensor->dtype == RM_SRC_BF16);
   if (same || (cast && (unsigned)tensor->dtype <= RM_SRC_F64)) return RM_OK;
   return rm_fail(err, RM_E_DTYPE, "%s: expected %s, got %s (cast=True converts)", name,
                  rm_dtype_name(want),
@@ -109,7 +113,7 @@ rm_code rm_tensor_check(const rm_params *params, const rm_target *want, const rm
                         int cast, const char *name, rm_error *err) {
   rm_code code = check_shape(params, want, tensor, name, err);
   if (code) return code;
-  if ((code = check_dtype(params->list[want->pieces[0].param].dtype, tensor, cast, name, err)))
+  if ((code = check_dtype(&params->list[want->pieces[0].param], tensor, cast, name, err)))
     return code;
   return check_layout(tensor, name, err);
 }

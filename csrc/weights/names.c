@@ -14,6 +14,9 @@ typedef enum form {
   ONE, // a parameter as it is
   TURNED, // q or k, with rows in the order of spec->wq_rows
   QKV, // q, k and v rows one after another
+  CONV, // the same, as [rows][1][cols]
+  QKVZ, // of a delta net: the rows of each key head one after another, and of the value heads with it
+  BA, // likewise
   GATE_UP, // gate rows, then up rows
   EXPERTS, // [experts][rows][cols] of one kind
   EXPERTS_GATE_UP, // [experts][gate rows, then up rows][cols]
@@ -24,7 +27,7 @@ typedef enum form {
 typedef struct spelling {
   const char *pattern;
   form form;
-  rm_param_kind kind; // QKV: Q; GATE_UP: the gate; NOTHING: any kind of the same place
+  rm_param_kind kind; // the first; NOTHING: any kind of the same place
 } spelling;
 
 static const spelling spellings[] = {
@@ -42,6 +45,10 @@ static const spelling spellings[] = {
     // fused projections, as inference engines hold them
     {"self_attn.qkv_proj.weight", QKV, RM_P_Q},
     {"self_attn.qkv_proj.bias", QKV, RM_P_Q_BIAS},
+    {"linear_attn.in_proj_qkvz.weight", QKVZ, RM_P_DELTA_Q},
+    {"linear_attn.in_proj_ba.weight", BA, RM_P_DELTA_B},
+    {"linear_attn.in_proj_qkv.weight", QKV, RM_P_DELTA_Q},
+    {"linear_attn.conv1d.weight", CONV, RM_P_CONV_Q},
     {"mlp.gate_up_proj.weight", GATE_UP, RM_P_GATE},
     {"mlp.experts.#.gate_up_proj.weight", GATE_UP, RM_P_EXPERT_GATE},
     {"self_attn.kv_b_proj.weight", KV_B, RM_P_K_B},
@@ -90,8 +97,9 @@ static const spelling spellings[] = {
     {"self_attn.rotary_emb.sin_cached", NOTHING, RM_P_Q},
 };
 
+// language_model holds the text model of a multimodal one.
 static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.",
-                                       "_checkpoint_wrapped_module."};
+                                       "_checkpoint_wrapped_module.", "language_model."};
 
 // ----------------------------------------------------------------------------------------- bounds
 static rm_code check_name(const char *name, size_t length, rm_error *err) {
@@ -188,50 +196,82 @@ static void interleave(const rm_params *params, const spelling *s, rm_target *ou
   out->shape[2] = rows;
 }
 
-// For kv_b_proj, whose rows are those of k_b and of v_b by heads.
-static void split_heads(const rm_spec *spec, rm_target *out) {
-  rm_param_rows *k = &out->pieces[0], *v = &out->pieces[1];
-  k->pitch = v->pitch = spec->qk_nope_head_dim + spec->v_head_dim;
-  k->head_dim = spec->kv_lora_rank;
-  k->transposed = 1;
-  v->head_dim = spec->v_head_dim;
-  v->row0 = spec->qk_nope_head_dim;
-  out->shape[0] = spec->n_heads * k->pitch;
-  out->shape[1] = spec->kv_lora_rank;
+enum { MOST_KINDS = 4 };
+typedef struct members { // the kinds whose rows a tensor has, one kind after another
+  rm_param_kind kinds[MOST_KINDS];
+  int n, alternating; // heads of the first `alternating` kinds alternate
+  int64_t heads;
+} members;
+
+static members members_of(const rm_spec *spec, const spelling *s) {
+  static const int counts[] = {
+      [ONE] = 1,  [TURNED] = 1,  [QKV] = 3,     [CONV] = 3,    [QKVZ] = 4,           [BA] = 2,
+      [KV_B] = 2, [GATE_UP] = 2, [EXPERTS] = 1, [NOTHING] = 0, [EXPERTS_GATE_UP] = 2};
+  members out = {.n = counts[s->form],
+                 .heads = s->form == KV_B ? spec->n_heads : spec->delta_k_heads};
+  for (int i = 0; i < out.n; i++) out.kinds[i] = s->kind + i;
+  if (s->form == QKVZ || s->form == BA || s->form == KV_B) out.alternating = out.n;
+  if (!spec->gate_in_q || s->kind != RM_P_Q) return out;
+  for (int i = out.n++; i > 1; i--) out.kinds[i] = out.kinds[i - 1];
+  out.kinds[1] = RM_P_ATTN_GATE;
+  out.alternating = 2;
+  out.heads = spec->n_heads;
+  return out;
 }
 
-// Fills the target of a spelling: its kinds, which are adjacent, concatenated along the rows.
+// Sets where the heads of the first pieces are. Returns the rows of these pieces.
+static int64_t alternate(const rm_params *params, const members *m, rm_target *out) {
+  int64_t stride = 0;
+  for (int i = 0; i < m->alternating; i++) {
+    rm_param_rows *piece = &out->pieces[i];
+    const rm_param *param = &params->list[piece->param];
+    piece->head_dim = rm_param_extent(param) / m->heads;
+    piece->transposed = param->kind == RM_P_K_B;
+    piece->row0 = stride;
+    stride += piece->transposed ? param->cols : piece->head_dim;
+  }
+  for (int i = 0; i < m->alternating; i++) out->pieces[i].stride = stride;
+  return m->heads * stride;
+}
+
+// Fills the target of a spelling: its kinds, concatenated along the rows.
 static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, int32_t expert,
                     rm_target *out, rm_error *err) {
-  const int n = s->form == QKV                                                        ? 3
-                : s->form == GATE_UP || s->form == EXPERTS_GATE_UP || s->form == KV_B ? 2
-                                                                                      : 1,
-            stacked = s->form == EXPERTS || s->form == EXPERTS_GATE_UP;
+  const members m = members_of(params->spec, s);
+  const int n = m.n, stacked = s->form == EXPERTS || s->form == EXPERTS_GATE_UP;
   const int64_t copies = stacked ? params->spec->n_experts : 1;
   int64_t rows = 0;
   if (s->form == NOTHING) return RM_OK;
-  if (!copies || (s->form == TURNED && params->spec->wq_rows == RM_WQ_NONE))
+  if (!copies || (s->form == TURNED && params->spec->wq_rows == RM_WQ_NONE) ||
+      ((s->form == QKVZ || s->form == BA) && !params->spec->delta_alternates))
     return RM_E_UNEXPECTED_KEY;
   out->pieces = stacked ? rm_alloc((size_t)(n * copies), sizeof *out->pieces) : out->few;
   if (!out->pieces) return rm_no_memory(err, "the pieces of a tensor", 0);
   for (int32_t e = 0; e < copies; e++) {
     rows = 0;
     for (int i = 0; i < n; i++) {
-      const int64_t index = rm_params_find(params, s->kind + i, layer, stacked ? e : expert);
+      const int64_t index = rm_params_find(params, m.kinds[i], layer, stacked ? e : expert);
       if (index < 0) return RM_E_UNEXPECTED_KEY;
-      out->pieces[out->n_pieces++] =
-          (rm_param_rows){.param = index, .outer = stacked ? e : 0, .row0 = rows};
+      out->pieces[out->n_pieces++] = (rm_param_rows){.param = index,
+                                                     .outer = stacked           ? e
+                                                              : s->form == CONV ? -1
+                                                                                : 0,
+                                                     .row0 = rows};
       rows += rm_param_extent(&params->list[index]);
     }
   }
-  const rm_param *first = &params->list[out->pieces[0].param];
+  if (m.alternating) {
+    const int64_t alternating = alternate(params, &m, out);
+    if (m.alternating == n) rows = alternating;
+  }
+  const rm_param *last = &params->list[out->pieces[out->n_pieces - 1].param];
   int64_t *shape = out->shape;
   if (stacked) *shape++ = copies;
-  shape[0] = rows;
-  shape[1] = first->cols; // not used if the tensor is a vector
+  *shape++ = rows;
+  if (s->form == CONV) *shape++ = 1;
+  *shape = last->cols; // not used if the tensor is a vector
   if (stacked && params->spec->experts_interleaved) interleave(params, s, out, rows);
-  if (s->form == KV_B) split_heads(params->spec, out);
-  out->n_dims = first->n_dims + stacked;
+  out->n_dims = last->n_dims + (stacked || s->form == CONV);
   return RM_OK;
 }
 
@@ -272,7 +312,12 @@ static rm_code fail_absent(const rm_params *params, const char *name, const spel
                    (long long)spec->n_experts);
   const int is_moe = layer >= 0 && spec->layers[layer].is_moe;
   const char *why = "is not a parameter of this model";
-  if (s->kind >= RM_P_Q_BIAS && s->kind <= RM_P_O_BIAS)
+  if (layer >= 0 && s->kind >= RM_P_Q && s->kind < RM_P_GATE &&
+      spec->n_attention_layers < spec->n_layers &&
+      (s->kind >= RM_P_DELTA_Q) != (spec->layers[layer].kind == RM_LAYER_DELTA_NET))
+    why = spec->layers[layer].kind == RM_LAYER_DELTA_NET ? ": the layer has a delta net"
+                                                         : ": the layer has attention";
+  else if (s->kind >= RM_P_Q_BIAS && s->kind <= RM_P_O_BIAS)
     // With attention_bias some families still have no bias of o.
     why = spec->attention_bias ? ": the model has no bias there"
                                : ": the model has no bias there (attention_bias=False)";
@@ -310,6 +355,19 @@ static int find_spelling(const rm_params *params, bare name, spelling *out, int3
   return 0;
 }
 
+static rm_code fail_unknown(const char *name, rm_error *err) {
+  static const char *const parts[] = {"visual.", "mtp."}; // of checkpoints of text models too
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+    const char *at = strstr(name, parts[i]);
+    if (at)
+      return rm_fail(
+          err, RM_E_UNEXPECTED_KEY,
+          "%s is not a parameter of this model; ignore=(\"%.*s*\",) leaves such tensors out", name,
+          (int)(at - name + (ptrdiff_t)strlen(parts[i])), name);
+  }
+  return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model", name);
+}
+
 rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, int skip_unknown,
                          rm_target *out, rm_error *err) {
   rm_code code = check_name(name, length, err);
@@ -318,9 +376,7 @@ rm_code rm_names_resolve(const rm_params *params, const char *name, size_t lengt
   const bare rest = split_layer(bare_name(buffer, name, length));
   spelling found;
   int32_t expert;
-  if (!find_spelling(params, rest, &found, &expert))
-    code = rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model",
-                   length ? name : "''");
+  if (!find_spelling(params, rest, &found, &expert)) code = fail_unknown(length ? name : "''", err);
   else if (!(code = fill(params, &found, rest.layer, expert, out, err)))
     set_pairs(params, &found, out);
   else if (code == RM_E_UNEXPECTED_KEY)

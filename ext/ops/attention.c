@@ -152,19 +152,18 @@ static const rm_op_argument qk_rope_kv[] = {
 #undef OP
 #define OP a.attention
 // The kv heads are those that the query heads read.
-static void check_group(rm_op_call *c) {
-  const rm_attention_args *a = &c->a.attention;
+static void check_group(rm_op_call *c, int64_t group, int64_t head0, int64_t n_heads,
+                        int64_t n_kv_heads) {
   if (c->failed) return;
-  if (!a->group) {
-    rm_op_multiple_of(c, "num_heads", a->n_heads, a->n_kv_heads);
-    if (a->head0) rm_op_refuse(c, RM_E_SHAPE, "head0 without group", a->head0, "exactly", 0);
+  if (!group) {
+    rm_op_multiple_of(c, "num_heads", n_heads, n_kv_heads);
+    if (head0) rm_op_refuse(c, RM_E_SHAPE, "head0 without group", head0, "exactly", 0);
     return;
   }
-  const int64_t read = (a->head0 + a->n_heads + a->group - 1) / a->group;
-  if (a->head0 >= a->group)
-    rm_op_refuse(c, RM_E_SHAPE, "head0", a->head0, "less than group,", a->group);
-  if (a->n_kv_heads != read)
-    rm_op_refuse(c, RM_E_SHAPE, "num_kv_heads", a->n_kv_heads, "as many as the query heads read,",
+  const int64_t read = (head0 + n_heads + group - 1) / group;
+  if (head0 >= group) rm_op_refuse(c, RM_E_SHAPE, "head0", head0, "less than group,", group);
+  if (n_kv_heads != read)
+    rm_op_refuse(c, RM_E_SHAPE, "num_kv_heads", n_kv_heads, "as many as the query heads read,",
                  read);
 }
 
@@ -187,7 +186,7 @@ static void attention_pages(rm_op_call *c) {
 static void attention_sizes(rm_op_call *c) {
   const rm_attention_args *a = &c->a.attention;
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
-  check_group(c);
+  check_group(c, a->group, a->head0, a->n_heads, a->n_kv_heads);
   c->s.n_positions = rm_op_product(c, "a row of block_tables", a->max_pages, a->page_size);
   rm_op_size(c, "block_tables' pages * page_size", c->s.n_positions, 0);
   c->limits = (rm_limits){.max_rows = a->rows,
@@ -220,10 +219,70 @@ static const rm_op_argument attention[] = {
     {0},
 };
 
+// -------------------------------------------------------------------------------------- delta_net
+#undef OP
+#define OP a.delta_net
+// The k heads follow from the channels of conv, which are those of q, k and v.
+static void delta_sizes(rm_op_call *c) {
+  rm_delta_net_args *a = &c->a.delta_net;
+  const int64_t of_q_k = c->s.width - rm_op_product(c, "norm", a->n_v_heads, a->v_dim),
+                pair = 2 * a->k_dim;
+  rm_op_at_least(c, "norm.shape[0]", a->v_dim, 1);
+  if (a->v_dim > RM_MAX_DELTA_DIM)
+    rm_op_refuse(c, RM_E_SHAPE, "norm.shape[0]", a->v_dim, "at most", RM_MAX_DELTA_DIM);
+  rm_op_at_least(c, "a_log.shape[0]", a->n_v_heads, 1);
+  rm_op_at_least(c, "conv.shape[1]", a->kernel, 1);
+  rm_op_at_least(c, "conv.shape[0]", of_q_k, pair);
+  rm_op_multiple_of(c, "conv.shape[0] - v_heads * v_dim", of_q_k, pair);
+  if (c->failed) return;
+  a->n_k_heads = of_q_k / pair;
+  check_group(c, a->group, a->head0, a->n_v_heads, a->n_k_heads);
+  c->s.columns = rm_delta_columns(a->n_k_heads, a->n_v_heads, a->k_dim, a->v_dim);
+  c->s.elems = rm_op_product(c, "states", a->n_v_heads,
+                             rm_delta_head_bytes(a->k_dim, a->v_dim, a->kernel, c->dtype) / 4);
+}
+
+// No row may save to a slot that another row saves to, or that a sequence loads before its rows.
+static void delta_slots(rm_op_call *c) {
+  const rm_delta_net_args *a = &c->a.delta_net;
+  const int32_t *seqs = a->seq_of_row;
+  c->limits =
+      (rm_limits){.max_rows = a->rows, .k_dim = a->k_dim, .v_dim = a->v_dim, .kernel = a->kernel};
+  for (int64_t r = 0; r < a->rows; r++)
+    for (int64_t i = 0; i < a->rows && a->save_slots[r] >= 0 && !c->failed; i++)
+      if (i != r && (a->save_slots[i] == a->save_slots[r] ||
+                     (a->load_slots[seqs[i]] == a->save_slots[r] && (i > r || seqs[i] != seqs[r]))))
+        rm_op_raise(
+            c, RM_E_REQUEST,
+            "save_slots: expected a slot that no other row uses, got %d in rows %lld and %lld",
+            a->save_slots[r], (long long)r, (long long)i);
+}
+
+static const rm_op_argument delta_net[] = {
+    NUMBER(k_dim, k_dim, SIZE, 0, 1, RM_MAX_DELTA_DIM),
+    SIZE(group, 0),
+    SIZE(head0, 0),
+    REAL(eps, 0),
+    IN(conv, T, width, kernel),
+    IN(a_log, F32, n_v_heads),
+    IN(dt_bias, F32, n_v_heads),
+    IN(norm, T, v_dim),
+    STEP(delta_sizes),
+    IN(x, T, rows, columns),
+    ARRAY(states, F32, RM_ARRAY_WRITE, n_slots, elems),
+    INDICES(load_slots, I32, -1, n_slots, n_seqs),
+    INDICES(save_slots, I32, -1, n_slots, rows),
+    INDICES(seq_of_row, I32, 0, n_seqs, rows),
+    STEP(delta_slots),
+    OUT(out, T, rows, n_v_heads, v_dim),
+    {0},
+};
+
 const rm_op rm_ops_attention[] = {
     {"rope_table", rope_table, run_rope_table, 0, NULL},
     OP_OF_T(head_squares),
     OP_OF_T(qk_rope_kv),
     OP_OF_T(attention),
+    OP_OF_T(delta_net),
     {0},
 };

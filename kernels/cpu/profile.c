@@ -97,6 +97,13 @@ static rm_profile_entry of_attention(const rm_attention_args *a) {
                                 (double)(a->head_dim + rm_value_dim(a->value_dim, a->head_dim))};
 }
 
+static rm_profile_entry of_delta_net(const rm_delta_net_args *a) {
+  return (rm_profile_entry){.op = "delta_net",
+                            .rows = a->rows,
+                            .flops = 7.0 * (double)a->rows *
+                                     (double)(a->n_v_heads * a->k_dim * a->v_dim)};
+}
+
 #define TIMED(name, args_type, call) \
   static void name(const rm_ctx *ctx, args_type *a) { \
     const rm_ctx timed = timed_ctx(ctx); \
@@ -114,6 +121,7 @@ TIMED(gemm, const rm_gemm_args, of_gemm(a->group_rows ? "experts" : "gemm", a, a
 TIMED(gemm_swiglu, const rm_gemm_args,
       of_gemm(a->group_rows ? "experts_swiglu" : "gemm_swiglu", a, 2 * a->n))
 TIMED(attention, const rm_attention_args, of_attention(a))
+TIMED(delta_net, const rm_delta_net_args, of_delta_net(a))
 TIMED(router, const rm_router_args,
       product("router", a->rows, a->n_experts, a->hidden, 1, a->dtype))
 TIMED(lm_head, const rm_lm_head_args, product("lm_head", a->rows, a->vocab, a->hidden, 1, a->dtype))

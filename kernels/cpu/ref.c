@@ -319,7 +319,8 @@ void rm_lm_head_ref(const rm_ctx *ctx, const rm_lm_head_args *a) {
 
 static size_t workspace_bytes(const rm_limits *l) {
   const int64_t head = rm_round_up(l->head_dim, RM_K_BLOCK);
-  return (size_t)(rm_max64(2 * head, l->n_experts) + 64) * sizeof(float);
+  const int64_t delta = rm_packed_elems(l->v_dim, l->k_dim) + 2 * (l->k_dim + l->v_dim);
+  return (size_t)(rm_max64(rm_max64(2 * head, l->n_experts), delta) + 64) * sizeof(float);
 }
 
 #define ENTRY(name, args) .name = rm_##name##_ref,

@@ -212,6 +212,50 @@ RM_INLINE float rm_log(float x) {
   return fmaf(n, RM_LN2_HI, f + y);
 }
 
+// log(1 + e^x), which is x to float32 above 20. The quotient is what 1 + e^x lost by rounding.
+RM_INLINE float rm_softplus(float x) {
+  if (x > 20.0f) return x;
+  const float e = rm_exp(x), sum = 1.0f + e;
+  return rm_log(sum) + (e - (sum - 1.0f)) / sum;
+}
+
+// ------------------------------------------------------------------------------------- delta_net
+enum { RM_DELTA_CHAINS = 4 }; // of a sum over the rows of a state
+#define RM_L2_EPS 1e-6f
+
+// The column of x, and the channel of the convolution, of input i of a value head: its q, k and v.
+RM_INLINE int64_t rm_delta_channel(const rm_delta_net_args *a, int64_t head, int64_t i) {
+  const int64_t k_head = (a->head0 + head) / rm_query_group(a->group, a->n_v_heads, a->n_k_heads);
+  if (i < a->k_dim) return k_head * a->k_dim + i;
+  if (i < 2 * a->k_dim) return (a->n_k_heads + k_head - 1) * a->k_dim + i;
+  return 2 * (a->n_k_heads - 1) * a->k_dim + head * a->v_dim + i;
+}
+// The columns of a value head's z, b and a.
+RM_INLINE int64_t rm_delta_z(const rm_delta_net_args *a, int64_t head) {
+  return 2 * a->n_k_heads * a->k_dim + (a->n_v_heads + head) * a->v_dim;
+}
+RM_INLINE int64_t rm_delta_b(const rm_delta_net_args *a, int64_t head) {
+  return 2 * (a->n_k_heads * a->k_dim + a->n_v_heads * a->v_dim) + head;
+}
+
+// A value head's part of a state, and the inputs of its convolution there.
+RM_INLINE float *rm_delta_state(const rm_delta_net_args *a, int32_t slot, int64_t head) {
+  const int64_t bytes = rm_delta_head_bytes(a->k_dim, a->v_dim, a->kernel, a->dtype);
+  return (float *)((char *)a->states + (slot * a->n_v_heads + head) * bytes);
+}
+RM_INLINE void *rm_delta_window(const rm_delta_net_args *a, float *state) {
+  return state + rm_packed_elems(a->v_dim, a->k_dim);
+}
+
+// The factor of a state, and beta, at a row.
+RM_INLINE float rm_delta_decay(const rm_delta_net_args *a, const void *row, int64_t head) {
+  const float dt = rm_get(a->dtype, row, rm_delta_b(a, head) + a->n_v_heads) + a->dt_bias[head];
+  return rm_exp(-(rm_exp(a->a_log[head]) * rm_softplus(dt)));
+}
+RM_INLINE float rm_delta_beta(const rm_delta_net_args *a, const void *row, int64_t head) {
+  return rm_sigmoid(rm_get(a->dtype, row, rm_delta_b(a, head)));
+}
+
 // The fixed tree over the 16 partial sums of a reduction.
 RM_INLINE float rm_tree16(const float *partial) {
   float s[RM_LANES];

@@ -10,7 +10,7 @@ RM_FAST_OPS(RM_DECLARE)
 #undef RM_DECLARE
 
 // Bytes of workspace that the ops of a file need.
-#define RM_WORKSPACES(X) X(gemm) X(attention) X(rope) X(moe) X(lm_head) X(sample)
+#define RM_WORKSPACES(X) X(gemm) X(attention) X(delta) X(rope) X(moe) X(lm_head) X(sample)
 #define RM_DECLARE(file) size_t RM_FN(file##_workspace)(const rm_limits *);
 RM_WORKSPACES(RM_DECLARE)
 #undef RM_DECLARE

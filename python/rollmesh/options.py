@@ -128,6 +128,12 @@ class SharedOptions:
     block_size: int = option(
         16, "number of positions of a KV page, a multiple of 16", _page_positions
     )
+    state_interval: int = option(
+        0,
+        "in models with states of sequences: the prefix cache keeps a state every so many "
+        "positions, a multiple of block_size, and at the last full page of a prompt. 0: the "
+        "positions whose KV pages take as much memory as a state",
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt prefixes")
     enforce_eager: bool = option(
         False,

@@ -113,7 +113,7 @@ def test_the_scheduler_alone(native: Build, pytestconfig: pytest.Config, sanitiz
     """Runs random requests, limits and page counts, without a model or a device; the head of the
     driver states oracle and faults."""
     program = native("scheduler", sanitize)
-    for fault in ("1", "2"):
+    for fault in ("1", "2", "3"):
         assert run([program, "--plant", fault]).returncode == 1
     note(pytestconfig, "ASan and UBSan" if sanitize else "no sanitizer", passes([program]))
 

@@ -21,8 +21,8 @@ from marks import SUMMARY
 OPS = (
     *("embed", "gather_rows", "rms_norm", "gemm", "gemm_swiglu", "activate", "sigmoid_gate"),
     "head_squares",
-    *("qk_rope_kv", "attention", "router", "permute", "static_dispatch", "combine", "lm_head"),
-    *("merge_pairs", "sample", "top_logprobs", "ranks", "pack"),
+    *("qk_rope_kv", "attention", "delta_net", "router", "permute", "static_dispatch", "combine"),
+    *("lm_head", "merge_pairs", "sample", "top_logprobs", "ranks", "pack"),
 )
 # The ops of the family cuda_mma that differ; their oracle is the reference with that family's sums.
 MMA_OPS = (

@@ -94,6 +94,17 @@ KEYS = {  # of [model], besides SIZES
     "deepseek_v3": f"{DEEPSEEK}, {LATENT}, q_lora_rank=12, first_k_dense_replace=1",
     "glm4_moe_lite": f"{DEEPSEEK}, {LATENT}, q_lora_rank=12, rope_interleave=false",
 }
+DELTA = (
+    "full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4, head_dim=16, "
+    "linear_key_head_dim=16, linear_value_head_dim=8, linear_conv_kernel_dim=4"
+)
+KEYS |= {
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": f"{DELTA}, {EXPERTS}, moe_intermediate_size=16, "
+    "shared_expert_intermediate_size=24",
+    "qwen3_next": f"{DELTA}, {EXPERTS}, moe_intermediate_size=16, "
+    "shared_expert_intermediate_size=24",
+}
 QUICK = ("llama", "qwen2", "glm4_moe")
 
 

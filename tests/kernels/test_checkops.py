@@ -32,6 +32,7 @@ OPS = (
         "head_squares",
         "qk_rope_kv",
         "attention",
+        "delta_net",
         "router",
     ),
     *("permute", "static_dispatch", "combine"),

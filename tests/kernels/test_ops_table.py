@@ -91,6 +91,12 @@ CASES: dict[str, dict[str, Any]] = {
         "k_cache": words(1, 1, 512), "v_cache": words(1, 1, 512), "positions": i32(2),
         "seq_of_row": i32(2), "block_tables": i32(1, 2), "sinks": words(2), "out": words(2, 2, 32),
     },
+    "delta_net": {
+        "k_dim": 4, "group": 2, "head0": 1, "eps": 1e-6, "conv": words(32, 2), "a_log": f32(2),
+        "dt_bias": f32(2), "norm": words(8), "x": words(2, 52), "states": f32(3, 1056),
+        "load_slots": i32(1), "save_slots": np.array([1, 2], I32), "seq_of_row": i32(2),
+        "out": words(2, 2, 8),
+    },
     "router": {
         "num_experts": 4, "top_k": 2, "renormalize": True, "score": 1, "num_groups": 2,
         "top_groups": 1, "route_scale": 1.0, "min_sum": 0.0, "x": words(2, 32), "w": words(512),

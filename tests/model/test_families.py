@@ -396,6 +396,19 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
     for name in [name for name in held if name.endswith("self_attn.qkv_proj.weight")]:  # Phi-3's
         held.pop(name)
         held |= {(key := name.replace("qkv", part)): listed[key] for part in "qkv"}
+    # Tensors of delta nets and of gated q, whose parts are listed one by one.
+    fused = {
+        "in_proj_qkvz": [f"in_proj_{part}" for part in "qkvz"],
+        "in_proj_ba": ["in_proj_b", "in_proj_a"],
+        "in_proj_qkv": [f"in_proj_{part}" for part in "qkv"],
+        "conv1d": [f"conv1d_{part}" for part in "qkv"],
+    } | ({"q_proj": ["q_proj", "gate_proj"]} if FAMILIES[family].gate_in_q else {})
+    for name, parts_of in itertools.product(list(held), fused.items()):
+        if name.endswith(f".{parts_of[0]}.weight"):
+            shape = held.pop(name)
+            keys = [name.replace(parts_of[0], part) for part in parts_of[1]]
+            assert shape[0] == sum(listed[key][0] for key in keys)
+            held |= {key: listed[key] for key in keys}
     # GraniteMoE's tensors of all experts, which are listed one by one.
     parts = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
     for name in [name for name in held if name.endswith("put_linear.weight")]:
@@ -412,6 +425,89 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
         if not name.endswith(("correction_bias", "expert_bias"))
     } == listed
     assert model.config.num_hidden_layers == gen.spec.num_hidden_layers
+
+
+def test_the_text_model_of_a_multimodal_checkpoint(tmp_path: Path, seed: int) -> None:
+    """Qwen3.5: text_config is read; tensors of the vision model and of multi-token prediction are
+    refused by a message that names `ignore`, and left out with it."""
+    from safetensors.torch import save_file
+
+    from rollmesh.run.models import load_model
+
+    model = cut("qwen3_5_text", seed)
+    config = {
+        "model_type": "qwen3_5", "text_config": model.config.to_dict(),
+        "vision_config": {"depth": 1}, "tie_word_embeddings": model.config.tie_word_embeddings,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    named = {
+        name.replace("model.", "model.language_model.", 1): x for name, x in model.state.items()
+    }
+    if model.config.tie_word_embeddings:
+        del named["lm_head.weight"]
+    others = ["model.visual.blocks.0.norm1.weight", "mtp.fc.weight"]
+    save_file(
+        named | {name: oracle.torch.zeros(3) for name in others}, tmp_path / "model.safetensors"
+    )
+    ignore = ("model.visual.*", "mtp.*")
+    with (
+        generator(model) as gen,
+        rm.Generator.from_hf(tmp_path, dtype="float32", tokenizer=None, **LIMITS) as other,
+    ):
+        assert other.spec == gen.spec
+        for skipped, pattern in ((ignore[:1], "mtp"), (ignore[1:], "model.visual")):
+            with pytest.raises(rm.UnexpectedKeyError, match=rf'ignore=\("{pattern}.\*",\)'):
+                other.sync_weights(rm.sources.SafetensorsFolder(tmp_path, ignore=skipped))
+        report = other.sync_weights(rm.sources.SafetensorsFolder(tmp_path, ignore=ignore))
+        assert report.digest == gen.sync_weights(model.state).digest
+    net = load_model(tmp_path, "float32", ignore)
+    assert type(net).__name__ == "Qwen3_5ForCausalLM"
+    assert all(oracle.torch.equal(x, model.state[name]) for name, x in net.state_dict().items())
+    config["text_config"]["tie_word_embeddings"] = not config["tie_word_embeddings"]
+    with pytest.raises(rm.ConfigError, match=r"text_config.tie_word_embeddings: expected"):
+        rm.ModelSpec.from_hf(config)
+
+
+def _by_head(x: Any, heads: int, parts: list[int]) -> list[Any]:
+    """Returns the parts of a tensor whose rows are the parts of one head after another."""
+    each = x.reshape(heads, -1, *x.shape[1:]).split([part // heads for part in parts], 1)
+    return [part.reshape(-1, *x.shape[1:]) for part in each]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_fused_rows_of_hybrid_models(family: str, seed: int) -> None:
+    """The tensors of a checkpoint, their parts, and q, gate, k and v in one tensor."""
+    model = cut(family, seed)
+    c, torch = model.config, oracle.torch
+    keys = c.linear_num_key_heads * c.linear_key_head_dim
+    values, heads = c.linear_num_value_heads * c.linear_value_head_dim, c.linear_num_value_heads
+    parts, fused = dict(model.state), dict(model.state)
+    for name in model.state:
+        at, layer, _ = name.rpartition("linear_attn.")
+        if name.endswith("in_proj_qkvz.weight"):
+            sizes = [keys, keys, values, values]
+            found = _by_head(parts.pop(name), c.linear_num_key_heads, sizes)
+        elif name.endswith("in_proj_ba.weight"):
+            found = _by_head(parts.pop(name), c.linear_num_key_heads, [heads, heads])
+        elif name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+            found = list(parts.pop(name).split([keys, keys, values]))
+        elif name.endswith("q_proj.weight"):
+            others = [fused.pop(name.replace("q_proj", f"{k}_proj")) for k in "kv"]
+            fused[name.replace("q_proj", "qkv_proj")] = torch.cat([fused.pop(name), *others])
+            continue
+        else:
+            continue
+        base = name[len(at + layer) :].removesuffix(".weight")
+        letters = base.removeprefix("in_proj_") if base != "conv1d" else "qkv"
+        stem = "conv1d_" if base == "conv1d" else "in_proj_"
+        parts |= {
+            f"{at}{layer}{stem}{letter}.weight": x[:, 0] if x.dim() == 3 else x
+            for letter, x in zip(letters, found, strict=True)
+        }
+    with generator(model) as gen:
+        digest = gen.sync_weights(model.state).digest
+        assert gen.sync_weights(fused).digest == digest
+        assert gen.sync_weights(parts).digest == digest
 
 
 def test_mimo_is_a_qwen2_with_layers_to_skip(tmp_path: Path, seed: int) -> None:

@@ -37,7 +37,10 @@ ALL = {
     },
     **{
         family: {"num_experts_per_tok": 8}
-        for family in ("minimax_m2", "hy_v3", "flex_olmo", "gpt_oss", "granitemoe", "afmoe")
+        for family in (
+            *("minimax_m2", "hy_v3", "flex_olmo", "gpt_oss", "granitemoe", "afmoe"),
+            *("qwen3_next", "qwen3_5_moe_text"),
+        )
     },
     **{
         family: {"num_experts_per_tok": 8, "topk_group": 2}
@@ -96,8 +99,8 @@ def test_a_step_moves_the_bytes_of_the_formula(family: str, seed: int) -> None:
 @pytest.mark.parametrize("dtype, each", [("bfloat16", 2), ("float32", 4)])
 @pytest.mark.parametrize("family", family_models.FAMILIES)
 def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> None:
-    """Counts on one rank, two and three. q, k and v are packed as one matrix, but rank_bytes counts
-    each separately: two tiles more."""
+    """Counts on one rank, two and three. q, k and v are packed as one matrix, and so are the six
+    inputs of a delta net, but rank_bytes counts each separately: two tiles more, or five."""
     models = [family_models.draw(family, 700 + number, seed) for number in range(3)] + [
         test_families.cut(family, seed)
     ]
@@ -114,7 +117,8 @@ def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> N
         kinds, layers = list(sizes.matrices(spec)), spec.num_hidden_layers
         # Stored as float32, whether the family has a bias or not.
         bias = sum(spec.is_moe_layer) * (4 * spec.num_experts + LINE)
-        tiles = 2 * layers * sizes.TILE_ROWS * (spec.hidden_size + sizes.TILE_COLS) * each
+        fused = 5 if spec.layer_kinds else 2  # parts of one matrix, without the first
+        tiles = fused * layers * sizes.TILE_ROWS * (spec.hidden_size + sizes.TILE_COLS) * each
         for tp in (1, 2, 3) if model is models[3] else (1,):
             held = sum(sum(rank.values()) for rank in sizes.rank_bytes(spec, dtype, tp))
             with test_families.generator(model, dtype=dtype, mesh=rm.Mesh(tp=tp)) as gen:

@@ -428,6 +428,39 @@ def glm4_moe_lite(dice: Dice) -> dict[str, Any]:
     return fields | {"mlp_layer_types": dice.pick(None, types)}
 
 
+def qwen3_5_text(dice: Dice) -> dict[str, Any]:
+    """At least one layer has attention."""
+    fields, k_heads = sizes(dice, head_dim=False), dice.between(1, 3)
+    layers = fields["num_hidden_layers"]
+    interval = dice.between(1, layers)
+    types = [dice.pick("linear_attention", "full_attention") for _ in range(layers)]
+    types[dice.between(0, layers - 1)] = "full_attention"
+    return fields | {
+        "head_dim": 8 * dice.between(1, 4), "partial_rotary_factor": dice.pick(0.25, 0.5, 1.0),
+        "layer_types": dice.pick(types, None), "full_attention_interval": interval,
+        "linear_num_key_heads": k_heads, "linear_num_value_heads": k_heads * dice.between(1, 3),
+        "linear_key_head_dim": dice.between(1, 40), "linear_value_head_dim": dice.between(1, 40),
+        "linear_conv_kernel_dim": dice.between(1, 5), "hidden_act": dice.pick("silu", "swish"),
+    }  # fmt: skip
+
+
+def qwen3_5_moe_text(dice: Dice) -> dict[str, Any]:
+    experts = dice.between(1, 12)
+    return qwen3_5_text(dice) | {
+        "num_experts": experts, "num_experts_per_tok": dice.between(1, experts),
+        "moe_intermediate_size": dice.between(1, 50),
+        "shared_expert_intermediate_size": dice.between(1, 70),
+    }  # fmt: skip
+
+
+def qwen3_next(dice: Dice) -> dict[str, Any]:
+    fields = qwen3_5_moe_text(dice)
+    return fields | {
+        "norm_topk_prob": dice.chance(0.5), "decoder_sparse_step": dice.between(1, 2),
+        "mlp_only_layers": [i for i in range(fields["num_hidden_layers"]) if dice.chance(0.2)],
+    }  # fmt: skip
+
+
 NO_HEAD_DIM = {
     "deepseek_v3",
     "glm4_moe_lite",
@@ -451,11 +484,24 @@ FAMILIES: dict[str, Draw] = {
     "ernie4_5_moe": ernie4_5_moe, "phi3": phi3,
     "olmo3": olmo3, "gemma2": gemma2, "gemma3_text": gemma3_text, "granite": granite,
     "granitemoe": granitemoe,
+    "qwen3_next": qwen3_next, "qwen3_5_text": qwen3_5_text, "qwen3_5_moe_text": qwen3_5_moe_text,
     "afmoe": afmoe, "hunyuan_v1_dense": hunyuan_v1_dense, "hunyuan_v1_moe": hunyuan_v1_moe,
     "deepseek_v3": deepseek_v3, "glm4_moe_lite": glm4_moe_lite,
 }  # fmt: skip
 
+# Those that vLLM's schedulers can serve: all layers have pages.
+WITH_PAGES = [name for name in FAMILIES if name not in (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
+)]  # fmt: skip
 
+
+DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24, "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}
 
 
@@ -478,6 +524,7 @@ def cuttable(family: str) -> dict[str, Any]:
         "num_key_value_heads": 6, "kv_lora_rank": 48, "qk_nope_head_dim": 10,
         "qk_rope_head_dim": 12, "v_head_dim": 16,
     }  # fmt: skip
+    experts = {"num_experts": 8, "num_experts_per_tok": 3}
     changes = {
         "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3},
         "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 3, "decoder_sparse_step": 1,
@@ -521,6 +568,8 @@ def cuttable(family: str) -> dict[str, Any]:
         "cwm": {"num_hidden_layers": 2, "sliding_window": 20, "layer_types": windows},
         "ministral": {"num_hidden_layers": 2, "sliding_window": 20, "layer_types": windows},
         "smollm3": {"num_hidden_layers": 2, "no_rope_layers": [1, 0]},
+        "qwen3_5_text": DELTA, "qwen3_5_moe_text": DELTA | experts,
+        "qwen3_next": DELTA | experts | {"decoder_sparse_step": 2, "mlp_only_layers": []},
         "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
         "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
         "olmo3": {"num_hidden_layers": 2, "layer_types": windows, "sliding_window": 20},
@@ -575,8 +624,8 @@ def activation_key(family: str) -> str:
 
 
 def draw(family: str, number: int, seed: int = 0, **changes: Any) -> Model:
-    fields = FAMILIES[family](Dice([seed, number, *family.encode()]))
-    fields |= {activation_key(family): HIDDEN_ACT[(number + number // 100) % 7]} | changes
+    fields = {activation_key(family): HIDDEN_ACT[(number + number // 100) % 7]}
+    fields |= FAMILIES[family](Dice([seed, number, *family.encode()])) | changes
     config = oracle.config_of({"model_type": family, **fields})
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(

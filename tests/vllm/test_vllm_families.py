@@ -29,7 +29,7 @@ LENGTHS = (1, 2, 15, 33, 64, 97)
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in QUICK else full(family) for family in family_models.FAMILIES]
+    "family", [family if family in QUICK else full(family) for family in family_models.WITH_PAGES]
 )
 def test_requests_of_every_kind(family: str, tmp_path: Path) -> None:
     sizes = SIZES | ({"num_key_value_heads": 6} if FAMILIES[family].latent else {})

@@ -290,6 +290,42 @@ def test_what_a_mesh_wants_of_keys_and_values_of_latents(tp: int) -> None:
         check_wanted(made._engine, name, (126, 32), [[(0, one)] for one in rows])
 
 
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (3, 2, 1), (6, 1, 1)], ids=str)
+def test_what_a_mesh_wants_of_delta_nets(mesh: tuple[int, int, int]) -> None:
+    """Qwen3-Next: rows of whole key heads and of whole query heads with their gates; the
+    convolution, whose second dim is 1."""
+    hybrid = {
+        "num_hidden_layers": 2, "num_experts": 6, "num_experts_per_tok": 2,
+        "intermediate_size": 80, "moe_intermediate_size": 40, "full_attention_interval": 2,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 5,
+        "linear_value_head_dim": 7, "linear_conv_kernel_dim": 3,
+    }  # fmt: skip
+    spec = rm.ModelSpec.from_hf({"model_type": "qwen3_next", **SIZES, **hybrid})
+    where, (tp, dp, ep) = placements(spec, *mesh), mesh
+    options = {"kv_cache_gib": 0.01, "max_model_len": 64, "threads": 1}
+    with rm.Generator(spec, mesh=rm.Mesh(tp=tp, dp=dp, ep=ep), dtype="float32", **options) as made:
+
+        def wanted(each: int, name: str) -> list[list[tuple[int, set[int]]]]:
+            heads = [getattr(p, name) for p in where]
+            return [[(0, set(range(h.start * each, h.stop * each)))] for h in heads]
+
+        at, keys = "model.layers.0.linear_attn", 4 * 5
+        qkvz = wanted(2 * 5 + 6 * 7, "delta_key_heads")
+        check_wanted(made._engine, f"{at}.in_proj_qkvz.weight", (208, 96), qkvz)
+        check_wanted(
+            made._engine, f"{at}.in_proj_ba.weight", (24, 96), wanted(6, "delta_key_heads")
+        )
+        gated = wanted(16, "heads")
+        check_wanted(made._engine, "model.layers.1.self_attn.q_proj.weight", (192, 96), gated)
+        conv = [
+            [(0, q | {row + keys for row in q} | {row + 2 * keys for row in v})]
+            for ((_, q),), ((_, v),) in zip(
+                wanted(5, "delta_key_heads"), wanted(7, "delta_heads"), strict=True
+            )
+        ]
+        check_wanted(made._engine, f"{at}.conv1d.weight", (124, 1, 3), conv, row_dim=0)
+
+
 def held(p: Any, expert: int, rows: range) -> set[int]:
     return set(rows) if expert in p.experts else set()
 
@@ -314,7 +350,8 @@ def check_wanted(
             if at == rank:
                 times[tuple(slice(*ends) for ends in box)] += 1
         for outer, rows in outers:
-            at_outer = want[outer] if len(shape) == 3 or row_dim else want
+            stacked = (len(shape) == 3 and shape[1] > 1) or row_dim
+            at_outer = want[outer] if stacked else want
             np.moveaxis(at_outer, row_dim, 0)[sorted(rows)] = 1
         assert np.array_equal(times, want), (name, rank)
     return table

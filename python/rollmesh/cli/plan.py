@@ -28,7 +28,13 @@ from rollmesh.cli.options import (
 from rollmesh.distributed.mesh import EP_BACKENDS
 from rollmesh.distributed.traffic import step_traffic
 from rollmesh.model.placement import Placement, placements
-from rollmesh.model.sizes import count_parameters, kv_bytes_per_token, matrices, rank_bytes
+from rollmesh.model.sizes import (
+    count_parameters,
+    kv_bytes_per_token,
+    matrices,
+    rank_bytes,
+    state_bytes,
+)
 from rollmesh.options import MAX_GIB
 from rollmesh.runtime.arguments import choice
 from rollmesh.runtime.devices import device_name
@@ -93,10 +99,14 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{'weights':<34}{byte_text(weights):>12}")
     print(f'{"staging of the next version":<34}{byte_text(weights):>12}   none with mode="inplace"')
+    state = state_bytes(spec, max(len(rank.delta_heads) for rank in ranks), bytes_each)
+    tokens = int(args.kv_cache_gib * GIB / token / (2 if state else 1))
     print(
         f"{'KV of a token':<34}{byte_text(token):>12}   {args.kv_cache_gib:g} GiB hold "
-        f"{int(args.kv_cache_gib * GIB / token):,} tokens"
+        f"{tokens:,} tokens{', and states' if state else ''}"
     )
+    if state:
+        print(f"{'state of a sequence':<34}{byte_text(state):>12}   half of the KV cache is states")
     print(
         f"{'weights + staging + KV cache':<34}"
         f"{byte_text(2 * weights + args.kv_cache_gib * GIB):>12}   and the engine's workspace"

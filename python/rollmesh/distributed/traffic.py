@@ -99,10 +99,14 @@ class Step(NamedTuple):
         def dense(width: int) -> int:
             return block + self.gathered(width)
 
-        layers = spec.num_hidden_layers * dense(spec.attended_width)
+        attention = spec.num_attention_layers
+        layers = attention * dense(spec.attended_width)
+        if delta_nets := spec.num_hidden_layers - attention:
+            width = spec.linear_num_value_heads * spec.linear_value_head_dim
+            layers += delta_nets * dense(width)
         if spec.qk_norm == "whole":  # sums of squares, float32
             heads = spec.num_attention_heads + spec.num_key_value_heads
-            layers += spec.num_hidden_layers * rows * heads * 4 * others
+            layers += attention * rows * heads * 4 * others
         layers += (spec.num_hidden_layers - self.num_moe) * dense(spec.intermediate_size)
         moe = hidden - before if self.travels else block
         if self.mesh.ep == 1:

@@ -21,6 +21,7 @@ from rollmesh.model.family_layers import (
     ernie_layers,
     every,
     first_layers_dense,
+    hybrid_layers,
     latent_layers,
     layers_with_rope,
     none,
@@ -41,6 +42,7 @@ from rollmesh.model.family_ropes import (
     hunyuan_ropes,
     olmo3_ropes,
     phi3_ropes,
+    text_ropes,
 )
 from rollmesh.model.reader import MAX_WIDTH, Reader
 from rollmesh.model.rope import ROPE_TABLES
@@ -149,6 +151,8 @@ class Family:
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
     # Latent attention in all layers: the keys of its sizes, with their defaults.
     latent: Mapping[str, int] | None = None
+    gate_in_q: bool = False  # its rows are in q_proj, after those of q in each head
+    delta_alternates: bool = False  # in_proj_qkvz has the rows of one key head after another
     # Returns further fields of ModelSpec, such as factors and caps.
     factors: Callable[[Reader], dict[str, Any]] = lambda c: {}
     check: Callable[[Reader, int], None] | None = (
@@ -203,6 +207,22 @@ def _afmoe(c: Reader) -> dict[str, Any]:
     return {"embedding_multiplier": c.integer("hidden_size") ** 0.5 if is_scaled else None}
 
 
+def _delta_net(c: Reader) -> dict[str, Any]:
+    if "delta_net" not in hybrid_layers(c, c.integer("num_hidden_layers")):
+        return {}
+    sizes = {"key_head_dim": 128, "value_head_dim": 128, "conv_kernel_dim": 4}
+    sizes |= {"num_key_heads": 16, "num_value_heads": 32}
+    keys = {f"linear_{name}": default for name, default in sizes.items()}
+    return {key: c.integer(key, default=default) for key, default in keys.items()}
+
+
+def _silu_in_delta_nets(c: Reader, head_dim: int) -> None:
+    """The convolution has the activation of MLPs."""
+    given = c.values.get("hidden_act", "silu")
+    if _delta_net(c) and given not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act: expected silu with linear attention, got {shown(given)}")
+
+
 def _hunyuan_moe(c: Reader) -> dict[str, Any]:
     """HunYuan: moe_topk may be a list of equal numbers, at least one for each layer."""
     key = "moe_topk" if c.given("moe_topk") else "num_experts_per_tok"
@@ -218,7 +238,7 @@ def _hunyuan_moe(c: Reader) -> dict[str, Any]:
 
 
 # The kinds of csrc/model/layer_kinds.c, in its order.
-LAYER_KINDS: tuple[str, ...] = ("attention", "latent")
+LAYER_KINDS: tuple[str, ...] = ("attention", "latent", "delta_net")
 WQ_ROWS = (
     "none",
     "halves",
@@ -297,6 +317,42 @@ _OLMO2 = Family(
     norm_before=False,
     norm_after=True,
     names=(("post_attn_norm", "post_attention_layernorm.weight"),),
+)
+_QWEN3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    "layer_types full_attention_interval linear_num_key_heads linear_num_value_heads "
+    "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
+    "mtp_num_hidden_layers mtp_use_dedicated_embeddings mlp_only_layers",
+    eos_token_id=None,
+    head_dim=256,
+    num_key_value_heads=4,
+    partial_rotary_factor=0.25,
+    qk_norm="head",
+    zero_centered_norms=True,
+    attention_bias=False,
+    o_bias=False,
+    attention_gate=True,
+    gate_in_q=True,
+    layer_kinds=hybrid_layers,
+    ropes=text_ropes,
+    factors=_delta_net,
+    check=_silu_in_delta_nets,
+    fixed=(
+        ("attention_bias", False),
+        ("attn_output_gate", True),
+        ("mamba_ssm_dtype", "float32"),
+    ),
+)
+_QWEN3_5_EXPERTS = Experts(
+    number=("num_experts", 1, 256),
+    top_k=8,
+    renormalize=True,
+    shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=512),
+    shared_switch=True,
+)
+_QWEN3_5_MOE_KEYS = (
+    "shared_expert_intermediate_size moe_intermediate_size num_experts num_local_experts "
+    "num_experts_per_tok"
 )
 _HUNYUAN = Family(
     "HunYuanDenseV1ForCausalLM",
@@ -841,6 +897,35 @@ FAMILIES: dict[str, Family] = {
             ("router_bias", "mlp.expert_bias"),
         ),
     ),
+    "qwen3_next": replace(
+        _QWEN3_5,
+        architecture="Qwen3NextForCausalLM",
+        keys=f"{_QWEN3_5.keys} {_QWEN3_5_MOE_KEYS} decoder_sparse_step norm_topk_prob "
+        "mlp_only_layers",
+        inert="",
+        num_key_value_heads=2,
+        delta_alternates=True,
+        moe_layers=sparse_layers,
+        experts=replace(
+            _QWEN3_5_EXPERTS,
+            number=("num_experts", 0, 512),
+            top_k=10,
+            renormalize="norm_topk_prob",
+            renormalize_default=True,
+        ),
+        names=_mlp("shared", "mlp.shared_expert"),
+        fixed=(("attention_bias", False),),
+    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        architecture="Qwen3_5MoeForCausalLM",
+        keys=f"{_QWEN3_5.keys} {_QWEN3_5_MOE_KEYS}",
+        num_key_value_heads=2,
+        moe_layers=every,
+        experts=_QWEN3_5_EXPERTS,
+        names=_mlp("shared", "mlp.shared_expert"),
+    ),
     "hunyuan_v1_dense": _HUNYUAN,
     "deepseek_v3": _DEEPSEEK_V3,
     "glm4_moe_lite": replace(
@@ -882,3 +967,5 @@ FAMILIES: dict[str, Family] = {
 }
 # model_types without a class in transformers, and the family that their checkpoints' code computes.
 SAME_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+# model_types of multimodal models whose text_config is read, and its family.
+MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}

@@ -29,6 +29,17 @@ def latent_layers(c: Reader, layers: int) -> tuple[str, ...]:
     return ("latent",) * layers
 
 
+def hybrid_layers(c: Reader, layers: int) -> tuple[str, ...]:
+    """Qwen3-Next: as layer_types says, else attention in every full_attention_interval-th layer."""
+    types = _layer_types(c, layers, kinds=("full_attention", "linear_attention"))
+    if types is None:
+        interval = c.integer("full_attention_interval", default=4)
+        is_full = [(i + 1) % interval == 0 for i in range(layers)]
+    else:
+        is_full = [t == "full_attention" for t in types]
+    return tuple("attention" if full else "delta_net" for full in is_full)
+
+
 def _window(c: Reader, default: int | None) -> int:
     """Returns sliding_window, or `default` if the key is missing; 0 (full attention) if it is
     None."""

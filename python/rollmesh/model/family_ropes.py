@@ -25,6 +25,14 @@ def phi3_ropes(config: Mapping[str, Any]) -> Ropes:
     return (("", {"original_max_position_embeddings": 4096, **config, name: table}),)
 
 
+def text_ropes(config: Mapping[str, Any]) -> Ropes:
+    """Qwen3.5: the three positions of a text token, which a multimodal model divides among the
+    frequencies, are equal."""
+    name, table = table_of(config)
+    kept = {k: v for k, v in table.items() if k not in ("mrope_section", "mrope_interleaved")}
+    return (("", {**config, name: kept}),)
+
+
 def gpt_oss_ropes(config: Mapping[str, Any]) -> Ropes:
     """gpt-oss: a config without a rope table has this one."""
     if any(config.get(name) is not None for name in ROPE_TABLES):

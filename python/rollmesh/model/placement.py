@@ -25,6 +25,8 @@ class Placement(NamedTuple):
     experts: range  # those it holds a part of
     expert_inner: range  # of each: gate_proj and up_proj
     expert_hidden: range  # of each: down_proj
+    delta_heads: range  # value heads of layers of the kind "delta_net"
+    delta_key_heads: range  # the key heads that they read
 
 
 def placements(spec: ModelSpec, tp: int = 1, dp: int = 1, ep: int = 1) -> list[Placement]:

@@ -91,8 +91,16 @@ def rank_bytes(
 def kv_bytes_per_token(spec: ModelSpec, kv_heads: int, bytes_each: int) -> int:
     """K rows are padded to 32 dims, V rows to 16."""
     row = _up(spec.head_dim, TILE_COLS) + _up(spec.value_dim, TILE_ROWS)
-    layers: int = spec.num_hidden_layers
-    return layers * kv_heads * row * bytes_each
+    return spec.num_attention_layers * kv_heads * row * bytes_each
+
+
+def state_bytes(spec: ModelSpec, heads: int, bytes_each: int) -> int:
+    """The state of a sequence over all layers, with so many value heads (rm_delta_state_bytes of
+    kernels.h); 0 without delta nets."""
+    k, v = spec.linear_key_head_dim, spec.linear_value_head_dim
+    window = (spec.linear_conv_kernel_dim - 1) * (2 * k + v) * bytes_each
+    each = 4 * _up(v, TILE_ROWS) * _up(k, TILE_COLS) + _up(window, 64)
+    return (spec.num_hidden_layers - spec.num_attention_layers) * heads * each
 
 
 def _up(n: int, to: int) -> int:

@@ -31,6 +31,7 @@ from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import (
     FAMILIES,
     LAYER_KINDS,
+    MULTIMODAL,
     QK_NORMS,
     SAME_AS,
     WQ_ROWS,
@@ -144,6 +145,8 @@ class EngineValues:
     embed_scale_bf16: float
     residual_scale: float
     logits_scale: float
+    gate_in_q: bool
+    delta_alternates: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +219,12 @@ class ModelSpec:
     rounds_embedding_multiplier: bool = False  # embedding_multiplier is rounded to the dtype
     residual_multiplier: float | None = None  # of blocks' outputs, before they are added
     logits_scaling: float | None = None  # logits are divided by it
+    # Of layers of the kind "delta_net", with the config's names; 0 without such layers.
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
 
     def __post_init__(self) -> None:
         c = Reader({f.name: getattr(self, f.name) for f in fields(self)})
@@ -242,7 +251,7 @@ class ModelSpec:
             raise ConfigError(
                 f"ignore: expected a tuple of keys of the config, got {shown(ignore)}"
             )
-        values = without(_as_dict(config), ignore)
+        values = without(text_config(_as_dict(config)), ignore)
         if "eos_token_id" in ignore:
             values["eos_token_id"] = None
         is_folder = isinstance(config, (str, os.PathLike)) and os.path.isdir(config)
@@ -382,6 +391,8 @@ class ModelSpec:
             embed_scale_bf16=self.embed_scale("bfloat16") or 0.0,
             residual_scale=self.residual_multiplier or 0.0,
             logits_scale=self.logit_options["scale"] or 0.0,
+            gate_in_q=family.gate_in_q,
+            delta_alternates=family.delta_alternates,
         )
 
     def parameters(self) -> Iterator[Parameter]:
@@ -399,7 +410,12 @@ class ModelSpec:
         """Elements of K and V that one token adds over all layers, without the padding of the
         cache's layout."""
         of_head = self.head_dim + self.value_dim
-        return self.num_hidden_layers * self.num_key_value_heads * of_head
+        return self.num_attention_layers * self.num_key_value_heads * of_head
+
+    @property
+    def num_attention_layers(self) -> int:
+        """The layers with KV pages."""
+        return self.num_hidden_layers - self.layer_kinds.count("delta_net")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the way back."""
@@ -562,6 +578,21 @@ def _as_dict(config: Any) -> dict[str, Any]:
         return _read_object(path)
     refuse_adapter(path)
     return _read_object(path / "config.json")
+
+
+def text_config(values: dict[str, Any]) -> dict[str, Any]:
+    """The text model's config in that of a multimodal model."""
+    text, kind = values.get("text_config"), values.get("model_type")
+    if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in MULTIMODAL:
+        return values
+    tied = [c["tie_word_embeddings"] for c in (text, values) if "tie_word_embeddings" in c]
+    if tied[1:] not in ([], tied[:1]):
+        raise ConfigError(
+            f"text_config.tie_word_embeddings: expected tie_word_embeddings={shown(tied[1])}, got "
+            f"{shown(tied[0])}"
+        )
+    ties = {"tie_word_embeddings": tied[0]} if tied else {}
+    return {**text, **ties, "model_type": MULTIMODAL[kind]}
 
 
 def _read_object(file: Path) -> dict[str, Any]:

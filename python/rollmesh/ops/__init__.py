@@ -69,6 +69,8 @@ __all__ = [
     "available_isas",
     "best_isa",
     "combine",
+    "delta_net",
+    "delta_states",
     "embed",
     "gather_rows",
     "gemm",
@@ -398,6 +400,62 @@ def attention(
     a head of the result, at most head_dim; 0 stands for head_dim.
     """
     return run("attention", **locals())[0]
+
+
+# ------------------------------------------------------------------------------------- delta rule
+def delta_states(
+    num_slots: int,
+    num_v_heads: int,
+    k_dim: int,
+    v_dim: int,
+    kernel: int,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+) -> Array:
+    """Returns slots for the states of delta_net, float32 [num_slots, …], filled with zeros."""
+    given = (num_v_heads, k_dim, v_dim, kernel)
+    heads, k, v, taps = (size_of(name, n) for name, n in zip(_STATE_SIZES, given, strict=True))
+    window = (taps - 1) * (2 * k + v) * np.dtype(numpy_dtype(dtype)).itemsize
+    floats = round_up(v, 16) * round_up(k, 32) + round_up(window, 64) // 4
+    shape = (size_of("num_slots", num_slots), size_of("a state", heads * floats))
+    return zeros_in(op_device_on(device), shape, np.float32)
+
+
+_STATE_SIZES = ("num_v_heads", "k_dim", "v_dim", "kernel")
+
+
+def delta_net(
+    x: Array,
+    conv: Array,
+    a_log: Array,
+    dt_bias: Array,
+    norm: Array,
+    states: Array,
+    load_slots: Array,
+    save_slots: Array,
+    seq_of_row: Array,
+    *,
+    k_dim: int,
+    eps: float,
+    group: int = 0,
+    head0: int = 0,
+    out: Array | None = None,
+    isa: str | None = None,
+    threads: int = 1,
+) -> Array:
+    """Returns the gated delta rule (Qwen3-Next) over the rows of sequences, [rows, v_heads, v_dim].
+    The rows of a sequence are adjacent and in order.
+
+    x: [rows, columns], q and k of the k heads, v and z of the value heads, then b and a, one number
+    for each value head. conv: [channels, kernel], the causal convolution of q, k and v. a_log,
+    dt_bias: float32 [v_heads]. norm: [v_dim]. states: from delta_states. load_slots: the slot of
+    each sequence's state before its first row, or −1 for zeros. save_slots [rows]: the slot to
+    which the state after the row is written, or −1. Only the last row of a sequence may be saved to
+    the slot that the sequence is loaded from. k_dim and v_dim are at most 128. group, head0: as in
+    attention, of value heads that read k heads.
+    """
+    return run("delta_net", **locals())[0]
 
 
 # ----------------------------------------------------------------------------- mixture of experts

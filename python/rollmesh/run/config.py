@@ -50,7 +50,9 @@ _ModelKeys = dataclasses.make_dataclass(
             "num_experts_per_tok decoder_sparse_step topk_group shared_expert_intermediate_size "
             "rotary_dim query_pre_attn_scalar sliding_window_pattern global_attn_every_n_layers "
             "moe_num_experts moe_k moe_topk moe_layer_interval q_lora_rank kv_lora_rank "
-            "qk_nope_head_dim qk_rope_head_dim v_head_dim",
+            "qk_nope_head_dim qk_rope_head_dim v_head_dim full_attention_interval "
+            "linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+            "linear_value_head_dim linear_conv_kernel_dim",
             at_least=1,
         ),
         *_keys(
@@ -159,6 +161,7 @@ class GeneratorTable:
     threads: int = number(0, at_least=0, at_most=MAX_THREADS)  # 0: one per usable core
     max_model_len: int = number(4096, at_least=2)
     max_num_seqs: int = same("max_num_seqs")
+    state_interval: int = same("state_interval")
     kv_cache_gib: float = number(1.0, above=0)
     tp: int = number(1, at_least=1)
     dp: int = number(1, at_least=1)

@@ -29,6 +29,7 @@ from rollmesh.errors import (
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES
 from rollmesh.model.reader import without
+from rollmesh.model.spec import text_config
 from rollmesh.run.config import Config
 from rollmesh.run.data import load_tokenizer
 from rollmesh.run.files import expect_file, library_errors
@@ -155,7 +156,8 @@ def folder_config(folder: Path, ignore: tuple[str, ...] = ()) -> Any:
             option = f"model.ignore={json.dumps([*ignore, *names])}"
             error.add_note(f"if they do not change the numbers: --set {shlex.quote(option)}")
         raise
-    values = without(json.loads((folder / "config.json").read_text(encoding="utf-8")), ignore)
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values = without(text_config(values), ignore)
     labels = values.get("num_labels")
     if isinstance(labels, int) and labels > MAX_LABELS:  # transformers generates their names
         raise ConfigError(

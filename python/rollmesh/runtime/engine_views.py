@@ -78,6 +78,9 @@ class Stats(TypedDict):
     prefix_hits: int
     prefix_misses: int
     evictions: int
+    states: int  # 0 in models without states of sequences
+    states_free: int
+    state_evictions: int
     weight_bytes: int
     kv_bytes: int
     workspace_bytes: int

@@ -50,7 +50,7 @@ from rollmesh.errors import (
 from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.arguments import boolean, choice, integer, thread_count
 from rollmesh.runtime.messages import shown
-from rollmesh.torch import functions, packing, parts
+from rollmesh.torch import functions, layers, packing, parts
 from rollmesh.torch.arrays import check_tensor, check_tokens
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
@@ -265,7 +265,10 @@ class Patch:
             weights = list(torch.split(weight_of(qkv[0]), self.heads[index].widths))
         else:
             qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-            weights = self.in_halves(list(map(weight_of, qkv)), turned)
+            weights = list(map(weight_of, qkv))
+            if spec.attention_gate:
+                weights[0], gate = layers.query_and_gate(attention, weights[0], spec)
+            weights = self.in_halves(weights, turned)
         bias = (
             None
             if base_of(qkv[0]).bias is None
@@ -281,8 +284,8 @@ class Patch:
             sinks=attention.sinks if spec.sinks else None, how=how,
         )  # fmt: skip
         if spec.attention_gate:
-            gate = functions.linear(x, weight_of(attention.gate_proj), how=how)
-            attended = functions.sigmoid_gate(attended, gate, how=how)
+            gates = functions.linear(x, gate, how=how)
+            attended = functions.sigmoid_gate(attended, gates, how=how)
         o = attention.o_proj
         return functions.linear(attended, weight_of(o), bias=base_of(o).bias, how=how)
 
@@ -304,6 +307,14 @@ class Patch:
             x, weights, rope, rows, heads, interleaved=interleaved, how=how
         )
 
+    def recur(self, net: Any, x: Tensor, rows: Sequences, how: How) -> Tensor:
+        made = functions.linear(x, *layers.delta_weights(net, self.spec), how=how)
+        out = functions.delta_net(
+            made, net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, rows,
+            layers.delta_heads(self.spec), how=how,
+        )  # fmt: skip
+        return functions.linear(out, weight_of(net.out_proj), how=how)
+
     def mix_dense(self, mlp: Any, x: Tensor, how: How) -> Tensor:
         if self.spec.ungated:
             up = functions.linear(x, weight_of(mlp.up_proj), how=how)
@@ -319,7 +330,7 @@ class Patch:
     def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
         spec = self.spec
         router, experts = mlp.gate if hasattr(mlp, "gate") else mlp.router, mlp.experts
-        bias = _router_bias(mlp, router)
+        bias = layers.router_bias(mlp, router)
         for name in ("gate", "wg"):  # the matrix may be in a submodule of the router
             router = getattr(router, name, router)
         gate_up, down, biases = experts.gate_up_proj, experts.down_proj, {}
@@ -356,6 +367,11 @@ class Patch:
     def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
         spec, how = self.spec, self.how(hidden)
 
+        def attend(x: Tensor) -> Tensor:
+            if spec.layer_kinds[index] == "delta_net":
+                return self.recur(layer.linear_attn, x, rows, how)
+            return self.attend(layer.self_attn, index, x, rows, how)
+
         def mix(x: Tensor) -> Tensor:
             if spec.is_moe_layer[index]:
                 experts = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
@@ -370,7 +386,7 @@ class Patch:
         return functions.decoder_layer(
             hidden,
             before or after,
-            lambda x: self.attend(layer.self_attn, index, x, rows, how),
+            attend,
             mix,
             spec.rms_norm_eps,
             norm_after=not before,
@@ -397,17 +413,6 @@ class Patch:
         wanted.made = torch.stack([made.logprobs, entropy], -1)
         wanted.written = parts.mark(wanted.made)
         return wanted.made[None]  # type: ignore[no-any-return]
-
-
-def _router_bias(mlp: Any, router: Any) -> Tensor | None:
-    """Returns the bias that a router adds to its scores to choose experts, float32 [experts], or
-    None. Families have it in different modules, some in the model's dtype."""
-    for module in (mlp, router, getattr(router, "moe_statics", None)):
-        for name in ("e_score_correction_bias", "expert_bias"):
-            bias: Tensor | None = getattr(module, name, None)
-            if bias is not None:
-                return bias.detach().float().flatten()
-    return None
 
 
 # -------------------------------------------------------------------------------- patched modules

@@ -138,6 +138,12 @@ class Sequences:
             flat if self.num_rows == len(flat) else flat.index_select(0, self.rows.to(flat.device))
         )
 
+    def grid(self) -> Sequences:
+        """The same rows, with places in a batch that has a row for each sequence and padding on the
+        right."""
+        is_token = np.arange(self.lengths.max()) < self.lengths[:, None]
+        return Sequences(self.lengths, np.flatnonzero(is_token), is_token.shape)
+
     def without_last(self) -> Sequences:
         """The rows that predict a token of their sequence: all but the last of each."""
         keep = np.ones(self.num_rows, bool)

@@ -46,7 +46,10 @@ static int make(world *w) {
   const int64_t n_layers = pick(f, 1, MAX_LAYERS), kv = pick(f, 1, 6),
                 experts = fuzz_one_in(f, 3) ? 0 : pick(f, 1, 3) * ep;
   for (int i = 0; i < n_layers; i++)
-    layers[i] = (rm_layer_spec){.is_moe = experts && fuzz_one_in(f, 2)};
+    layers[i] =
+        (rm_layer_spec){.is_moe = experts && fuzz_one_in(f, 2),
+                        .kind = i && fuzz_one_in(f, 2) ? RM_LAYER_DELTA_NET : RM_LAYER_ATTENTION};
+  const int64_t delta_heads = pick(f, 1, 4);
   if (experts) layers[0].is_moe = 1;
   const int64_t norms = pick(f, 1, 3); // before, after, both
   const rm_spec values = {
@@ -72,11 +75,17 @@ static int make(world *w) {
       .o_bias = fuzz_one_in(f, 2),
       .tie_word_embeddings = fuzz_one_in(f, 2),
       .rms_norm_eps = 1e-6f,
+      .delta_k_heads = delta_heads,
+      .delta_v_heads = delta_heads * pick(f, 1, 6),
+      .delta_k_dim = pick(f, 1, 9),
+      .delta_v_dim = pick(f, 1, 9),
+      .delta_kernel = pick(f, 1, 4),
       .rope_scale = 1,
       .inv_freq = inv_freq,
       .layers = layers,
   };
-  if (values.n_heads % tp || rm_spec_create(&values, &w->spec, &err)) return 0;
+  if (values.n_heads % tp || values.delta_v_heads % tp || rm_spec_create(&values, &w->spec, &err))
+    return 0;
   MUST(w, !rm_placement_check(w->spec, &w->mesh, &err) == !(ep > 1 && !experts),
        "the verdict on ep=%d", w->mesh.ep);
   rm_error_clear(&err);
@@ -119,26 +128,35 @@ static void check_mesh(world *w) {
 }
 
 // -------------------------------------------------------------------------------------- placement
-// Returns 1 if the query heads of the rank, divided in equal runs, read this row of K or V.
-static int reads_row(const world *w, int32_t rank, int64_t row) {
-  const int64_t per_rank = w->spec->n_heads / w->mesh.tp,
-                group = w->spec->n_heads / w->spec->n_kv_heads;
+static int is_delta_key(rm_param_kind kind) {
+  return kind == RM_P_DELTA_Q || kind == RM_P_DELTA_K || kind == RM_P_CONV_Q || kind == RM_P_CONV_K;
+}
+
+// Returns 1 if the query heads of the rank (the value heads of delta nets), divided in equal runs,
+// read this row of K or V (of q or k).
+static int reads_row(const world *w, int32_t rank, rm_param_kind kind, int64_t row) {
+  const rm_spec *s = w->spec;
+  const int of_delta = is_delta_key(kind);
+  const int64_t heads = of_delta ? s->delta_v_heads : s->n_heads,
+                kv_heads = of_delta ? s->delta_k_heads : s->n_kv_heads,
+                dim = of_delta ? s->delta_k_dim : s->head_dim;
+  const int64_t per_rank = heads / w->mesh.tp, group = heads / kv_heads;
   for (int64_t h = 0; h < per_rank; h++)
-    if ((rm_mesh_coords(&w->mesh, rank).tp * per_rank + h) / group == row / w->spec->head_dim)
-      return 1;
+    if ((rm_mesh_coords(&w->mesh, rank).tp * per_rank + h) / group == row / dim) return 1;
   return 0;
 }
 
 static int is_kv(const world *w, rm_param_kind kind) {
   return kind == RM_P_K || kind == RM_P_V || kind == RM_P_K_BIAS || kind == RM_P_V_BIAS ||
-         (kind == RM_P_K_NORM && w->spec->qk_norm == RM_QK_NORM_WHOLE);
+         (kind == RM_P_K_NORM && w->spec->qk_norm == RM_QK_NORM_WHOLE) || is_delta_key(kind);
 }
 
 static int is_whole(const world *w, rm_param_kind kind) {
   return kind == RM_P_FINAL_NORM || kind == RM_P_INPUT_NORM || kind == RM_P_POST_ATTN_NORM ||
          kind == RM_P_PRE_MLP_NORM || kind == RM_P_POST_MLP_NORM ||
          ((kind == RM_P_Q_NORM || kind == RM_P_K_NORM) && w->spec->qk_norm == RM_QK_NORM_HEAD) ||
-         kind == RM_P_ROUTER || kind == RM_P_ROUTER_BIAS || kind == RM_P_SHARED_SWITCH;
+         kind == RM_P_DELTA_NORM || kind == RM_P_ROUTER || kind == RM_P_ROUTER_BIAS ||
+         kind == RM_P_SHARED_SWITCH;
 }
 
 static void check_range(world *w, const rm_param *param, rm_range r) {
@@ -166,7 +184,7 @@ static void check_copy(world *w, const rm_param *param, rm_peers group) {
     check_range(w, param, r);
     for (int64_t row = r.first; row < r.first + r.n; row++) held[row]++;
     for (int64_t row = 0; is_kv(w, param->kind) && row < total; row++)
-      MUST(w, reads_row(w, rank, row) == (row >= r.first && row < r.first + r.n),
+      MUST(w, reads_row(w, rank, param->kind, row) == (row >= r.first && row < r.first + r.n),
            "row %lld of K on rank %d", (long long)row, rank);
     most = rm_max64(most, r.n), least = rm_min64(least, r.n);
     w->rows += r.n;
@@ -179,7 +197,8 @@ static void check_copy(world *w, const rm_param *param, rm_peers group) {
          held[row]);
   MUST(w,
        !cut || param->expert >= 0 || param->kind == RM_P_Q || param->kind == RM_P_Q_BIAS ||
-           most - least <= unit,
+           (param->kind >= RM_P_DELTA_V && param->kind <= RM_P_DELTA_Z) ||
+           param->kind == RM_P_CONV_V || most - least <= unit,
        "parts of %lld and %lld rows", (long long)most, (long long)least);
 }
 

@@ -57,7 +57,7 @@ QUICK = ("smollm3", "olmoe", "glm4_moe")
     "family",
     [
         family if family in QUICK else full(family)
-        for family in family_models.FAMILIES
+        for family in family_models.WITH_PAGES
         if not FAMILIES[family].latent
     ],
 )

@@ -2,14 +2,14 @@
 are those of a rollout.
 
     embedding · linear · rms_norm · add_rms_norm · attention · latent_attention · rope_table ·
-    swiglu · activate · moe · decoder_layer · lm_head · token_logprobs
+    delta_net · swiglu · activate · moe · decoder_layer · lm_head · token_logprobs
 
 Activations are [rows, width] tensors of bfloat16 or float32. Rows of several sequences follow each
-other; only attention has to know which (`Sequences`). Weights are the trainer's own, in any float
-dtype: an op converts them to the activations' dtype as a weight sync does, and their gradients have
-their own dtype. So a bfloat16 forward pass works on float32 masters; the rounding of a weight
-counts as the identity. A function packs the weights that it is given, or takes `packed=`, what
-rollmesh.torch.packing made of them.
+other; only attention and delta_net have to know which (`Sequences`). Weights are the trainer's own,
+in any float dtype: an op converts them to the activations' dtype as a weight sync does, and their
+gradients have their own dtype. So a bfloat16 forward pass works on float32 masters; the rounding of
+a weight counts as the identity. A function packs the weights that it is given, or takes `packed=`,
+what rollmesh.torch.packing made of them.
 
 A backward pass is torch's: matmuls of what the forward pass saved, in its dtype where this
 processor has the instructions, else in float32; norms, softmax and activations in float32. Its bits
@@ -20,6 +20,7 @@ NumericsError: keys, values or logits that are not finite, which a generator wou
 
 from rollmesh.torch.functions.attention import Heads, attention, rope_table
 from rollmesh.torch.functions.common import How, how_for
+from rollmesh.torch.functions.delta import DeltaHeads, delta_net
 from rollmesh.torch.functions.dense import (
     activate,
     add,
@@ -36,6 +37,7 @@ from rollmesh.torch.functions.logits import TokenLogprobs, lm_head, token_logpro
 from rollmesh.torch.functions.moe import Routed, moe
 
 __all__ = [
+    "DeltaHeads",
     "Heads",
     "How",
     "Latent",
@@ -46,6 +48,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "decoder_layer",
+    "delta_net",
     "embedding",
     "how_for",
     "latent_attention",

@@ -188,9 +188,8 @@ def attention_gradients(
     every query sees. Its value is zeros. Queries and keys get one more element: in queries the sink
     divided by the scale, in keys 1 at the first position and 0 elsewhere. So the first position's
     score is the sink."""
-    steps = int(rows.lengths.max())
-    is_token = np.arange(steps) < rows.lengths[:, None]
-    grid = Sequences(rows.lengths, np.flatnonzero(is_token), is_token.shape)
+    grid = rows.grid()
+    steps = grid.shape[1]
     padded: Any = [grid.pad(x).transpose(1, 2) for x in (q, k, v, grad)]
     if sinks is not None:
         zeros = q.new_zeros(heads.num_heads)

@@ -27,11 +27,13 @@
 #include "common/option.h"
 #include "trial.h"
 
-static const op_test *const OPS[] = {
-    &op_embed,       &op_gather_rows,  &op_rms_norm,        &op_gemm,       &op_gemm_swiglu,
-    &op_activate,    &op_sigmoid_gate, &op_head_squares,    &op_qk_rope_kv, &op_attention,
-    &op_router,      &op_permute,      &op_static_dispatch, &op_combine,    &op_lm_head,
-    &op_merge_pairs, &op_sample,       &op_top_logprobs,    &op_ranks,      &op_pack};
+static const op_test *const OPS[] = {&op_embed,        &op_gather_rows,     &op_rms_norm,
+                                     &op_gemm,         &op_gemm_swiglu,     &op_activate,
+                                     &op_sigmoid_gate, &op_head_squares,    &op_qk_rope_kv,
+                                     &op_attention,    &op_delta_net,       &op_router,
+                                     &op_permute,      &op_static_dispatch, &op_combine,
+                                     &op_lm_head,      &op_merge_pairs,     &op_sample,
+                                     &op_top_logprobs, &op_ranks,           &op_pack};
 enum { N_OPS = sizeof OPS / sizeof OPS[0], MXCSR_CONTROL = 0xffc0, DEFAULT_TRIALS = 300 };
 #define COUNT(name, args) +1
 _Static_assert(N_OPS == 1 + RM_OPS(COUNT), "every op of the table has an op_test, and so has pack");

@@ -20,8 +20,8 @@ enum { MAX_BUFFERS = 24, GUARD_BYTES = 192, OUT_GUARD = 0xA5, MAX_BENCH = 4 };
 // The sizes of a trial; an op leaves those that it does not know at 0. `option` is a bit set of the
 // op's own choices.
 typedef struct shape {
-  int64_t rows, n, k, vocab, n_heads, n_kv_heads, head_dim, value_dim, rotary_dim, positions, page_size,
-      window, n_experts, top_k, n_groups;
+  int64_t rows, n, k, vocab, n_heads, n_kv_heads, head_dim, value_dim, rotary_dim, positions,
+      page_size, window, n_experts, top_k, n_groups;
   int64_t group, head0, index0; // of a rank's part
   int option;
   rm_dtype dtype, out_dtype;
@@ -74,6 +74,7 @@ typedef struct trial {
     rm_head_squares_args head_squares;
     rm_qk_rope_kv_args rope;
     rm_attention_args attention;
+    rm_delta_net_args delta_net;
     rm_router_args router;
     rm_permute_args permute;
     rm_static_dispatch_args static_dispatch;
@@ -99,7 +100,7 @@ typedef struct op_test {
 } op_test;
 
 extern const op_test op_embed, op_gather_rows, op_rms_norm, op_gemm, op_gemm_swiglu, op_activate,
-    op_sigmoid_gate, op_head_squares, op_qk_rope_kv, op_attention;
+    op_sigmoid_gate, op_head_squares, op_qk_rope_kv, op_attention, op_delta_net;
 extern const op_test op_router, op_permute;
 extern const op_test op_static_dispatch, op_combine, op_lm_head, op_merge_pairs, op_sample,
     op_top_logprobs, op_ranks, op_pack;
