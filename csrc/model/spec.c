@@ -115,8 +115,8 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
       {"num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K},
       {"n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS},
       {"topk_group", s->top_groups, 1, s->n_groups},
-      {"shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH},
       {"moe_intermediate_size", s->moe_intermediate_size, 1, MAX_WIDTH},
+      {"shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH},
   };
   const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
   if (code) return code;

@@ -181,17 +181,52 @@ def test_a_partial_rotary_factor_of_none_turns_whole_heads(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("hy_v3", {"moe_intermediate_size": 2**40}, "moe_intermediate_size: expected 1 to 4194304"),
+        ("ernie4_5_moe", {"moe_k": 99}, "moe_k: expected at most moe_num_experts="),
+        ("ernie4_5_moe", {"moe_num_experts": 2**32}, "moe_num_experts: expected 0 to 16384"),
+        ("mixtral", {"intermediate_size": 2**40}, "^intermediate_size: expected 1 to 4194304"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 2**22 + 1},
+            r"shared_expert_intermediate_size: expected an integer in \[1, 4194304\]",
+        ),
+        ("minimax_m2", {"rotary_dim": 7}, "rotary_dim: expected an even number, got 7"),
+        ("minimax_m2", {"rotary_dim": 2**20}, "rotary_dim: expected an integer in "),
+        ("minimax_m2", {"scoring_func": [np.arange(3)]}, "scoring_func: expected 'sigmoid'"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_key_of_the_config(
+    name: str, changes: dict[str, Any], message: str, seed: int
+) -> None:
+    """Also where the engine's field has another name, or a product is too large."""
+    fields = {
+        "model_type": name,
+        **family_models.FAMILIES[name](family_models.Dice([seed])),
+        **family_models.cuttable(name),
+    }
+    with pytest.raises(rm.ConfigError, match=message):
+        rm.ModelSpec.from_hf(fields | changes)
+
+
+@pytest.mark.parametrize(
     "changes, message",
     [
         ({"num_local_experts": 4}, "n_routed_experts=8 and num_local_experts=4 differ"),
         (
             {"n_routed_experts": 9},
-            "n_group=2, topk_group=1: expected groups of equal size, at least 2 of num_experts=9",
+            "n_group=2, topk_group=1: expected groups of equal size, at least 2 of "
+            "n_routed_experts=9",
         ),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok: expected at most num_experts=8, got 9"),
+        (
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok: expected at most n_routed_experts=8, got 9",
+        ),
         (
             {"n_shared_experts": 2, "moe_intermediate_size": 2**22},
-            "shared_intermediate_size: expected 0 to 4194304, got 8388608",
+            r"n_shared_experts: expected an integer in \[0, 1\], got 2",
         ),
         (
             {"partial_rotary_factor": 0.1},

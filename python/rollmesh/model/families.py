@@ -24,7 +24,6 @@ from rollmesh.model.family_layers import (
     hybrid_layers,
     layers_with_rope,
     none,
-    num_experts,
     one_switched_window,
     one_window,
     patterned_windows,
@@ -44,7 +43,7 @@ from rollmesh.model.family_ropes import (
     phi3_ropes,
     text_ropes,
 )
-from rollmesh.model.reader import Reader
+from rollmesh.model.reader import MAX_WIDTH, Reader
 from rollmesh.model.rope import ROPE_TABLES
 from rollmesh.runtime.messages import shown
 
@@ -57,7 +56,8 @@ HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the 
 class Experts:
     """The mixtures of experts of a family. What is left out is Qwen3-MoE's."""
 
-    number: Callable[[Reader], int] = num_experts
+    # The key of their number, its least value, and the number where the config has none.
+    number: tuple[str, int, int | None] = ("num_experts", 0, None)
     top_k: int | None = None  # where the config has none; None: it has to
     top_k_key: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"  # the key
@@ -278,7 +278,7 @@ _DEEPSEEK_KEYS = (
     "routed_scaling_factor n_group topk_group first_k_dense_replace norm_topk_prob"
 )
 _DEEPSEEK = Experts(
-    number=lambda c: num_experts(c, "n_routed_experts", 1, 128),
+    number=("n_routed_experts", 1, 128),
     top_k=8,
     renormalize_default=True,
     score_func="sigmoid",
@@ -460,7 +460,9 @@ FAMILIES: dict[str, Family] = {
         moe_layers=sparse_layers,
         experts=Experts(
             top_k=4,
-            shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=5632),
+            shared_width=lambda c: c.integer(
+                "shared_expert_intermediate_size", high=MAX_WIDTH, default=5632
+            ),
             shared_switch=True,
         ),
         names=_mlp("shared", "mlp.shared_expert"),
@@ -531,7 +533,7 @@ FAMILIES: dict[str, Family] = {
         o_bias=False,
         moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=256),
+            number=("num_experts", 1, 256),
             top_k=8,
             width="intermediate_size",
             renormalize=True,
@@ -568,7 +570,7 @@ FAMILIES: dict[str, Family] = {
         windows=windows_where(lambda c, i: i % 2 == 0, 128),
         moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=128),
+            number=("num_experts", 1, 128),
             top_k=4,
             width="intermediate_size",
             renormalize=True,
@@ -591,7 +593,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=first_layers_dense(0),
         experts=replace(
             _DEEPSEEK,
-            number=lambda c: num_experts(c, "n_routed_experts", 1),
+            number=("n_routed_experts", 1, None),
             top_k=None,
             renormalize_default=False,
             shared_width=shared_experts("n_shared_experts", None),
@@ -625,7 +627,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         moe_layers=first_layers_dense(1),
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=192),
+            number=("num_experts", 1, 192),
             top_k=8,
             renormalize=True,
             score_func="sigmoid",
@@ -671,7 +673,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=first_layers_dense(1),
         experts=replace(
             _DEEPSEEK,
-            number=lambda c: num_experts(c, low=1, default=64),
+            number=("num_experts", 1, 64),
             scaling_default=2.5,
             shared_width=shared_experts("num_shared_experts"),
         ),
@@ -686,9 +688,7 @@ FAMILIES: dict[str, Family] = {
         norm_before=False,
         norm_after=True,
         moe_layers=every,
-        experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=7), top_k=5, width="intermediate_size"
-        ),
+        experts=Experts(number=("num_experts", 1, 7), top_k=5, width="intermediate_size"),
         names=(("post_attn_norm", "post_attention_layernorm.weight"),),
     ),
     "ernie4_5": Family(
@@ -733,7 +733,7 @@ FAMILIES: dict[str, Family] = {
         rope_neighbours=True,
         moe_layers=ernie_layers,
         experts=Experts(
-            number=lambda c: c.integer("moe_num_experts", default=64),
+            number=("moe_num_experts", 1, 64),
             top_k=6,
             top_k_key="moe_k",
             renormalize=True,
@@ -814,7 +814,7 @@ FAMILIES: dict[str, Family] = {
         max_position_embeddings=2048,
         moe_layers=every,
         experts=Experts(
-            number=lambda c: c.integer("num_local_experts", default=8),
+            number=("num_local_experts", 1, 8),
             top_k=2,
             width="intermediate_size",
             renormalize=True,
@@ -841,7 +841,7 @@ FAMILIES: dict[str, Family] = {
         rope_layers=lambda c, layers: tuple(int(w > 0) for w in _AFMOE_WINDOWS(c, layers)),
         moe_layers=first_layers_dense(1, "num_dense_layers"),
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=64),
+            number=("num_experts", 1, 64),
             top_k=6,
             renormalize=True,
             score_func="sigmoid",
@@ -894,7 +894,7 @@ FAMILIES: dict[str, Family] = {
         keys="attention_bias num_experts num_local_experts moe_topk num_experts_per_tok",
         moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=1),
+            number=("num_experts", 1, 1),
             top_k=1,
             width="intermediate_size",
             renormalize=True,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from rollmesh.model.families import (
     Experts,
     Family,
 )
+from rollmesh.model.family_layers import num_experts
 from rollmesh.model.reader import MAX_LAYERS, MAX_POSITION, Reader, key_name, without
 from rollmesh.runtime.arguments import ACTIVATIONS, choice, fields_of
 from rollmesh.runtime.messages import listed, plain, shown
@@ -261,7 +263,10 @@ class ModelSpec:
         ):
             del values["quantization_config"]
         _refuse_unknown(values, _keys_of(family), family.ropes(values))
-        return _read(Reader(values), model_type, family)
+        try:
+            return _read(Reader(values), model_type, family)
+        except ConfigError as error:
+            raise ConfigError(_by_keys(str(error), family.experts)) from None
 
     @staticmethod
     def from_torchtitan(model: Any) -> ModelSpec:
@@ -635,13 +640,17 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     max_positions = c.integer("max_position_embeddings", default=family.max_position_embeddings)
     vocab = c.integer("vocab_size")
     for key, value in family.fixed:
-        if any(given != value for given in _ids_of(c.values.get(key))):
+        given = _ids_of(c.values.get(key))
+        if any(type(one) is not type(value) or one != value for one in given):
             raise ConfigError(f"{key}: expected {shown(value)}, got {shown(c.values[key])}")
     if family.check is not None:
         family.check(c, head_dim)
     partial = family.partial_rotary_factor
     if c.given("rotary_dim"):
-        partial = c.integer("rotary_dim") / head_dim
+        rotary = c.integer("rotary_dim", 2, head_dim)
+        if rotary % 2:
+            raise ConfigError(f"rotary_dim: expected an even number, got {rotary}")
+        partial = rotary / head_dim
     rope, *local = (
         _rope.from_config(config, head_dim, max_positions, family.rope_theta, partial)
         for _, config in family.ropes(c.values)
@@ -694,6 +703,16 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     )
 
 
+def _by_keys(message: str, experts: Experts) -> str:
+    """Replaces the names of fields by the keys that the family's configs have for them."""
+    keys = {
+        "num_experts": experts.number[0],
+        "num_experts_per_tok": experts.top_k_key,
+        "moe_intermediate_size": experts.width,
+    }
+    return re.sub(rf"\b({'|'.join(keys)})\b", lambda name: keys[name[0]], message)
+
+
 _NO_EXPERTS: dict[str, Any] = {
     "num_experts": 0,
     "num_experts_per_tok": 0,
@@ -707,7 +726,7 @@ def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
     has_groups = experts.has_groups
     n_group = c.integer("n_group", default=1) if has_groups else 1
     return {
-        "num_experts": experts.number(c),
+        "num_experts": num_experts(c, *experts.number),
         "num_experts_per_tok": c.integer(experts.top_k_key, default=experts.top_k),
         "moe_intermediate_size": c.integer(experts.width),
         "norm_topk_prob": c.switch(experts.renormalize, experts.renormalize_default),
