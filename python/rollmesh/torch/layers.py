@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollmesh import ModelSpec
@@ -51,6 +52,6 @@ def delta_weights(net: Any, spec: ModelSpec) -> list[Tensor]:
     def apart(module: Any, widths: list[int]) -> list[Tensor]:
         weight = weight_of(module)
         by_head = weight.view(heads.num_k_heads, -1, weight.shape[1])
-        return [part.flatten(0, 1) for part in by_head.split(widths, 1)]
+        return [part.flatten(0, 1) for part in torch.split(by_head, widths, 1)]
 
     return apart(net.in_proj_qkvz, widths[:4]) + apart(net.in_proj_ba, widths[4:])

@@ -368,7 +368,7 @@ class Patch:
         spec, how = self.spec, self.how(hidden)
 
         def attend(x: Tensor) -> Tensor:
-            if spec.layer_kinds[index] == "delta_net":
+            if hasattr(layer, "linear_attn"):
                 return self.recur(layer.linear_attn, x, rows, how)
             return self.attend(layer.self_attn, index, x, rows, how)
 

@@ -57,14 +57,16 @@ class _DeltaNet(torch.autograd.Function):
         how: How,
     ) -> Tensor:
         taps = packing.check_weight("conv", conv, 3).to(x.dtype)
-        decay = [packing.check_weight("decay", w, 1).float() for w in (a_log, dt_bias)]
+        decay, bias = (
+            weight_array(packing.check_weight("decay", w, 1).float()) for w in (a_log, dt_bias)
+        )
         with in_turn(x):
             states = ops.delta_states(
                 0, heads.num_v_heads, heads.k_dim, heads.v_dim, conv.shape[2],
                 dtype=packing.name_of(x.dtype), device=device_name(x),
             )  # fmt: skip
             out = ops.delta_net(
-                array_of(x), weight_array(taps.flatten(1)), *map(weight_array, decay),
+                array_of(x), weight_array(taps.flatten(1)), decay, bias,
                 vector_of("norm", norm, x, heads.v_dim), states,
                 np.full(len(rows.lengths), -1, np.int32), np.full(len(x), -1, np.int32),
                 rows.seq_of_row, k_dim=heads.k_dim, eps=heads.eps, **how,
@@ -87,7 +89,7 @@ class _DeltaNet(torch.autograd.Function):
         for part, grad_of_part in parts:
             leaf = part.float().requires_grad_()
             with torch.enable_grad():
-                out = _computed(leaf, *weights, ctx.heads)
+                out = _computed(ctx.heads, leaf, *weights)
             made = torch.autograd.grad(out, [leaf, *weights], grad_of_part.float())
             by_x.append(made[0])
             for total, by_weight in zip(by_weights, made[1:], strict=True):
@@ -96,16 +98,17 @@ class _DeltaNet(torch.autograd.Function):
 
 
 def _computed(
-    x: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor, heads: DeltaHeads
+    heads: DeltaHeads, x: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor
 ) -> Tensor:
     """The layer over x [sequences, steps, columns], [sequences, steps, v_heads · v_dim]."""
-    *_, z, b, a = x.split(heads.widths, 2)
+    *_, z, b, a = torch.split(x, heads.widths, 2)
     inputs = x[..., : len(conv)].mT
     mixed = F.silu(F.conv1d(inputs, conv, padding=conv.shape[2] - 1, groups=len(conv)))
-    q, k, v = mixed[..., : x.shape[1]].split(heads.widths[:3], 1)  # [sequences, channels, steps]
+    # [sequences, channels, steps]
+    q, k, v = torch.split(mixed[..., : x.shape[1]], heads.widths[:3], 1)
 
     def by_heads(x: Tensor, size: int) -> Tensor:
-        each = x.unflatten(1, (-1, size)).mT  # [sequences, heads, steps, size]
+        each = torch.unflatten(x, 1, (-1, size)).mT  # [sequences, heads, steps, size]
         return each.repeat_interleave(heads.num_v_heads // each.shape[1], 1)
 
     q, k = (by_heads(y, heads.k_dim) for y in (q, k))
@@ -122,15 +125,15 @@ def _rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tenso
     the products of its keys and S is the state before it (arXiv 2412.06464)."""
     steps = q.shape[2]
     more = -steps % CHUNK
-    q, k, v = (F.pad(x, (0, 0, 0, more)).unflatten(2, (-1, CHUNK)) for x in (q, k, v))
-    decay, beta = (F.pad(x, (0, more)).unflatten(2, (-1, CHUNK)) for x in (decay, beta))
+    q, k, v = (torch.unflatten(F.pad(x, (0, 0, 0, more)), 2, (-1, CHUNK)) for x in (q, k, v))
+    decay, beta = (torch.unflatten(F.pad(x, (0, more)), 2, (-1, CHUNK)) for x in (decay, beta))
     total = decay.cumsum(-1)
     shares = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
     kept, left = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
     products = (beta[..., None] * (k @ k.mT) * shares).tril(-1)
     known = beta[..., None] * torch.cat([v, k * kept], -1)
     solved = torch.linalg.solve_triangular(products, known, upper=False, unitriangular=True)
-    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
+    values, keys = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     scores, q, k = (q @ k.mT) * shares, q * kept, k * left
     state, out = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1]), []
     for i in range(q.shape[2]):
