@@ -192,9 +192,9 @@ ROPE = ["rope_parameters", "rope_scaling", *ROPE_KEYS, "partial_rotary_factor"]
 # Keys that a refusal may name instead of the one that was touched: what is computed from it, or
 # held against it.
 AKIN: dict[str, list[str]] = {
-    "hidden_size": ["head_dim"],
-    "num_attention_heads": ["head_dim", "num_key_value_heads"],
-    "head_dim": ["num_attention_heads", *ROPE],
+    "hidden_size": ["head_dim", "rotary_dim"],
+    "num_attention_heads": ["head_dim", "num_key_value_heads", "rotary_dim"],
+    "head_dim": ["num_attention_heads", "rotary_dim", *ROPE],
     "num_hidden_layers": ["layer_types", "mlp_only_layers", "no_rope_layers"],
     "max_position_embeddings": ROPE,
     "vocab_size": ["eos_token_id"],
@@ -209,7 +209,7 @@ AKIN: dict[str, list[str]] = {
     ],
     "num_local_experts": ["num_experts"],
     "n_routed_experts": ["num_experts_per_tok"],
-    "moe_intermediate_size": ["n_shared_experts"],
+    "moe_intermediate_size": ["n_shared_experts", "num_shared_experts"],
     "num_experts_per_tok": ["num_experts"],
     "mlp_only_layers": ["intermediate_size", "num_experts_per_tok", "moe_intermediate_size"],
     "decoder_sparse_step": ["intermediate_size", "num_experts_per_tok", "moe_intermediate_size"],

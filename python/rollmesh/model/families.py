@@ -23,9 +23,9 @@ from rollmesh.model.family_layers import (
     every,
     first_layers_dense,
     hybrid_layers,
+    latent_layers,
     layers_with_rope,
     none,
-    num_experts,
     one_switched_window,
     one_window,
     patterned_windows,
@@ -46,7 +46,7 @@ from rollmesh.model.family_ropes import (
     phi3_ropes,
     text_ropes,
 )
-from rollmesh.model.reader import Reader
+from rollmesh.model.reader import MAX_WIDTH, Reader
 from rollmesh.model.rope import ROPE_TABLES
 from rollmesh.runtime.messages import shown
 
@@ -59,7 +59,8 @@ HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the 
 class Experts:
     """The mixtures of experts of a family. What is left out is Qwen3-MoE's."""
 
-    number: Callable[[Reader], int] = num_experts
+    # The key of their number, its least value, and the number where the config has none.
+    number: tuple[str, int, int | None] = ("num_experts", 0, None)
     top_k: int | None = None  # where the config has none; None: it has to
     top_k_key: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"  # the key
@@ -70,7 +71,8 @@ class Experts:
     renormalize_default: bool = False
     score_func: str = "softmax"
     router_bias: bool = False  # every sync has to bring one
-    has_groups: bool = False  # n_group and topk_group are read
+    # The defaults of n_group and topk_group; None: they are not read.
+    groups: tuple[int, int] | None = None
     scaling: str = ""  # the key of the factor of gates
     scaling_default: float = 1.0
     min_sum: bool = False  # moe_norm_min is read: scores are divided by their sum or at least this
@@ -149,6 +151,8 @@ class Family:
     zero_centered_norms: bool = False  # norms multiply by 1 + weight
     qk_norm_last: bool = False  # q and k are normed after rope
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
+    # Latent attention in all layers: the keys of its sizes, with their defaults.
+    latent: Mapping[str, int] | None = None
     gate_in_q: bool = False  # its rows are in q_proj, after those of q in each head
     delta_alternates: bool = False  # in_proj_qkvz has the rows of one key head after another
     # Returns further fields of ModelSpec, such as factors and caps.
@@ -220,7 +224,7 @@ def _hunyuan_moe(c: Reader) -> dict[str, Any]:
 
 
 # The kinds of csrc/model/layer_kinds.c, in its order.
-LAYER_KINDS: tuple[str, ...] = ("attention", "delta_net")
+LAYER_KINDS: tuple[str, ...] = ("attention", "latent", "delta_net")
 WQ_ROWS = (
     "none",
     "halves",
@@ -264,12 +268,12 @@ _DEEPSEEK_KEYS = (
     "routed_scaling_factor n_group topk_group first_k_dense_replace norm_topk_prob"
 )
 _DEEPSEEK = Experts(
-    number=lambda c: num_experts(c, "n_routed_experts", 1, 128),
+    number=("n_routed_experts", 1, 128),
     top_k=8,
     renormalize_default=True,
     score_func="sigmoid",
     router_bias=True,
-    has_groups=True,
+    groups=(1, 1),
     scaling="routed_scaling_factor",
     shared_width=shared_experts("n_shared_experts"),
 )
@@ -326,7 +330,7 @@ _QWEN3_5 = Family(
     ),
 )
 _QWEN3_5_EXPERTS = Experts(
-    number=lambda c: num_experts(c, low=1, default=256),
+    number=("num_experts", 1, 256),
     top_k=8,
     renormalize=True,
     shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=512),
@@ -348,6 +352,41 @@ _HUNYUAN = Family(
     names=(
         ("q_norm", "self_attn.query_layernorm.weight"),
         ("k_norm", "self_attn.key_layernorm.weight"),
+    ),
+)
+
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_LATENT_KEYS = f"rope_interleave qk_head_dim {' '.join(_LATENT)} {_DEEPSEEK_KEYS}"
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    _LATENT_KEYS,
+    "num_mtp_layers num_nextn_predict_layers aux_loss_alpha seq_aux ep_size",
+    num_key_value_heads=128,
+    max_position_embeddings=4096,
+    eos_token_id=1,
+    attention_bias=False,
+    o_bias=False,
+    rope_neighbours=True,
+    layer_kinds=latent_layers,
+    latent=_LATENT,
+    moe_layers=first_layers_dense(3),
+    experts=replace(
+        _DEEPSEEK,
+        number=("n_routed_experts", 1, 256),
+        groups=(8, 4),
+        scaling_default=2.5,
+    ),
+    fixed=(
+        ("attention_bias", False),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
     ),
 )
 
@@ -446,7 +485,9 @@ FAMILIES: dict[str, Family] = {
         moe_layers=sparse_layers,
         experts=Experts(
             top_k=4,
-            shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=5632),
+            shared_width=lambda c: c.integer(
+                "shared_expert_intermediate_size", high=MAX_WIDTH, default=5632
+            ),
             shared_switch=True,
         ),
         names=_mlp("shared", "mlp.shared_expert"),
@@ -517,7 +558,7 @@ FAMILIES: dict[str, Family] = {
         o_bias=False,
         moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=256),
+            number=("num_experts", 1, 256),
             top_k=8,
             width="intermediate_size",
             renormalize=True,
@@ -554,7 +595,7 @@ FAMILIES: dict[str, Family] = {
         windows=windows_where(lambda c, i: i % 2 == 0, 128),
         moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=128),
+            number=("num_experts", 1, 128),
             top_k=4,
             width="intermediate_size",
             renormalize=True,
@@ -577,7 +618,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=first_layers_dense(0),
         experts=replace(
             _DEEPSEEK,
-            number=lambda c: num_experts(c, "n_routed_experts", 1),
+            number=("n_routed_experts", 1, None),
             top_k=None,
             renormalize_default=False,
             shared_width=shared_experts("n_shared_experts", None),
@@ -611,7 +652,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         moe_layers=first_layers_dense(1),
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=192),
+            number=("num_experts", 1, 192),
             top_k=8,
             renormalize=True,
             score_func="sigmoid",
@@ -657,7 +698,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=first_layers_dense(1),
         experts=replace(
             _DEEPSEEK,
-            number=lambda c: num_experts(c, low=1, default=64),
+            number=("num_experts", 1, 64),
             scaling_default=2.5,
             shared_width=shared_experts("num_shared_experts"),
         ),
@@ -672,9 +713,7 @@ FAMILIES: dict[str, Family] = {
         norm_before=False,
         norm_after=True,
         moe_layers=every,
-        experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=7), top_k=5, width="intermediate_size"
-        ),
+        experts=Experts(number=("num_experts", 1, 7), top_k=5, width="intermediate_size"),
         names=(("post_attn_norm", "post_attention_layernorm.weight"),),
     ),
     "ernie4_5": Family(
@@ -719,7 +758,7 @@ FAMILIES: dict[str, Family] = {
         rope_neighbours=True,
         moe_layers=ernie_layers,
         experts=Experts(
-            number=lambda c: c.integer("moe_num_experts", default=64),
+            number=("moe_num_experts", 1, 64),
             top_k=6,
             top_k_key="moe_k",
             renormalize=True,
@@ -800,7 +839,7 @@ FAMILIES: dict[str, Family] = {
         max_position_embeddings=2048,
         moe_layers=every,
         experts=Experts(
-            number=lambda c: c.integer("num_local_experts", default=8),
+            number=("num_local_experts", 1, 8),
             top_k=2,
             width="intermediate_size",
             renormalize=True,
@@ -827,7 +866,7 @@ FAMILIES: dict[str, Family] = {
         rope_layers=lambda c, layers: tuple(int(w > 0) for w in _AFMOE_WINDOWS(c, layers)),
         moe_layers=first_layers_dense(1, "num_dense_layers"),
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=64),
+            number=("num_experts", 1, 64),
             top_k=6,
             renormalize=True,
             score_func="sigmoid",
@@ -855,7 +894,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=sparse_layers,
         experts=replace(
             _QWEN3_5_EXPERTS,
-            number=lambda c: num_experts(c, default=512),
+            number=("num_experts", 0, 512),
             top_k=10,
             renormalize="norm_topk_prob",
             renormalize_default=True,
@@ -874,13 +913,31 @@ FAMILIES: dict[str, Family] = {
         names=_mlp("shared", "mlp.shared_expert"),
     ),
     "hunyuan_v1_dense": _HUNYUAN,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        keys=f"{_LATENT_KEYS} mlp_layer_types".replace("first_k_dense_replace", ""),
+        num_key_value_heads=20,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        moe_layers=first_layers_dense(1),
+        experts=replace(
+            _DEEPSEEK,
+            number=("n_routed_experts", 1, 64),
+            top_k=4,
+            scaling_default=1.8,
+        ),
+        latent=_LATENT | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        fixed=(*_DEEPSEEK_V3.fixed, ("first_k_dense_replace", 1)),
+    ),
     "hunyuan_v1_moe": replace(
         _HUNYUAN,
         architecture="HunYuanMoEV1ForCausalLM",
         keys="attention_bias num_experts num_local_experts moe_topk num_experts_per_tok",
         moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=1),
+            number=("num_experts", 1, 1),
             top_k=1,
             width="intermediate_size",
             renormalize=True,
@@ -895,6 +952,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 # model_types without a class in transformers, and the family that their checkpoints' code computes.
-SAME_AS = {"mimo": "qwen2"}
+SAME_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 # model_types of multimodal models whose text_config is read, and its family.
 MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollmesh.errors import ConfigError
-from rollmesh.model.reader import MAX_POSITION, Reader
+from rollmesh.model.reader import MAX_WIDTH, Reader
 from rollmesh.runtime.messages import shown
 
 PerLayer = Callable[[Reader, int], tuple[int, ...]]
@@ -23,6 +23,10 @@ def every(c: Reader, layers: int) -> tuple[int, ...]:
 
 def attention_layers(c: Reader, layers: int) -> tuple[str, ...]:
     return ("attention",) * layers
+
+
+def latent_layers(c: Reader, layers: int) -> tuple[str, ...]:
+    return ("latent",) * layers
 
 
 def hybrid_layers(c: Reader, layers: int) -> tuple[str, ...]:
@@ -227,6 +231,9 @@ def ernie_layers(c: Reader, layers: int) -> tuple[int, ...]:
 
 def shared_experts(key: str, default: int | None = 1) -> Callable[[Reader], int]:
     """The width of the shared expert: the number of shared experts times moe_intermediate_size."""
-    return lambda c: min(
-        c.integer(key, 0, default=default) * c.integer("moe_intermediate_size"), MAX_POSITION
-    )
+
+    def width(c: Reader) -> int:
+        one = c.integer("moe_intermediate_size")
+        return one * c.integer(key, 0, max(MAX_WIDTH // one, 1), default)
+
+    return width
