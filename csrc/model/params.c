@@ -40,6 +40,14 @@ const rm_kind rm_kinds[RM_N_PARAM_KIND] = {
     [RM_P_Q_NORM] = {"q_norm", "self_attn.q_norm.weight", RM_DIM_HEAD},
     [RM_P_K_NORM] = {"k_norm", "self_attn.k_norm.weight", RM_DIM_HEAD},
     [RM_P_SINKS] = {"sinks", "self_attn.sinks", RM_DIM_HEADS},
+    [RM_P_Q_A] = {"q_a", "self_attn.q_a_proj.weight", RM_DIM_Q_RANK, RM_DIM_HIDDEN},
+    [RM_P_Q_A_NORM] = {"q_a_norm", "self_attn.q_a_layernorm.weight", RM_DIM_Q_RANK},
+    [RM_P_Q_B] = {"q_b", "self_attn.q_b_proj.weight", RM_DIM_Q_B, RM_DIM_Q_RANK},
+    [RM_P_KV_A] = {"kv_a", "self_attn.kv_a_proj_with_mqa.weight", RM_DIM_KV_A, RM_DIM_HIDDEN},
+    [RM_P_KV_A_NORM] = {"kv_a_norm", "self_attn.kv_a_layernorm.weight", RM_DIM_LATENT},
+    // The two parts of kv_b_proj. The first is transposed in each head: rows are latent elements.
+    [RM_P_K_B] = {"k_b", "self_attn.k_b_proj.weight", RM_DIM_K_B, RM_DIM_NOPE},
+    [RM_P_V_B] = {"v_b", "self_attn.v_b_proj.weight", RM_DIM_Q, RM_DIM_LATENT},
     [RM_P_GATE] = {"gate", "mlp.gate_proj.weight", RM_DIM_INNER, RM_DIM_HIDDEN},
     [RM_P_UP] = {"up", "mlp.up_proj.weight", RM_DIM_INNER, RM_DIM_HIDDEN},
     [RM_P_DOWN] = {"down", "mlp.down_proj.weight", RM_DIM_OUT, RM_DIM_INNER},
@@ -101,6 +109,10 @@ static size_t take(layout *l, int64_t n, rm_dtype dtype) {
 static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind kind) {
   if (!layer) return kind <= RM_P_FINAL_NORM;
   if (kind >= RM_P_GATE && !layer->is_moe == (kind >= RM_P_ROUTER)) return 0;
+  const int is_latent = layer->kind == RM_LAYER_LATENT;
+  if (kind >= RM_P_Q && kind < RM_P_GATE && kind != RM_P_O && kind != RM_P_O_BIAS &&
+      is_latent != (kind >= RM_P_Q_A))
+    return 0;
   switch (kind) {
     case RM_P_INPUT_NORM:
     case RM_P_PRE_MLP_NORM: return s->norm_before;
@@ -114,6 +126,8 @@ static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind 
     case RM_P_Q_NORM:
     case RM_P_K_NORM: return s->qk_norm != RM_QK_NORM_NONE;
     case RM_P_SINKS: return s->sinks;
+    case RM_P_Q_A:
+    case RM_P_Q_A_NORM: return s->q_lora_rank > 0;
     case RM_P_ROUTER_LOGIT_BIAS:
     case RM_P_EXPERT_GATE_BIAS:
     case RM_P_EXPERT_UP_BIAS:

@@ -57,6 +57,41 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
   return RM_OK;
 }
 
+// Latent attention is in all layers: pages of all layers have parts of the same sizes. The matrices
+// of heads and the two parts of kv_a_proj are views of packed tiles.
+static rm_code check_latent(const rm_spec *s, rm_error *err) {
+  for (int64_t i = 0; i < s->n_layers; i++)
+    if ((s->layers[i].kind == RM_LAYER_LATENT) != (s->kv_lora_rank > 0))
+      return rm_fail(err, RM_E_CONFIG,
+                     "layer_kinds: expected latent in all layers with kv_lora_rank > 0, else in "
+                     "none, got layer %lld and kv_lora_rank=%lld",
+                     (long long)i, (long long)s->kv_lora_rank);
+  if (!s->kv_lora_rank) return RM_OK;
+  const bound bounds[] = {
+      {"kv_lora_rank", s->kv_lora_rank, RM_N_TILE, s->head_dim},
+      {"q_lora_rank", s->q_lora_rank, 0, MAX_WIDTH},
+      {"qk_nope_head_dim", s->qk_nope_head_dim, 1, MAX_HEAD_DIM},
+      {"qk_rope_head_dim", s->rotary_dim, 2, s->head_dim},
+      {"v_head_dim", s->v_head_dim, RM_N_TILE, MAX_HEAD_DIM},
+      {"kv_lora_rank + qk_rope_head_dim", s->head_dim, s->kv_lora_rank + s->rotary_dim,
+       s->kv_lora_rank + s->rotary_dim},
+      {"num_key_value_heads of latent attention", s->n_kv_heads, 1, 1},
+      {"kv_lora_rank % 16", s->kv_lora_rank % RM_N_TILE, 0, 0},
+      {"v_head_dim % 16", s->v_head_dim % RM_N_TILE, 0, 0},
+      {"num_attention_heads·(qk_nope_head_dim + qk_rope_head_dim)", s->n_heads * rm_q_dim(s), 0,
+       MAX_WIDTH},
+      {"attention_bias of latent attention", s->attention_bias, 0, 0},
+      {"qk_norm of latent attention", s->qk_norm, RM_QK_NORM_NONE, RM_QK_NORM_NONE},
+      {"attention_gate of latent attention", s->attention_gate, 0, 0},
+      {"zero_centered_norms of latent attention", s->zero_centered_norms, 0, 0},
+  };
+  rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
+  for (int64_t i = 0; i < s->n_layers && !code; i++)
+    code = rm_check_range(err, RM_E_CONFIG, "rope of a layer of latent attention",
+                          s->layers[i].rotates, 1, 1);
+  return code;
+}
+
 static rm_code check_frequencies(const char *name, const float *inv_freq, int64_t n,
                                  rm_error *err) {
   if (!inv_freq)
@@ -174,7 +209,7 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   if ((code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err)) ||
       (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
       (code = check_factors(values, err)) || (code = check_experts(values, err)) ||
-      (code = check_layers(values, &n_moe, err)) ||
+      (code = check_layers(values, &n_moe, err)) || (code = check_latent(values, err)) ||
       (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)))
     return code;
   if (values->activation == RM_SWIGLU_OAI &&

@@ -14,6 +14,7 @@ typedef enum rm_param_kind {
   RM_P_Q, RM_P_K, RM_P_V, RM_P_O, RM_P_ATTN_GATE,
   RM_P_Q_BIAS, RM_P_K_BIAS, RM_P_V_BIAS, RM_P_O_BIAS,
   RM_P_Q_NORM, RM_P_K_NORM, RM_P_SINKS,
+  RM_P_Q_A, RM_P_Q_A_NORM, RM_P_Q_B, RM_P_KV_A, RM_P_KV_A_NORM, RM_P_K_B, RM_P_V_B,
   RM_P_GATE, RM_P_UP, RM_P_DOWN,
   RM_P_ROUTER, RM_P_ROUTER_BIAS, RM_P_ROUTER_LOGIT_BIAS,
   RM_P_SHARED_GATE, RM_P_SHARED_UP, RM_P_SHARED_DOWN, RM_P_SHARED_SWITCH,
@@ -32,7 +33,7 @@ typedef enum rm_qk_norm { RM_QK_NORM_NONE, RM_QK_NORM_HEAD, RM_QK_NORM_WHOLE } r
 typedef enum rm_wq_rows { RM_WQ_NONE, RM_WQ_HALVES, RM_WQ_NEIGHBOURS } rm_wq_rows;
 
 // The kinds of a layer's first block (layer_kinds.h).
-typedef enum rm_layer_kind { RM_LAYER_ATTENTION, RM_N_LAYER_KIND } rm_layer_kind;
+typedef enum rm_layer_kind { RM_LAYER_ATTENTION, RM_LAYER_LATENT, RM_N_LAYER_KIND } rm_layer_kind;
 
 typedef struct rm_layer_spec {
   rm_layer_kind kind;
@@ -76,6 +77,11 @@ typedef struct rm_spec {
   int zero_centered_norms; // norms multiply by 1 + weight
   int attention_gate; // attention's output is multiplied by sigmoid(x · Wᵀ)
   int qk_norm_last; // q and k are normed after rope; never with RM_QK_NORM_WHOLE
+  // Latent attention, in all layers or (kv_lora_rank 0) in none. The cache has one kv head: the key,
+  // rotary_dim elements, and the latent, so head_dim = rotary_dim + kv_lora_rank.
+  int64_t kv_lora_rank;
+  int64_t q_lora_rank; // 0: q is computed from a layer's input
+  int64_t qk_nope_head_dim, v_head_dim; // the part of a head of q without rope; an output head
   const float *local_inv_freq; // [rotary_dim/2] of layers that rotate by it; NULL: no such layer
   float local_rope_scale;
   rm_wq_rows wq_rows;
@@ -92,3 +98,10 @@ typedef struct rm_spec {
 // NULL.
 rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err);
 void rm_spec_destroy(rm_spec *spec);
+// The elements of a head of the q projection, and of attention's output, before o_proj.
+static inline int64_t rm_q_dim(const rm_spec *spec) {
+  return spec->kv_lora_rank ? spec->qk_nope_head_dim + spec->rotary_dim : spec->head_dim;
+}
+static inline int64_t rm_out_dim(const rm_spec *spec) {
+  return spec->kv_lora_rank ? spec->v_head_dim : spec->head_dim;
+}

@@ -17,6 +17,7 @@ typedef enum form {
   GATE_UP, // gate rows, then up rows
   EXPERTS, // [experts][rows][cols] of one kind
   EXPERTS_GATE_UP, // [experts][gate rows, then up rows][cols]
+  KV_B, // for each head of latent attention the rows of k_b, transposed, then those of v_b
   NOTHING, // a buffer that follows from the config
 } form;
 
@@ -43,6 +44,7 @@ static const spelling spellings[] = {
     {"self_attn.qkv_proj.bias", QKV, RM_P_Q_BIAS},
     {"mlp.gate_up_proj.weight", GATE_UP, RM_P_GATE},
     {"mlp.experts.#.gate_up_proj.weight", GATE_UP, RM_P_EXPERT_GATE},
+    {"self_attn.kv_b_proj.weight", KV_B, RM_P_K_B},
     // torchtitan; its fused wqkv is saved as wq, wk, wv
     {"tok_embeddings.weight", ONE, RM_P_EMBED},
     {"output.weight", ONE, RM_P_LM_HEAD},
@@ -186,12 +188,24 @@ static void interleave(const rm_params *params, const spelling *s, rm_target *ou
   out->shape[2] = rows;
 }
 
+// For kv_b_proj, whose rows are those of k_b and of v_b by heads.
+static void split_heads(const rm_spec *spec, rm_target *out) {
+  rm_param_rows *k = &out->pieces[0], *v = &out->pieces[1];
+  k->pitch = v->pitch = spec->qk_nope_head_dim + spec->v_head_dim;
+  k->head_dim = spec->kv_lora_rank;
+  k->transposed = 1;
+  v->head_dim = spec->v_head_dim;
+  v->row0 = spec->qk_nope_head_dim;
+  out->shape[0] = spec->n_heads * k->pitch;
+  out->shape[1] = spec->kv_lora_rank;
+}
+
 // Fills the target of a spelling: its kinds, which are adjacent, concatenated along the rows.
 static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, int32_t expert,
                     rm_target *out, rm_error *err) {
-  const int n = s->form == QKV                                     ? 3
-                : s->form == GATE_UP || s->form == EXPERTS_GATE_UP ? 2
-                                                                   : 1,
+  const int n = s->form == QKV                                                        ? 3
+                : s->form == GATE_UP || s->form == EXPERTS_GATE_UP || s->form == KV_B ? 2
+                                                                                      : 1,
             stacked = s->form == EXPERTS || s->form == EXPERTS_GATE_UP;
   const int64_t copies = stacked ? params->spec->n_experts : 1;
   int64_t rows = 0;
@@ -216,6 +230,7 @@ static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, i
   shape[0] = rows;
   shape[1] = first->cols; // not used if the tensor is a vector
   if (stacked && params->spec->experts_interleaved) interleave(params, s, out, rows);
+  if (s->form == KV_B) split_heads(params->spec, out);
   out->n_dims = first->n_dims + stacked;
   return RM_OK;
 }
@@ -228,6 +243,11 @@ static void set_pairs(const rm_params *params, const spelling *s, rm_target *out
   if (s->form == TURNED ? spec->wq_rows != RM_WQ_NEIGHBOURS : !spec->rope_neighbours) return;
   for (int64_t i = 0; i < out->n_pieces; i++) {
     const rm_param_kind kind = params->list[out->pieces[i].param].kind;
+    if (kind == RM_P_Q_B || kind == RM_P_KV_A) {
+      out->pieces[i].head_dim = kind == RM_P_Q_B ? rm_q_dim(spec) : spec->head_dim;
+      out->pieces[i].turned = spec->rotary_dim;
+      out->pieces[i].unturned = out->pieces[i].head_dim - spec->rotary_dim;
+    }
     if (kind != RM_P_Q && kind != RM_P_K && kind != RM_P_Q_BIAS && kind != RM_P_K_BIAS) continue;
     out->pieces[i].head_dim = spec->head_dim;
     out->pieces[i].turned = turned;

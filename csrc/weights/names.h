@@ -17,12 +17,17 @@ typedef struct rm_param_rows {
   // If rope rotates adjacent elements: the elements of a head, and how many of them, from the first
   // on, are rotated. turned 0: the rows are in order.
   int64_t head_dim, turned;
+  int64_t unturned; // elements of a head before the first that is rotated
   int transposed; // rows of the tensor are its last dim
+  // Of a part of kv_b_proj: the tensor's rows of a head, of which the part begins with row0 in each
+  // head. head_dim: the parameter's rows of a head. A transposed part has the tensor's columns as
+  // rows, and the head's rows as columns. 0: another tensor.
+  int64_t pitch;
 } rm_param_rows;
-// The position of a parameter's row in its head, in the order of the parameter; 0 if the rows are
-// in order.
+// The position of a parameter's row among the rotated rows of its head, in the order of the
+// parameter, negative before them; 0 if the rows are in order.
 static inline int64_t rm_place_in_head(const rm_param_rows *at, int64_t row) {
-  return at->turned ? (at->row0 + row) % at->head_dim : 0;
+  return at->turned ? (at->row0 + row) % at->head_dim - at->unturned : 0;
 }
 
 typedef struct rm_target { // not to be copied: pieces may point into it

@@ -13,6 +13,12 @@ static rm_part wanted(const rm_params *params, const rm_placement *placement, in
   part.first[row_dim] = both ? 2 * rows.first : at->row0 + rows.first;
   part.n[row_dim] = both ? (at->row0 ? 0 : 2 * rows.n) : rows.n;
   if (param->n_dims > 1) part.n[d + !at->transposed] = param->cols;
+  if (at->pitch) { // the part of k_b has the rows of both, that of v_b has none
+    part.first[0] = rows.first / at->head_dim * at->pitch;
+    part.n[0] = at->row0 ? 0 : rows.n / at->head_dim * at->pitch;
+    part.first[1] = 0;
+    part.n[1] = params->spec->kv_lora_rank;
+  }
   return part;
 }
 

@@ -146,6 +146,8 @@ def test_a_missing_key_has_the_default_of_transformers(family: str, seed: int) -
     """The alternative is that the config is refused, because the key is required."""
     fields = {"model_type": family, **family_models.FAMILIES[family](family_models.Dice([seed]))}
     fields |= {"num_attention_heads": 32, "num_key_value_heads": 16, "hidden_size": 128}
+    if FAMILIES[family].latent:  # each head has its own keys
+        fields["num_key_value_heads"] = 32
     if "use_sliding_window" in FAMILIES[family].keys.split():
         fields |= {
             "use_sliding_window": True,
@@ -387,6 +389,10 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
             one = f"{name.rpartition('.')[0]}.{e}.{part}"
             held |= {f"{one}.weight": (rows // len(parts), cols)}
             held |= {f"{one}.bias": (rows // len(parts),)}
+    # The keys and values of latent attention, which are listed apart, keys transposed.
+    for name in [name for name in held if name.endswith("self_attn.kv_b_proj.weight")]:
+        held.pop(name)
+        held |= {(key := name.replace("kv_b", part)): listed[key] for part in ("k_b", "v_b")}
     for name in [name for name in held if name.endswith("self_attn.qkv_proj.weight")]:  # Phi-3's
         held.pop(name)
         held |= {(key := name.replace("qkv", part)): listed[key] for part in "qkv"}

@@ -99,7 +99,7 @@ class Step(NamedTuple):
         def dense(width: int) -> int:
             return block + self.gathered(width)
 
-        layers = spec.num_hidden_layers * dense(spec.num_attention_heads * spec.head_dim)
+        layers = spec.num_hidden_layers * dense(spec.attended_width)
         if spec.qk_norm == "whole":  # sums of squares, float32
             heads = spec.num_attention_heads + spec.num_key_value_heads
             layers += spec.num_hidden_layers * rows * heads * 4 * others

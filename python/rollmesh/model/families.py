@@ -21,6 +21,7 @@ from rollmesh.model.family_layers import (
     ernie_layers,
     every,
     first_layers_dense,
+    latent_layers,
     layers_with_rope,
     none,
     one_switched_window,
@@ -66,7 +67,8 @@ class Experts:
     renormalize_default: bool = False
     score_func: str = "softmax"
     router_bias: bool = False  # every sync has to bring one
-    has_groups: bool = False  # n_group and topk_group are read
+    # The defaults of n_group and topk_group; None: they are not read.
+    groups: tuple[int, int] | None = None
     scaling: str = ""  # the key of the factor of gates
     scaling_default: float = 1.0
     min_sum: bool = False  # moe_norm_min is read: scores are divided by their sum or at least this
@@ -145,6 +147,8 @@ class Family:
     zero_centered_norms: bool = False  # norms multiply by 1 + weight
     qk_norm_last: bool = False  # q and k are normed after rope
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
+    # Latent attention in all layers: the keys of its sizes, with their defaults.
+    latent: Mapping[str, int] | None = None
     # Returns further fields of ModelSpec, such as factors and caps.
     factors: Callable[[Reader], dict[str, Any]] = lambda c: {}
     check: Callable[[Reader, int], None] | None = (
@@ -214,7 +218,7 @@ def _hunyuan_moe(c: Reader) -> dict[str, Any]:
 
 
 # The kinds of csrc/model/layer_kinds.c, in its order.
-LAYER_KINDS: tuple[str, ...] = ("attention",)
+LAYER_KINDS: tuple[str, ...] = ("attention", "latent")
 WQ_ROWS = (
     "none",
     "halves",
@@ -263,7 +267,7 @@ _DEEPSEEK = Experts(
     renormalize_default=True,
     score_func="sigmoid",
     router_bias=True,
-    has_groups=True,
+    groups=(1, 1),
     scaling="routed_scaling_factor",
     shared_width=shared_experts("n_shared_experts"),
 )
@@ -306,6 +310,41 @@ _HUNYUAN = Family(
     names=(
         ("q_norm", "self_attn.query_layernorm.weight"),
         ("k_norm", "self_attn.key_layernorm.weight"),
+    ),
+)
+
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_LATENT_KEYS = f"rope_interleave qk_head_dim {' '.join(_LATENT)} {_DEEPSEEK_KEYS}"
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    _LATENT_KEYS,
+    "num_mtp_layers num_nextn_predict_layers aux_loss_alpha seq_aux ep_size",
+    num_key_value_heads=128,
+    max_position_embeddings=4096,
+    eos_token_id=1,
+    attention_bias=False,
+    o_bias=False,
+    rope_neighbours=True,
+    layer_kinds=latent_layers,
+    latent=_LATENT,
+    moe_layers=first_layers_dense(3),
+    experts=replace(
+        _DEEPSEEK,
+        number=("n_routed_experts", 1, 256),
+        groups=(8, 4),
+        scaling_default=2.5,
+    ),
+    fixed=(
+        ("attention_bias", False),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
     ),
 )
 
@@ -803,6 +842,24 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "hunyuan_v1_dense": _HUNYUAN,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        keys=f"{_LATENT_KEYS} mlp_layer_types".replace("first_k_dense_replace", ""),
+        num_key_value_heads=20,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        moe_layers=first_layers_dense(1),
+        experts=replace(
+            _DEEPSEEK,
+            number=("n_routed_experts", 1, 64),
+            top_k=4,
+            scaling_default=1.8,
+        ),
+        latent=_LATENT | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        fixed=(*_DEEPSEEK_V3.fixed, ("first_k_dense_replace", 1)),
+    ),
     "hunyuan_v1_moe": replace(
         _HUNYUAN,
         architecture="HunYuanMoEV1ForCausalLM",
@@ -824,4 +881,4 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 # model_types without a class in transformers, and the family that their checkpoints' code computes.
-SAME_AS = {"mimo": "qwen2"}
+SAME_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}

@@ -25,6 +25,10 @@ def attention_layers(c: Reader, layers: int) -> tuple[str, ...]:
     return ("attention",) * layers
 
 
+def latent_layers(c: Reader, layers: int) -> tuple[str, ...]:
+    return ("latent",) * layers
+
+
 def _window(c: Reader, default: int | None) -> int:
     """Returns sliding_window, or `default` if the key is missing; 0 (full attention) if it is
     None."""
