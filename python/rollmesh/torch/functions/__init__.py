@@ -1,8 +1,8 @@
 """The generator's ops as differentiable functions of torch tensors: the bits of the forward pass
 are those of a rollout.
 
-    embedding · linear · rms_norm · add_rms_norm · attention · rope_table · swiglu · activate · moe
-    · decoder_layer · lm_head · token_logprobs
+    embedding · linear · rms_norm · add_rms_norm · attention · latent_attention · rope_table ·
+    swiglu · activate · moe · decoder_layer · lm_head · token_logprobs
 
 Activations are [rows, width] tensors of bfloat16 or float32. Rows of several sequences follow each
 other; only attention has to know which (`Sequences`). Weights are the trainer's own, in any float
@@ -31,12 +31,14 @@ from rollmesh.torch.functions.dense import (
     sigmoid_gate,
     swiglu,
 )
+from rollmesh.torch.functions.latent import Latent, latent_attention
 from rollmesh.torch.functions.logits import TokenLogprobs, lm_head, token_logprobs
 from rollmesh.torch.functions.moe import Routed, moe
 
 __all__ = [
     "Heads",
     "How",
+    "Latent",
     "Routed",
     "TokenLogprobs",
     "activate",
@@ -46,6 +48,7 @@ __all__ = [
     "decoder_layer",
     "embedding",
     "how_for",
+    "latent_attention",
     "linear",
     "lm_head",
     "moe",
