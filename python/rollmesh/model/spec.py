@@ -751,7 +751,7 @@ def _latent_scale(latent: Mapping[str, int], rope: _rope.Rope, rope_dim: int) ->
     factor, weight = parameters.get("factor"), parameters.get("mscale_all_dim")
     mscale = 1.0
     if rope.type != "default" and factor and weight:
-        mscale = _rope.mscale(float(factor), float(weight))  # type: ignore[arg-type]
+        mscale = _rope.mscale(float(factor), float(weight))
     return float((latent["qk_nope_head_dim"] + rope_dim) ** -0.5 * mscale * mscale)
 
 

@@ -78,9 +78,10 @@ class _Attention(torch.autograd.Function):
         with in_turn(qkv):
             flags = torch.zeros(rows.num_rows, dtype=torch.uint8, device=qkv.device)
             k, v = rows.caches(1, heads.head_dim, qkv, rank)
+            cos, sin = map(array_of, rope)
             made = ops.qk_rope_kv(
-                array_of(qkv), None, vector_of("kv_a_norm", weight, qkv, rank),
-                *map(array_of, rope), rows.positions, rows.slots, k, v,
+                array_of(qkv), None, vector_of("kv_a_norm", weight, qkv, rank), cos, sin,
+                rows.positions, rows.slots, k, v,
                 num_heads=heads.num_heads, page_size=PAGE, eps=heads.eps, value_dim=rank,
                 q_dim=q_dim, row_flags=array_of(flags), **how,
             )  # fmt: skip
@@ -104,24 +105,24 @@ class _Attention(torch.autograd.Function):
         rank, turned = queries.shape[2], 2 * cos.shape[1]
         at = torch.from_numpy(rows.positions).to(qkv.device)
         cos, sin = (x.index_select(0, at)[:, None] for x in (cos, sin))
-        q, latent, key = qkv.split([qkv.shape[1] - heads.head_dim, rank, turned], 1)
-        q = q.view(len(q), heads.num_heads, -1)[..., -turned:]
+        q_width = qkv.shape[1] - heads.head_dim
+        q, latent, key = torch.split(qkv, [q_width, rank, turned], 1)
+        q = q.view(len(q), heads.num_heads, -1)
         normed, pull = norm(latent, weight, heads.eps)
         latents, key = normed()[:, None], rotated(key[:, None].float(), cos, sin)
-        wide = torch.cat([rotated(q.float(), cos, sin), queries.transpose(0, 1).float()], -1)
-        parts = wide, torch.cat([key, latents], -1), latents, grad.transpose(0, 1)
+        q_turned = rotated(q[..., -turned:].float(), cos, sin)
         (by_q, by_k, by_v), _ = attention_gradients(
-            *(x.to(dtype) for x in parts), None, rows, heads
-        )
-        by_turned, by_queries = by_q.float().split([turned, rank], -1)
-        by_key, by_latent = by_k.float().split([turned, rank], -1)
+            torch.cat([q_turned, queries.transpose(0, 1)], -1).to(dtype),
+            torch.cat([key, latents], -1).to(dtype),
+            latents.to(dtype), grad.transpose(0, 1).to(dtype), None, rows, heads,
+        )  # fmt: skip
+        by_turned, by_queries = torch.split(by_q.float(), [turned, rank], -1)
+        by_key, by_latent = torch.split(by_k.float(), [turned, rank], -1)
         by_latent, by_weight = pull((by_latent + by_v.float())[:, 0])
-        by_rope, by_key = (rotated(x, cos, -sin) for x in (by_turned, by_key))
-        by_all = by_rope.new_zeros(
-            len(q), heads.num_heads, (qkv.shape[1] - heads.head_dim) // heads.num_heads
-        )
-        by_all[..., -turned:] = by_rope
-        by_qkv = torch.cat([by_all.flatten(1), by_latent, by_key[:, 0]], 1)
+        by_nope = by_turned.new_zeros(*q.shape[:2], q.shape[2] - turned)
+        by_heads = torch.cat([by_nope, rotated(by_turned, cos, -sin)], -1)
+        by_key = rotated(by_key, cos, -sin)[:, 0]
+        by_qkv = torch.cat([by_heads.flatten(1), by_latent, by_key], 1)
         return by_queries.transpose(0, 1), by_qkv, by_weight, None, None, None, None
 
 
@@ -148,11 +149,10 @@ def latent_attention(
         low = rms_norm(linear(x, weights.q_a, how=how), weights.q_a_norm, EPS, how=how)
     q = linear(low, q_b, how=how)
     qkv = torch.cat([q, linear(x, kv_a, how=how)], 1)
-    k_b, v_b = weights.kv_b.view(heads.num_heads, -1, rank).split(
-        [q_dim - turned, len(weights.kv_b) // heads.num_heads - q_dim + turned], 1
-    )
-    nope = q.view(len(q), heads.num_heads, q_dim)[..., : q_dim - turned].transpose(0, 1)
-    queries = _PerHead.apply(nope, k_b.transpose(1, 2), how)  # type: ignore[no-untyped-call]
+    kv_b, nope = weights.kv_b.view(heads.num_heads, -1, rank), q_dim - turned
+    k_b, v_b = kv_b[:, :nope], kv_b[:, nope:]
+    q_nope = q.view(len(q), heads.num_heads, q_dim)[..., :nope].transpose(0, 1)
+    queries = _PerHead.apply(q_nope, k_b.transpose(1, 2), how)  # type: ignore[no-untyped-call]
     attended = _Attention.apply(  # type: ignore[no-untyped-call]
         queries, qkv, weights.kv_a_norm, rope, rows, heads, how
     )
