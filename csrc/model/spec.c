@@ -57,38 +57,44 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
   return RM_OK;
 }
 
+static rm_code check_tiles(const char *name, int64_t value, rm_error *err) {
+  if (value > 0 && value % RM_N_TILE == 0) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "%s: expected a multiple of %d, got %lld", name, RM_N_TILE,
+                 (long long)value);
+}
+
 // Latent attention is in all layers: pages of all layers have parts of the same sizes. The matrices
-// of heads and the two parts of kv_a_proj are views of packed tiles.
+// of heads are views of packed tiles.
 static rm_code check_latent(const rm_spec *s, rm_error *err) {
+  const int is_latent = s->kv_lora_rank > 0;
   for (int64_t i = 0; i < s->n_layers; i++)
-    if ((s->layers[i].kind == RM_LAYER_LATENT) != (s->kv_lora_rank > 0))
+    if ((s->layers[i].kind == RM_LAYER_LATENT) != is_latent ||
+        (is_latent && s->layers[i].rotates != 1))
       return rm_fail(err, RM_E_CONFIG,
-                     "layer_kinds: expected latent in all layers with kv_lora_rank > 0, else in "
-                     "none, got layer %lld and kv_lora_rank=%lld",
+                     "layer_kinds: expected latent and rope in all layers with kv_lora_rank > 0, "
+                     "else no latent, got another layer %lld with kv_lora_rank=%lld",
                      (long long)i, (long long)s->kv_lora_rank);
-  if (!s->kv_lora_rank) return RM_OK;
+  if (!is_latent) return RM_OK;
+  const int64_t of_cache = s->kv_lora_rank + s->rotary_dim;
   const bound bounds[] = {
-      {"kv_lora_rank", s->kv_lora_rank, RM_N_TILE, s->head_dim},
       {"q_lora_rank", s->q_lora_rank, 0, MAX_WIDTH},
       {"qk_nope_head_dim", s->qk_nope_head_dim, 1, MAX_HEAD_DIM},
-      {"qk_rope_head_dim", s->rotary_dim, 2, s->head_dim},
-      {"v_head_dim", s->v_head_dim, RM_N_TILE, MAX_HEAD_DIM},
-      {"kv_lora_rank + qk_rope_head_dim", s->head_dim, s->kv_lora_rank + s->rotary_dim,
-       s->kv_lora_rank + s->rotary_dim},
+      {"qk_rope_head_dim", s->rotary_dim, 2, MAX_HEAD_DIM},
+      {"v_head_dim", s->v_head_dim, 1, MAX_HEAD_DIM},
+      {"head_dim (kv_lora_rank + qk_rope_head_dim)", s->head_dim, of_cache, of_cache},
       {"num_key_value_heads of latent attention", s->n_kv_heads, 1, 1},
-      {"kv_lora_rank % 16", s->kv_lora_rank % RM_N_TILE, 0, 0},
-      {"v_head_dim % 16", s->v_head_dim % RM_N_TILE, 0, 0},
-      {"num_attention_heads·(qk_nope_head_dim + qk_rope_head_dim)", s->n_heads * rm_q_dim(s), 0,
+      {"num_attention_heads·(qk_nope_head_dim + qk_rope_head_dim)", s->n_heads * rm_q_dim(s), 1,
        MAX_WIDTH},
-      {"attention_bias of latent attention", s->attention_bias, 0, 0},
-      {"qk_norm of latent attention", s->qk_norm, RM_QK_NORM_NONE, RM_QK_NORM_NONE},
-      {"attention_gate of latent attention", s->attention_gate, 0, 0},
-      {"zero_centered_norms of latent attention", s->zero_centered_norms, 0, 0},
+      {"num_attention_heads·v_head_dim", s->n_heads * s->v_head_dim, 1, MAX_WIDTH},
   };
-  rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
-  for (int64_t i = 0; i < s->n_layers && !code; i++)
-    code = rm_check_range(err, RM_E_CONFIG, "rope of a layer of latent attention",
-                          s->layers[i].rotates, 1, 1);
+  rm_code code = check_tiles("kv_lora_rank", s->kv_lora_rank, err);
+  if (!code) code = check_tiles("v_head_dim", s->v_head_dim, err);
+  if (!code) code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
+  if (!code &&
+      (s->attention_bias || s->qk_norm || s->attention_gate || s->sinks || s->zero_centered_norms))
+    return rm_fail(err, RM_E_CONFIG,
+                   "attention_bias, qk_norm, attention_gate, sinks, zero_centered_norms: expected "
+                   "none of them with latent attention");
   return code;
 }
 

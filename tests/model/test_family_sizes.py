@@ -41,7 +41,7 @@ ALL = {
     },
     **{
         family: {"num_experts_per_tok": 8, "topk_group": 2}
-        for family in ("dots1", "solar_open", "exaone_moe")
+        for family in ("dots1", "solar_open", "exaone_moe", "deepseek_v3", "glm4_moe_lite")
     },
     "ernie4_5_moe": {"moe_k": 8},
     "hunyuan_v1_moe": {"moe_topk": 8},
