@@ -68,8 +68,8 @@ typedef union rm_op_args {
 // Values of a call outside its argument struct: sizes, and the columns of rm_sample_params.
 typedef struct rm_op_sizes {
   int64_t x_rows, width, elems, k_elems, v_elems, q_width, k_width, both, n_blocks, n_banned, two;
-  int64_t n_values, bounds, choices, n_pages, n_positions, half, n_slots, groups, group_elems, dst_first,
-      three;
+  int64_t n_values, bounds, choices, n_pages, n_positions, half, n_slots, groups, group_elems,
+      dst_first, three;
   int float32_out, grouped;
   rm_pack_found *found; // of pack
   rm_sample_params *params; // the block of a.sample.params on the host
