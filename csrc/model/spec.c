@@ -84,13 +84,13 @@ static rm_code check_latent(const rm_spec *s, rm_error *err) {
       {"v_head_dim", s->v_head_dim, 1, MAX_HEAD_DIM},
       {"head_dim (kv_lora_rank + qk_rope_head_dim)", s->head_dim, of_cache, of_cache},
       {"num_key_value_heads of latent attention", s->n_kv_heads, 1, 1},
-      {"num_attention_heads·(qk_nope_head_dim + qk_rope_head_dim)", s->n_heads * rm_q_dim(s), 1,
-       MAX_WIDTH},
-      {"num_attention_heads·v_head_dim", s->n_heads * s->v_head_dim, 1, MAX_WIDTH},
   };
   rm_code code = check_tiles("kv_lora_rank", s->kv_lora_rank, err);
   if (!code) code = check_tiles("v_head_dim", s->v_head_dim, err);
   if (!code) code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
+  if (!code)
+    code = rm_check_range(err, RM_E_CONFIG, "num_attention_heads·(elements of a head)",
+                          s->n_heads * rm_max64(rm_q_dim(s), s->v_head_dim), 1, MAX_WIDTH);
   if (!code &&
       (s->attention_bias || s->qk_norm || s->attention_gate || s->sinks || s->zero_centered_norms))
     return rm_fail(err, RM_E_CONFIG,

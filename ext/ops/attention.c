@@ -107,11 +107,9 @@ static void rope_check(rm_op_call *c) {
                        a->q_dim < a->rotary_dim || !a->k_weight || a->q_weight || a->q_squares ||
                        a->zero_centered || a->norm_last))
     rm_op_raise(c, RM_E_SHAPE,
-                "value_dim: expected one kv head of 2 cos.shape[1] + value_dim elements, q_dim at "
-                "least 2 cos.shape[1], and of the norms only k_weight, got %lld kv heads of %lld, "
-                "value_dim=%lld, q_dim=%lld",
-                (long long)a->n_kv_heads, (long long)a->head_dim, (long long)a->value_dim,
-                (long long)a->q_dim);
+                "value_dim: expected a kv head of 2 cos.shape[1] + value_dim elements, q_dim at "
+                "least 2 cos.shape[1], and only the norm by k_weight, got a head of %lld",
+                (long long)a->head_dim);
   if (c->s.half > a->head_dim / 2)
     rm_op_refuse(c, RM_E_SHAPE, "cos.shape[1]", c->s.half,
                  "at most head_dim / 2 =", a->head_dim / 2);

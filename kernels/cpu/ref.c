@@ -128,20 +128,19 @@ static float scale_of_all(const float *squares, int64_t n_heads, int64_t head_di
   return rms_scale(total, n_heads * head_dim, eps);
 }
 
-// normed ← norm(x) of one head, or x if weights are NULL. Heads are numbered over q's, then k's.
+// normed[0 … n) ← norm(x) of one head, or x if weights are NULL. Heads are numbered over q's, then
+// k's.
 static void norm_head(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, const void *x,
-                      float *normed) {
+                      int64_t n, float *normed) {
   const rm_dtype dtype = a->dtype;
   const int64_t is_k = head >= a->n_heads, own = is_k ? head - a->n_heads : head;
-  const int64_t all = is_k ? a->all_kv_heads : a->all_heads,
-                weight_at = a->q_squares ? own * a->head_dim : 0;
+  const int64_t all = is_k ? a->all_kv_heads : a->all_heads, weight_at = a->q_squares ? own * n : 0;
   const void *weight = is_k ? a->k_weight : a->q_weight;
   const float *squares = is_k ? a->k_squares : a->q_squares;
-  const float scale = squares ? scale_of_all(squares + row * all, all, a->head_dim, a->eps)
-                      : weight
-                          ? rms_scale(sum_of_squares(dtype, x, a->head_dim), a->head_dim, a->eps)
-                          : 1.0f;
-  for (int64_t i = 0; i < a->head_dim; i++) {
+  const float scale = squares  ? scale_of_all(squares + row * all, all, n, a->eps)
+                      : weight ? rms_scale(sum_of_squares(dtype, x, n), n, a->eps)
+                               : 1.0f;
+  for (int64_t i = 0; i < n; i++) {
     const float value = rm_get(dtype, x, i);
     normed[i] =
         weight
@@ -172,13 +171,13 @@ static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t he
   const void *x =
       rm_at(dtype, a->qkv, (row * (a->n_heads + 2 * a->n_kv_heads) + head) * a->head_dim);
   if (!a->norm_last) {
-    norm_head(a, row, head, x, normed);
+    norm_head(a, row, head, x, a->head_dim, normed);
     rotate_head(a, row, normed, a->head_dim, out);
     return;
   }
   for (int64_t i = 0; i < a->head_dim; i++) normed[i] = rm_get(dtype, x, i);
   rotate_head(a, row, normed, a->head_dim, out);
-  norm_head(a, row, head, out, normed);
+  norm_head(a, row, head, out, a->head_dim, normed);
   for (int64_t i = 0; i < a->head_dim; i++) rm_put(dtype, out, i, normed[i]);
 }
 
@@ -217,11 +216,8 @@ static void latent_row(const rm_qk_rope_kv_args *a, int64_t row, float *loaded, 
     for (int64_t i = 0; i < rotary; i++) loaded[i] = rm_get(dtype, a->qkv, from + i);
     rotate_head(a, row, loaded, rotary, h < a->n_heads ? out : k);
   }
-  const void *latent = rm_at(dtype, a->qkv, base + q);
-  const float scale = rms_scale(sum_of_squares(dtype, latent, n), n, a->eps);
-  for (int64_t i = 0; i < n; i++)
-    rm_put(dtype, k, rotary + i,
-           rm_weighted(dtype, 0, rm_get(dtype, a->k_weight, i), rm_get(dtype, latent, i) * scale));
+  norm_head(a, row, a->n_heads, rm_at(dtype, a->qkv, base + q), n, loaded);
+  for (int64_t i = 0; i < n; i++) rm_put(dtype, k, rotary + i, loaded[i]);
   if (a->slots[row] >= 0) store_kv(a, row, 0, k, rm_at(dtype, k, rotary));
 }
 

@@ -50,29 +50,20 @@ VEC void load_head(rm_dtype T, const void *x, int64_t n, float *out) {
   for (int64_t i = 0; i < n; i += RM_LANES) vf_store(out + i, vt_load_n(T, x, i, n - i));
 }
 
-// normed[0 … n) = round_T(weight · round_T(x · scale)).
-VEC void norm_by(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const void *weight,
-                 vf scale, int64_t n, float *normed) {
+// normed[0 … n) = round_T(weight · round_T(x · rsqrt)), or x without a weight.
+VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, int64_t n,
+                   const row_norm *norm, int64_t head, float *normed) {
+  if (!norm->weight) {
+    load_head(T, x, n, normed);
+    return;
+  }
+  const void *weight = rm_at(T, norm->weight, head * norm->step);
+  const vf scale =
+      vf_set1(norm->step ? norm->scale : 1.0f / sqrtf(sum_of_squares(T, x, n) / (float)n + a->eps));
   for (int64_t i = 0; i < n; i += RM_LANES) {
     const vf t = vf_mul(vt_load_n(T, x, i, n - i), scale);
     vf_store(normed + i, vt_weighted(T, a->zero_centered, vt_load_n(T, weight, i, n - i), t));
   }
-}
-
-VEC vf scale_of(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, int64_t n) {
-  return vf_set1(1.0f / sqrtf(sum_of_squares(T, x, n) / (float)n + a->eps));
-}
-
-// normed[0 … head_dim) = the normed head, or x without a weight.
-VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const row_norm *norm,
-                   int64_t head, float *normed) {
-  if (!norm->weight) {
-    load_head(T, x, a->head_dim, normed);
-    return;
-  }
-  const void *weight = rm_at(T, norm->weight, head * norm->step);
-  norm_by(T, a, x, weight, norm->step ? vf_set1(norm->scale) : scale_of(T, a, x, a->head_dim),
-          a->head_dim, normed);
 }
 
 // out[from … n) = round_T(normed).
@@ -102,13 +93,13 @@ VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const
 VEC void compute_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const void *x,
                       const row_norm *norm, int64_t head, float *normed, void *out) {
   if (!a->norm_last) {
-    norm_head(T, a, x, norm, head, normed);
+    norm_head(T, a, x, a->head_dim, norm, head, normed);
     rotate_head(T, a, row, normed, a->head_dim, out);
     return;
   }
   load_head(T, x, a->head_dim, normed);
   rotate_head(T, a, row, normed, a->head_dim, out);
-  norm_head(T, a, out, norm, head, normed);
+  norm_head(T, a, out, a->head_dim, norm, head, normed);
   store_rounded(T, normed, 0, a->head_dim, out);
 }
 
@@ -163,7 +154,7 @@ VEC void latent_row(rm_dtype T, const rope_job *job, int64_t row, float *loaded,
   load_head(T, rm_at(T, latent, a->value_dim), rotary, loaded);
   rotate_head(T, a, row, loaded, rotary, k);
   void *normed = rm_at_mut(T, k, rotary);
-  norm_by(T, a, latent, a->k_weight, scale_of(T, a, latent, a->value_dim), a->value_dim, loaded);
+  norm_head(T, a, latent, a->value_dim, &(row_norm){.weight = a->k_weight}, 0, loaded);
   store_rounded(T, loaded, 0, a->value_dim, normed);
   store_head(T, a, row, 0, k, normed, loaded);
 }

@@ -541,7 +541,7 @@ def test_rows_of_latent_attention(dtype: str, rng: np.random.Generator) -> None:
     assert (v[:4] == normed[:4]).all()
     assert not k[4].any()
     assert not v[4].any()
-    with pytest.raises(errors.ShapeError, match="value_dim: expected one kv head of"):
+    with pytest.raises(errors.ShapeError, match="value_dim: expected a kv head of"):
         ops.qk_rope_kv(
             qkv, None, weight, *rope, positions, slots, k_cache, v_cache, num_heads=heads,
             value_dim=rank, q_dim=q_dim, norm_last=True, **args,

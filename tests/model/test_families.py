@@ -861,7 +861,7 @@ def test_gradients_are_transformers(family: str, seed: int) -> None:
     assert max(error.values()) < 1e-3, error
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite"])
+@pytest.mark.parametrize("family", ["gemma2", "granite", "deepseek_v3"])
 def test_the_cap_reaches_loss_and_long_sequences(family: str, seed: int) -> None:
     """A patched model's logits are the generator's, its loss is of these, and gradients of rows too
     long for stored scores are transformers'."""

@@ -522,7 +522,11 @@ def cuttable(family: str) -> dict[str, Any]:
     }  # fmt: skip
     latent = {
         "num_key_value_heads": 6, "kv_lora_rank": 48, "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 12, "v_head_dim": 16,
+        "qk_rope_head_dim": 12, "v_head_dim": 16, "rms_norm_eps": 1e-2,
+    }  # fmt: skip
+    mscale = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 0.7, "original_max_position_embeddings": 64,
     }  # fmt: skip
     experts = {"num_experts": 8, "num_experts_per_tok": 3}
     changes = {
@@ -583,10 +587,13 @@ def cuttable(family: str) -> dict[str, Any]:
         },
         "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3},
         "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 3, **GRANITE},
-        "deepseek_v3": deepseek | latent | {"q_lora_rank": 24},
+        "deepseek_v3": {
+            **deepseek, **latent, "q_lora_rank": 24, "rope_interleave": True,
+            "rope_parameters": mscale,
+        },
         "glm4_moe_lite": {
             **{key: n for key, n in deepseek.items() if key != "first_k_dense_replace"}, **latent,
-            "q_lora_rank": None, "mlp_layer_types": ["sparse", "dense"],
+            "q_lora_rank": None, "mlp_layer_types": ["sparse", "dense"], "rope_interleave": False,
         },
     }  # fmt: skip
     return heads | changes.get(family, {}) | ({"head_dim": 16} if family not in NO_HEAD_DIM else {})

@@ -397,8 +397,8 @@ class ModelSpec:
 
     def parameters(self) -> Iterator[Parameter]:
         """The tensors of a checkpoint, by layer; those of experts one by one, gate and up apart
-        also where a checkpoint has them in one tensor (GLM-4); a tied lm_head and router biases are
-        left out."""
+        also where a checkpoint has them in one tensor (GLM-4); the parts of kv_b_proj apart, keys
+        transposed in each head; a tied lm_head and router biases are left out."""
         for _, name, shape in _core.parameters(self.engine_values(1)):
             yield Parameter(name, shape)
 
