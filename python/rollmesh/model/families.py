@@ -17,11 +17,13 @@ from rollmesh.model.family_layers import (
     LayerKinds,
     PerLayer,
     attention_layers,
+    delta_net_sizes,
     early_even_windows,
     ernie_layers,
     every,
     first_layers_dense,
     hybrid_layers,
+    latent_layers,
     layers_with_rope,
     none,
     one_switched_window,
@@ -29,6 +31,7 @@ from rollmesh.model.family_layers import (
     patterned_windows,
     rope_in_windows,
     shared_experts,
+    silu_in_delta_nets,
     sparse_layers,
     windows_from_a_layer_on,
     windows_where,
@@ -68,7 +71,8 @@ class Experts:
     renormalize_default: bool = False
     score_func: str = "softmax"
     router_bias: bool = False  # every sync has to bring one
-    has_groups: bool = False  # n_group and topk_group are read
+    # The defaults of n_group and topk_group; None: they are not read.
+    groups: tuple[int, int] | None = None
     scaling: str = ""  # the key of the factor of gates
     scaling_default: float = 1.0
     min_sum: bool = False  # moe_norm_min is read: scores are divided by their sum or at least this
@@ -147,6 +151,8 @@ class Family:
     zero_centered_norms: bool = False  # norms multiply by 1 + weight
     qk_norm_last: bool = False  # q and k are normed after rope
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
+    # Latent attention in all layers: the keys of its sizes, with their defaults.
+    latent: Mapping[str, int] | None = None
     gate_in_q: bool = False  # its rows are in q_proj, after those of q in each head
     delta_alternates: bool = False  # in_proj_qkvz has the rows of one key head after another
     # Returns further fields of ModelSpec, such as factors and caps.
@@ -203,22 +209,6 @@ def _afmoe(c: Reader) -> dict[str, Any]:
     return {"embedding_multiplier": c.integer("hidden_size") ** 0.5 if is_scaled else None}
 
 
-def _delta_net(c: Reader) -> dict[str, Any]:
-    if "delta_net" not in hybrid_layers(c, c.integer("num_hidden_layers")):
-        return {}
-    sizes = {"key_head_dim": 128, "value_head_dim": 128, "conv_kernel_dim": 4}
-    sizes |= {"num_key_heads": 16, "num_value_heads": 32}
-    keys = {f"linear_{name}": default for name, default in sizes.items()}
-    return {key: c.integer(key, default=default) for key, default in keys.items()}
-
-
-def _silu_in_delta_nets(c: Reader, head_dim: int) -> None:
-    """The convolution has the activation of MLPs."""
-    given = c.values.get("hidden_act", "silu")
-    if _delta_net(c) and given not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act: expected silu with linear attention, got {shown(given)}")
-
-
 def _hunyuan_moe(c: Reader) -> dict[str, Any]:
     """HunYuan: moe_topk may be a list of equal numbers, at least one for each layer."""
     key = "moe_topk" if c.given("moe_topk") else "num_experts_per_tok"
@@ -234,7 +224,7 @@ def _hunyuan_moe(c: Reader) -> dict[str, Any]:
 
 
 # The kinds of csrc/model/layer_kinds.c, in its order.
-LAYER_KINDS: tuple[str, ...] = ("attention", "delta_net")
+LAYER_KINDS: tuple[str, ...] = ("attention", "latent", "delta_net")
 WQ_ROWS = (
     "none",
     "halves",
@@ -283,7 +273,7 @@ _DEEPSEEK = Experts(
     renormalize_default=True,
     score_func="sigmoid",
     router_bias=True,
-    has_groups=True,
+    groups=(1, 1),
     scaling="routed_scaling_factor",
     shared_width=shared_experts("n_shared_experts"),
 )
@@ -331,8 +321,8 @@ _QWEN3_5 = Family(
     gate_in_q=True,
     layer_kinds=hybrid_layers,
     ropes=text_ropes,
-    factors=_delta_net,
-    check=_silu_in_delta_nets,
+    factors=delta_net_sizes,
+    check=silu_in_delta_nets,
     fixed=(
         ("attention_bias", False),
         ("attn_output_gate", True),
@@ -340,7 +330,7 @@ _QWEN3_5 = Family(
     ),
 )
 _QWEN3_5_EXPERTS = Experts(
-    number=lambda c: num_experts(c, low=1, default=256),
+    number=("num_experts", 1, 256),
     top_k=8,
     renormalize=True,
     shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=512),
@@ -362,6 +352,41 @@ _HUNYUAN = Family(
     names=(
         ("q_norm", "self_attn.query_layernorm.weight"),
         ("k_norm", "self_attn.key_layernorm.weight"),
+    ),
+)
+
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_LATENT_KEYS = f"rope_interleave qk_head_dim {' '.join(_LATENT)} {_DEEPSEEK_KEYS}"
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    _LATENT_KEYS,
+    "num_mtp_layers num_nextn_predict_layers aux_loss_alpha seq_aux ep_size",
+    num_key_value_heads=128,
+    max_position_embeddings=4096,
+    eos_token_id=1,
+    attention_bias=False,
+    o_bias=False,
+    rope_neighbours=True,
+    layer_kinds=latent_layers,
+    latent=_LATENT,
+    moe_layers=first_layers_dense(3),
+    experts=replace(
+        _DEEPSEEK,
+        number=("n_routed_experts", 1, 256),
+        groups=(8, 4),
+        scaling_default=2.5,
+    ),
+    fixed=(
+        ("attention_bias", False),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
     ),
 )
 
@@ -869,7 +894,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=sparse_layers,
         experts=replace(
             _QWEN3_5_EXPERTS,
-            number=lambda c: num_experts(c, default=512),
+            number=("num_experts", 0, 512),
             top_k=10,
             renormalize="norm_topk_prob",
             renormalize_default=True,
@@ -888,6 +913,24 @@ FAMILIES: dict[str, Family] = {
         names=_mlp("shared", "mlp.shared_expert"),
     ),
     "hunyuan_v1_dense": _HUNYUAN,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        keys=f"{_LATENT_KEYS} mlp_layer_types".replace("first_k_dense_replace", ""),
+        num_key_value_heads=20,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        moe_layers=first_layers_dense(1),
+        experts=replace(
+            _DEEPSEEK,
+            number=("n_routed_experts", 1, 64),
+            top_k=4,
+            scaling_default=1.8,
+        ),
+        latent=_LATENT | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        fixed=(*_DEEPSEEK_V3.fixed, ("first_k_dense_replace", 1)),
+    ),
     "hunyuan_v1_moe": replace(
         _HUNYUAN,
         architecture="HunYuanMoEV1ForCausalLM",
@@ -909,6 +952,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 # model_types without a class in transformers, and the family that their checkpoints' code computes.
-SAME_AS = {"mimo": "qwen2"}
+SAME_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 # model_types of multimodal models whose text_config is read, and its family.
 MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}

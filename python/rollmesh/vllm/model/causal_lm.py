@@ -217,6 +217,11 @@ class Model(torch.nn.Module):
                 f"data_parallel_size: expected 1, got {parallel.data_parallel_size}; "
                 "VLLM_PLUGINS=rollmesh has data parallel ranks"
             )
+        if spec.kv_lora_rank:
+            raise ConfigError(
+                f"kv_lora_rank: expected a model without latent attention, got {spec.kv_lora_rank};"
+                " VLLM_PLUGINS=rollmesh computes it"
+            )
         if spec.head_dim % HEAD_DIMS:
             raise ConfigError(
                 f"head_dim: expected a multiple of {HEAD_DIMS}, got {spec.head_dim}; vLLM's KV "
