@@ -540,7 +540,11 @@ def _check_layers(spec: ModelSpec) -> None:
     for key, is_needed in {
         "intermediate_size": not all(spec.is_moe_layer),
         "num_experts": any(spec.is_moe_layer),
-        **{f.name: bool(spec.layer_kinds) for f in fields(spec) if f.name.startswith("linear_")},
+        **{
+            f.name: "delta_net" in spec.layer_kinds
+            for f in fields(spec)
+            if f.name.startswith("linear_")
+        },
     }.items():
         if not is_needed and getattr(spec, key):
             raise ConfigError(
