@@ -19,9 +19,9 @@ typedef struct rm_param_rows {
   int64_t head_dim, turned;
   int64_t unturned; // elements of a head before the first that is rotated
   int transposed; // rows of the tensor are its last dim
-  // For a part of kv_b_proj: the tensor's rows of a head, of which the part begins with row0 in each
-  // head. head_dim: the parameter's rows of a head. A transposed part has the tensor's columns as
-  // rows, and the head's rows as columns. 0: another tensor.
+  // For a part of kv_b_proj: the tensor's rows of a head, of which the part begins with row0 in
+  // each head. head_dim: the parameter's rows of a head. A transposed part has the tensor's columns
+  // as rows, and the head's rows as columns. 0: another tensor.
   int64_t pitch;
 } rm_param_rows;
 // The position of a parameter's row among the rotated rows of its head, in the order of the
