@@ -211,7 +211,7 @@ static members members_of(const rm_spec *spec, const spelling *s) {
                  .heads = s->form == KV_B ? spec->n_heads : spec->delta_k_heads};
   for (int i = 0; i < out.n; i++) out.kinds[i] = s->kind + i;
   if (s->form == QKVZ || s->form == BA || s->form == KV_B) out.alternating = out.n;
-  if (!spec->gate_in_q || s->kind != RM_P_Q) return out;
+  if (!spec->gate_in_q || s->kind != RM_P_Q || s->pattern == spec->names[RM_P_Q]) return out;
   for (int i = out.n++; i > 1; i--) out.kinds[i] = out.kinds[i - 1];
   out.kinds[1] = RM_P_ATTN_GATE;
   out.alternating = 2;

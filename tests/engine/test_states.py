@@ -111,8 +111,19 @@ def test_a_prefix_ends_at_a_state(model: Any) -> None:
         assert gen.metrics()["cached_tokens"] - scored == 144
 
 
+def test_memory_fraction_counts_states(model: Any) -> None:
+    """A state for each sequence and one to fork; pages get the rest."""
+    with generator(
+        model, kv_cache_gib=None, memory_fraction=0.02, max_num_seqs=3, enable_prefix_caching=False
+    ) as gen:
+        stats = gen.metrics()
+        assert stats["states"] == 4
+        assert stats["kv_bytes"] == stats["kv_pages"] * PAGE_BYTES + 4 * STATE_BYTES
+        ask(gen, conversations(2))
+
+
 def test_new_weights_and_sleep(model: Any, seed: int) -> None:
-    """No state of an old version is used, and states survive nothing that pages do not."""
+    """Checks that states of an old version, or from before sleep, are not used."""
     other = family_models.draw(FAMILY, 300, seed + 1, **family_models.cuttable(FAMILY))
     prompts = conversations(6)
     with generator(model, enable_prefix_caching=False) as gen:

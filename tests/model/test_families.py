@@ -402,7 +402,7 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
         "in_proj_ba": ["in_proj_b", "in_proj_a"],
         "in_proj_qkv": [f"in_proj_{part}" for part in "qkv"],
         "conv1d": [f"conv1d_{part}" for part in "qkv"],
-    } | ({"q_proj": ["q_proj", "gate_proj"]} if FAMILIES[family].gate_in_q else {})
+    } | ({"q_proj": ["q_proj.query", "q_proj.gate"]} if FAMILIES[family].gate_in_q else {})
     for name, parts_of in itertools.product(list(held), fused.items()):
         if name.endswith(f".{parts_of[0]}.weight"):
             shape = held.pop(name)
