@@ -37,11 +37,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh import Generator, ModelSpec, SyncReport, _core, ops
+from rollmesh import Generator, ModelSpec, SyncReport, ops
 from rollmesh.errors import (
     ConfigError,
     DTypeError,
-    LimitError,
     RequestError,
     ShapeError,
     StateError,
@@ -52,11 +51,8 @@ from rollmesh.runtime.arguments import boolean, choice, integer, thread_count
 from rollmesh.runtime.messages import shown
 from rollmesh.torch import functions, layers, packing, parts
 from rollmesh.torch.arrays import check_tensor, check_tokens
-from rollmesh.torch.functions import Heads, How
-from rollmesh.torch.functions.attention import pairs_apart
-from rollmesh.torch.functions.latent import EPS, Latent
 from rollmesh.torch.fused_head import with_contract_logprobs
-from rollmesh.torch.lora import base_of, in_use, state_of, weight_of
+from rollmesh.torch.lora import in_use, state_of, weight_of
 from rollmesh.torch.sequences import Sequences
 
 # Arguments that repeat what position_ids tell.
@@ -83,7 +79,6 @@ INSTEAD = {
     "output_router_logits": "train without a router loss (TRL: router_aux_loss_coef=0.0), ",
 }
 MODEL, BASE, HEAD = -3, -2, -1  # indices of the patched modules before the layers, as in _modules
-ROPE_STEP = 1024  # the rope table grows by so many positions
 
 
 class Scored(NamedTuple):
@@ -122,45 +117,21 @@ class _Call(threading.local):
 
 
 @dataclass(eq=False)
-class Patch:
+class Patch(layers.Layers):
     """The state that the patched modules of one model share."""
 
     model: Any  # afterwards a weak reference
-    spec: ModelSpec
-    dtype: torch.dtype
-    isa: str | None
-    threads: int | None
-    max_model_len: int | None
 
     def __post_init__(self) -> None:
-        spec = self.spec
+        super().__post_init__()
         self.model = weakref.ref(self.model)
         self.call = _Call()
-        self.heads = [
-            Heads(
-                spec.num_attention_heads,
-                spec.num_key_value_heads,
-                spec.head_dim,
-                spec.rms_norm_eps,
-                window,
-                spec.qk_norm == "whole",
-                spec.attention_multiplier,
-                spec.attn_logit_softcapping,
-                spec.zero_centered_norms,
-                spec.qk_norm_last,
-            )
-            for window in spec.sliding_windows
-        ]
-        # The path of each kind of parameter within a layer.
-        self.paths = {
-            kind: name.split(".", 3)[-1].removesuffix(".weight")
-            for kind, name, _ in _core.parameters(spec.engine_values(1))
-        }
-        self._ropes: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the arguments of __init__; a loaded model makes its rope tables again."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"model": self.model()}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init} | {
+            "model": self.model()
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Patch.__init__(self, **state)
@@ -192,34 +163,6 @@ class Patch:
                         f"{name}: expected 0 in training, got {noise}; a rollout drops nothing"
                     )
 
-    def how(self, x: Tensor) -> How:
-        return functions.how_for(x, self.isa, self.threads)
-
-    def rope(
-        self, rows: Sequences, device: torch.device, local: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        longest, most = int(rows.lengths.max()), self.max_model_len
-        if most is None:
-            most = self.spec.max_position_embeddings
-            if self.spec.rope_settings.depends_on_length:
-                raise ConfigError(
-                    "max_model_len: expected the generator's, since the frequencies of rope_type="
-                    f"{self.spec.rope_settings.type!r} depend on it, got none; push to the "
-                    "generator first, or give patch max_model_len"
-                )
-        if longest > most:
-            raise LimitError(
-                f"input_ids: expected sequences of at most {most} tokens (max_model_len), "
-                f"got one of {longest}"
-            )
-        known = self._ropes.get((device, local))
-        if known is None or len(known[0]) < longest:
-            positions = min(-(-longest // ROPE_STEP) * ROPE_STEP, most)
-            frequencies = self.spec.rope(most, local=local)
-            table = functions.rope_table(frequencies, positions, self.dtype, device)
-            known = self._ropes[device, local] = table
-        return known
-
     def check_generator(self, generator: Generator) -> None:
         """Raises a ConfigError if the generator computes another function of the same weights."""
         spec, length, state = generator.spec, generator.max_model_len, generator.metrics()
@@ -241,160 +184,6 @@ class Patch:
                 "generator: expected the settings of the patched model, got others (patch and "
                 f"generator): {', '.join(said)}; make both with the same"
             )
-
-    # ------------------------------------------------------------------------------------- weights
-    def in_halves(self, qkv: list[Tensor], turned: int) -> list[Tensor]:
-        """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn:
-        the first `turned` of each head."""
-        spec = self.spec
-        if not spec.rope_neighbours:
-            return qkv
-        return [*(pairs_apart(each, spec.head_dim, turned) for each in qkv[:2]), qkv[2]]
-
-    # -------------------------------------------------------------------------------------- a pass
-    def attend(self, attention: Any, index: int, x: Tensor, rows: Sequences, how: How) -> Tensor:
-        spec = self.spec
-        local = spec.local_rope_settings is not None and spec.sliding_windows[index] > 0
-        cos, sin = self.rope(rows, x.device, local)
-        turned = 2 * cos.shape[1]
-        if spec.kv_lora_rank:
-            attended = self.attend_latent(attention, index, x, (cos, sin), rows, how)
-            return functions.linear(attended, weight_of(attention.o_proj), how=how)
-        if hasattr(attention, "qkv_proj"):  # some families have all three in one module
-            qkv = [attention.qkv_proj]
-            weights = list(torch.split(weight_of(qkv[0]), self.heads[index].widths))
-        else:
-            qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-            weights = list(map(weight_of, qkv))
-            if spec.attention_gate:
-                weights[0], gate = layers.query_and_gate(attention, weights[0], spec)
-            weights = self.in_halves(weights, turned)
-        bias = (
-            None
-            if base_of(qkv[0]).bias is None
-            else torch.cat(self.in_halves([base_of(m).bias for m in qkv], turned))
-        )
-        made = functions.linear(x, *weights, bias=bias, how=how)
-        paths = [] if spec.qk_norm == "none" else [self.paths["q_norm"], self.paths["k_norm"]]
-        norms = [attention.get_submodule(path.removeprefix("self_attn.")) for path in paths]
-        q_norm, k_norm = [norm.weight for norm in norms] or (None, None)
-        turn = (cos, sin) if self.spec.rope_layers[index] else (cos[:, :0], sin[:, :0])
-        attended = functions.attention(
-            made, q_norm, k_norm, turn, rows, self.heads[index],
-            sinks=attention.sinks if spec.sinks else None, how=how,
-        )  # fmt: skip
-        if spec.attention_gate:
-            gates = functions.linear(x, gate, how=how)
-            attended = functions.sigmoid_gate(attended, gates, how=how)
-        o = attention.o_proj
-        return functions.linear(attended, weight_of(o), bias=base_of(o).bias, how=how)
-
-    def attend_latent(
-        self, attention: Any, index: int, x: Tensor, rope: Any, rows: Sequences, how: How
-    ) -> Tensor:
-        has_low = self.spec.q_lora_rank > 0
-        weights = Latent(
-            weight_of(attention.q_a_proj) if has_low else None,
-            attention.q_a_layernorm.weight if has_low else None,
-            weight_of(attention.q_b_proj if has_low else attention.q_proj),
-            weight_of(attention.kv_a_proj_with_mqa),
-            attention.kv_a_layernorm.weight,
-            weight_of(attention.kv_b_proj),
-        )
-        heads = self.heads[index]._replace(eps=EPS)
-        interleaved = self.spec.rope_neighbours
-        return functions.latent_attention(
-            x, weights, rope, rows, heads, interleaved=interleaved, how=how
-        )
-
-    def recur(self, net: Any, x: Tensor, rows: Sequences, how: How) -> Tensor:
-        made = functions.linear(x, *layers.delta_weights(net, self.spec), how=how)
-        out = functions.delta_net(
-            made, net.conv1d.weight, net.A_log, net.dt_bias, net.norm.weight, rows,
-            layers.delta_heads(self.spec), how=how,
-        )  # fmt: skip
-        return functions.linear(out, weight_of(net.out_proj), how=how)
-
-    def mix_dense(self, mlp: Any, x: Tensor, how: How) -> Tensor:
-        if self.spec.ungated:
-            up = functions.linear(x, weight_of(mlp.up_proj), how=how)
-            inner = functions.activate(up, self.spec.activation, how=how)
-        else:
-            if hasattr(mlp, "gate_up_proj"):  # some families have both in one module
-                gate, up = weight_of(mlp.gate_up_proj).chunk(2)
-            else:
-                gate, up = weight_of(mlp.gate_proj), weight_of(mlp.up_proj)
-            inner = functions.swiglu(x, gate, up, activation=self.spec.activation, how=how)
-        return functions.linear(inner, weight_of(mlp.down_proj), how=how)
-
-    def mix_experts(self, mlp: Any, index: int, x: Tensor, how: How) -> Tensor:
-        spec = self.spec
-        router, experts = mlp.gate if hasattr(mlp, "gate") else mlp.router, mlp.experts
-        bias = layers.router_bias(mlp, router)
-        for name in ("gate", "wg"):  # the matrix may be in a submodule of the router
-            router = getattr(router, name, router)
-        gate_up, down, biases = experts.gate_up_proj, experts.down_proj, {}
-        if spec.moe_bias:
-            gate_up_bias = experts.gate_up_proj_bias
-            if FAMILIES[spec.model_type].experts_interleaved:
-                gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-                gate_up, gate_up_bias = (
-                    torch.cat([both[:, ::2], both[:, 1::2]], 1) for both in (gate_up, gate_up_bias)
-                )
-            biases = {
-                "logit_bias": router.bias,
-                "gate_up_bias": gate_up_bias,
-                "down_bias": experts.down_proj_bias,
-            }
-        made = functions.moe(
-            x, router.weight, gate_up, down,
-            top_k=spec.num_experts_per_tok, **spec.scoring,
-            bias=bias, **biases, **spec.gating, how=how,
-        )  # fmt: skip
-        if self.call.wanted is not None and self.call.wanted.routed:
-            self.call.wanted.experts[index] = made.ids
-        if not spec.shared_intermediate_size:
-            return made.out
-        # The expert that all rows pass has one of these names.
-        names = ("shared_expert", "shared_experts", "shared_mlp")
-        expert = next(getattr(mlp, name) for name in names if hasattr(mlp, name))
-        shared = self.mix_dense(expert, x, how)
-        if not spec.shared_switch:
-            return functions.add(made.out, shared, how=how)
-        switch = functions.linear(x, weight_of(mlp.shared_expert_gate), how=how)
-        return functions.add(made.out, shared, switch, how=how)
-
-    def layer(self, layer: Any, index: int, hidden: Tensor, rows: Sequences) -> Tensor:
-        spec, how = self.spec, self.how(hidden)
-
-        def attend(x: Tensor) -> Tensor:
-            if hasattr(layer, "linear_attn"):
-                return self.recur(layer.linear_attn, x, rows, how)
-            return self.attend(layer.self_attn, index, x, rows, how)
-
-        def mix(x: Tensor) -> Tensor:
-            if spec.is_moe_layer[index]:
-                experts = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
-                return self.mix_experts(experts, index, x, how)
-            return self.mix_dense(layer.mlp, x, how)
-
-        def norms(*kinds: str) -> list[Tensor]:
-            return [layer.get_submodule(self.paths[kind]).weight for kind in kinds]
-
-        before = norms("input_norm", "pre_mlp_norm") if spec.norm_before else []
-        after = norms("post_attn_norm", "post_mlp_norm") if spec.norm_after else []
-        return functions.decoder_layer(
-            hidden,
-            before or after,
-            attend,
-            mix,
-            spec.rms_norm_eps,
-            norm_after=not before,
-            also_after=after if before and after else None,
-            zero_centered=spec.zero_centered_norms,
-            scale=spec.residual_multiplier,
-            how=how,
-        )
 
     def logits(self, head: Any, hidden: Tensor) -> Tensor:
         """hidden [1, rows, hidden] of the tokens that `logprobs` wants → [1, rows, 2]; or [B, T,
@@ -680,7 +469,7 @@ def patch(
     most = None if max_model_len is None else integer("max_model_len", max_model_len, 1, 2**31 - 1)
     if threads is not None:
         thread_count(threads)
-    made = Patch(inner, spec, used, isa, threads, most)
+    made = Patch(spec, used, isa, threads, most, inner)
     if not weight.is_cuda:
         ops.kernels(isa)  # ConfigError if this processor lacks it
     for index, (module, by) in enumerate(_modules(inner), MODEL):
