@@ -24,7 +24,8 @@ from marks import full, some
 from paths import ROOT
 
 import rollmesh as rm
-from rollmesh.model.families import FAMILIES, Family
+from rollmesh.model.families import FAMILIES
+from rollmesh.model.family import Family
 
 pytest.importorskip("torch", reason="the oracle is transformers")
 oracle, family_models = importlib.import_module("oracle"), importlib.import_module("family_models")

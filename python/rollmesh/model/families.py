@@ -8,15 +8,18 @@ family is added: docs/models.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from rollmesh.errors import ConfigError
+from rollmesh.model.family import Experts, Family
+from rollmesh.model.family_factors import (
+    afmoe_factors,
+    gemma_factors,
+    granite_factors,
+    hunyuan_moe_top_k,
+    olmoe_heads,
+    rope_is_given,
+)
 from rollmesh.model.family_layers import (
-    LayerKinds,
-    PerLayer,
-    attention_layers,
     delta_net_sizes,
     early_even_windows,
     ernie_layers,
@@ -25,7 +28,6 @@ from rollmesh.model.family_layers import (
     hybrid_layers,
     latent_layers,
     layers_with_rope,
-    none,
     one_switched_window,
     one_window,
     patterned_windows,
@@ -38,7 +40,6 @@ from rollmesh.model.family_layers import (
     windows_without_rope,
 )
 from rollmesh.model.family_ropes import (
-    Ropes,
     gemma3_ropes,
     gpt_oss_ropes,
     hunyuan_ropes,
@@ -46,192 +47,8 @@ from rollmesh.model.family_ropes import (
     phi3_ropes,
     text_ropes,
 )
-from rollmesh.model.reader import MAX_WIDTH, Reader
-from rollmesh.model.rope import ROPE_TABLES
-from rollmesh.runtime.messages import shown
+from rollmesh.model.reader import MAX_WIDTH
 
-Switch = str | bool | Callable[[Reader], bool]
-HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the config has none
-
-
-# --------------------------------------------------------------------------------------- families
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The mixtures of experts of a family. What is left out is Qwen3-MoE's."""
-
-    # The key of their number, its least value, and the number where the config has none.
-    number: tuple[str, int, int | None] = ("num_experts", 0, None)
-    top_k: int | None = None  # where the config has none; None: it has to
-    top_k_key: str = "num_experts_per_tok"
-    width: str = "moe_intermediate_size"  # the key
-    renormalize: str | bool = (
-        # the chosen scores are divided by their sum: the key that says it, or always, or never
-        "norm_topk_prob"
-    )
-    renormalize_default: bool = False
-    score_func: str = "softmax"
-    router_bias: bool = False  # every sync has to bring one
-    # The defaults of n_group and topk_group; None: they are not read.
-    groups: tuple[int, int] | None = None
-    scaling: str = ""  # the key of the factor of gates
-    scaling_default: float = 1.0
-    min_sum: bool = False  # moe_norm_min is read: scores are divided by their sum or at least this
-    shared_width: Callable[[Reader], int] = lambda c: 0
-    shared_switch: bool = False  # a row's sigmoid scales the shared expert
-    bias: bool = False  # the router's logits and the experts have biases
-
-
-def _olmoe(c: Reader, head_dim: int) -> None:
-    """Its norms of q and k are as wide as hidden_size, whatever head_dim."""
-    if c.given("clip_qkv"):
-        raise ConfigError(
-            f"clip_qkv={shown(c.values['clip_qkv'])}: clipped q, k and v are not supported"
-        )
-    hidden, heads = c.values["hidden_size"], c.values["num_attention_heads"]
-    if head_dim * heads != hidden:
-        raise ConfigError(
-            f"head_dim: expected hidden_size / num_attention_heads={hidden / heads:g}, got "
-            f"{head_dim}"
-        )
-
-
-def _rope_is_given(c: Reader, head_dim: int) -> None:
-    """CWM: transformers' default, a table of the type llama3, is not supported."""
-    if not any(c.given(name) for name in ROPE_TABLES):
-        raise ConfigError("rope_parameters: expected a table, got none")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A family. What is left out is Llama's."""
-
-    architecture: str  # transformers' class
-    keys: str = ""  # that its config has besides those of all (spec.py), separated by blanks
-    inert: str = ""  # likewise, without effect
-    head_dim: int = HIDDEN_BY_HEADS  # where the config has none
-    num_key_value_heads: int | None = None  # where the key is missing; None: num_attention_heads
-    max_position_embeddings: int = 32768  # likewise, and the next ones
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-    eos_token_id: int | tuple[int, ...] | None = 2  # likewise, where the vocabulary has it
-    partial_rotary_factor: float | None = (
-        None  # of a family that turns the first elements of a head; None: it turns whole heads
-    )
-    tied: bool = False
-    qk_norm: str | Callable[[Reader], str] = "none"  # of QK_NORMS
-    hidden_act: str = "silu"  # where the key is missing
-    ungated: bool = False  # dense MLPs have no gate
-    norm_before: bool = True  # norms of a block's input
-    norm_after: bool = False  # of its output, before it is added
-    attention_bias: Switch = (
-        "attention_bias"  # of q, k and v: the key that says it, or always, or never
-    )
-    o_bias: Switch = "attention_bias"
-    layer_kinds: LayerKinds = attention_layers  # of LAYER_KINDS
-    windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
-    # Configs from which rope tables are read, each with the path of its keys inside the model's
-    # table ("" if they are not nested): first the model's, then that of layers with a window, if
-    # they have another one.
-    ropes: Callable[[Mapping[str, Any]], Ropes] = lambda config: (("", config),)
-    rope_layers: PerLayer = every  # 1 where rope turns q and k
-    moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
-    experts: Experts = Experts()
-    names: tuple[
-        tuple[str, str], ...
-    ] = ()  # (kind of csrc/model/params.c, what a checkpoint calls it instead)
-    rope_neighbours: bool = False  # rope turns neighbours of a head; else its halves
-    activation: str | None = None  # of all MLPs, whatever hidden_act is; None: hidden_act names it
-    sinks: bool = False  # attention has a sink for each head
-    mxfp4: bool = False  # checkpoints may have experts in MXFP4, which SafetensorsFolder converts
-    # A tensor of all experts is transposed, and rows of gate and up alternate in it.
-    experts_interleaved: bool = False
-    # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
-    wq_rows: str = "none"
-    activation_key: str = "hidden_act"
-    zero_centered_norms: bool = False  # norms multiply by 1 + weight
-    qk_norm_last: bool = False  # q and k are normed after rope
-    attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
-    # Latent attention in all layers: the keys of its sizes, with their defaults.
-    latent: Mapping[str, int] | None = None
-    gate_in_q: bool = False  # its rows are in q_proj, after those of q in each head
-    delta_alternates: bool = False  # in_proj_qkvz has the rows of one key head after another
-    # Returns further fields of ModelSpec, such as factors and caps.
-    factors: Callable[[Reader], dict[str, Any]] = lambda c: {}
-    check: Callable[[Reader, int], None] | None = (
-        None  # a rule of this family alone, of its config and head_dim
-    )
-    # (key, value): transformers' code computes this value, whatever the config says. Another value,
-    # also one in a list, is refused.
-    fixed: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def has_experts(self) -> bool:
-        return self.moe_layers is not none
-
-
-def _factor(c: Reader, key: str) -> float | None:
-    value = c.positive(key, 1.0)
-    return None if value == 1 else value
-
-
-def _cap(c: Reader, key: str, default: float | None) -> float | None:
-    given = c.values.get(key, default)
-    return None if given is None else c.positive(key, given)
-
-
-def _gemma(attention_cap: float | None, logit_cap: float | None) -> Callable[[Reader], Any]:
-    """Returns a Gemma's `factors`. The arguments are the defaults of its caps; attention_cap=None:
-    the family has no cap of scores."""
-
-    def factors(c: Reader) -> dict[str, Any]:
-        key = "attn_logit_softcapping"
-        return {
-            "attention_multiplier": c.positive("query_pre_attn_scalar", 256) ** -0.5,
-            key: None if attention_cap is None else _cap(c, key, attention_cap),
-            "final_logit_softcapping": _cap(c, "final_logit_softcapping", logit_cap),
-            "embedding_multiplier": c.integer("hidden_size") ** 0.5,
-            "rounds_embedding_multiplier": True,
-        }
-
-    return factors
-
-
-def _granite(c: Reader) -> dict[str, Any]:
-    keys = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-    return {
-        "attention_multiplier": c.positive("attention_multiplier", 1.0),
-        **{key: _factor(c, key) for key in keys},
-    }
-
-
-def _afmoe(c: Reader) -> dict[str, Any]:
-    is_scaled = c.boolean("mup_enabled", False)
-    return {"embedding_multiplier": c.integer("hidden_size") ** 0.5 if is_scaled else None}
-
-
-def _hunyuan_moe(c: Reader) -> dict[str, Any]:
-    """HunYuan: moe_topk may be a list of equal numbers, at least one for each layer."""
-    key = "moe_topk" if c.given("moe_topk") else "num_experts_per_tok"
-    given = c.values.get(key, 1)
-    layers = c.integer("num_hidden_layers")
-    each = list(given) if isinstance(given, (list, tuple)) else [given] * layers
-    if len(each) < layers or each != [each[0]] * len(each):
-        raise ConfigError(f"{key}: expected one number for all layers, got {shown(given)}")
-    top_k = Reader({key: each[0]}).integer(key)
-    if (other := c.integer("num_experts_per_tok", default=top_k)) != top_k:
-        raise ConfigError(f"num_experts_per_tok: expected moe_topk={top_k}, got {other}")
-    return {"num_experts_per_tok": top_k}
-
-
-# The kinds of csrc/model/layer_kinds.c, in its order.
-LAYER_KINDS: tuple[str, ...] = ("attention", "latent", "delta_net")
-WQ_ROWS = (
-    "none",
-    "halves",
-    "neighbours",
-)  # there are none; rope turns halves of a head, or neighbours
-# "head": each head of q and k; "whole": all heads of q, of k, together.
-QK_NORMS: tuple[str, ...] = ("none", "head", "whole")
 _QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
 _QWEN_MOE = (
     "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts "
@@ -505,7 +322,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="whole",
         moe_layers=every,
         experts=Experts(top_k=8, width="intermediate_size"),
-        check=_olmoe,
+        check=olmoe_heads,
     ),
     "arcee": Family(
         "ArceeForCausalLM",
@@ -745,7 +562,7 @@ FAMILIES: dict[str, Family] = {
         attention_bias=False,
         o_bias=False,
         windows=windows_where(lambda c, i: i % 4 != 0, 8192),
-        check=_rope_is_given,
+        check=rope_is_given,
     ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeForCausalLM",
@@ -808,7 +625,7 @@ FAMILIES: dict[str, Family] = {
         norm_after=True,
         zero_centered_norms=True,
         windows=patterned_windows(4096, 2),
-        factors=_gemma(50.0, 30.0),
+        factors=gemma_factors(50.0, 30.0),
         names=_GEMMA_NAMES,
     ),
     "gemma3_text": Family(
@@ -827,7 +644,7 @@ FAMILIES: dict[str, Family] = {
         norm_after=True,
         zero_centered_norms=True,
         windows=patterned_windows(4096, 6, "sliding_window_pattern"),
-        factors=_gemma(None, None),
+        factors=gemma_factors(None, None),
         ropes=gemma3_ropes,
         names=_GEMMA_NAMES,
     ),
@@ -835,7 +652,7 @@ FAMILIES: dict[str, Family] = {
         "GraniteForCausalLM",
         f"attention_bias {_GRANITE}",
         max_position_embeddings=2048,
-        factors=_granite,
+        factors=granite_factors,
     ),
     "granitemoe": Family(
         "GraniteMoeForCausalLM",
@@ -848,7 +665,7 @@ FAMILIES: dict[str, Family] = {
             width="intermediate_size",
             renormalize=True,
         ),
-        factors=_granite,
+        factors=granite_factors,
         names=(
             ("router", "block_sparse_moe.router.layer.weight"),
             *_mlp("expert", "block_sparse_moe.experts.#"),
@@ -878,7 +695,7 @@ FAMILIES: dict[str, Family] = {
             scaling="route_scale",
             shared_width=shared_experts("num_shared_experts", 2),
         ),
-        factors=_afmoe,
+        factors=afmoe_factors,
         names=(
             ("post_attn_norm", "post_attention_layernorm.weight"),
             ("pre_mlp_norm", "pre_mlp_layernorm.weight"),
@@ -947,7 +764,7 @@ FAMILIES: dict[str, Family] = {
             renormalize=True,
             shared_width=lambda c: c.integer("intermediate_size"),
         ),
-        factors=_hunyuan_moe,
+        factors=hunyuan_moe_top_k,
         names=(
             *_HUNYUAN.names,
             ("router", "mlp.gate.wg.weight"),

@@ -28,16 +28,8 @@ from rollmesh.errors import ConfigError, FormatError
 from rollmesh.model import rope as _rope
 from rollmesh.model import torchtitan as _torchtitan
 from rollmesh.model.adapters import refuse_adapter
-from rollmesh.model.families import (
-    FAMILIES,
-    LAYER_KINDS,
-    MULTIMODAL,
-    QK_NORMS,
-    SAME_AS,
-    WQ_ROWS,
-    Experts,
-    Family,
-)
+from rollmesh.model.families import FAMILIES, MULTIMODAL, SAME_AS
+from rollmesh.model.family import LAYER_KINDS, QK_NORMS, WQ_ROWS, Experts, Family
 from rollmesh.model.family_layers import num_experts
 from rollmesh.model.reader import MAX_LAYERS, MAX_POSITION, Reader, key_name, without
 from rollmesh.runtime.arguments import ACTIVATIONS, choice, fields_of
