@@ -222,6 +222,11 @@ class Model(torch.nn.Module):
                 f"head_dim: expected a multiple of {HEAD_DIMS}, got {spec.head_dim}; vLLM's KV "
                 "blocks have no padding"
             )
+        if spec.layer_kinds:
+            raise ConfigError(
+                f"layer_types: expected attention in all layers, got {spec.model_type} with linear "
+                "attention; VLLM_PLUGINS=rollmesh serves it"
+            )
         if any(spec.sliding_windows):
             raise ConfigError(
                 f"expected a model without sliding windows, got {max(spec.sliding_windows)} "
