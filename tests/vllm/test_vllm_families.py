@@ -24,12 +24,12 @@ SIZES = {
     "intermediate_size": 80,
     "vocab_size": 300,
 }
-QUICK = ("llama", "qwen2")
+QUICK = ("llama", "qwen2", "qwen3_5_text")
 LENGTHS = (1, 2, 15, 33, 64, 97)
 
 
 @pytest.mark.parametrize(
-    "family", [family if family in QUICK else full(family) for family in family_models.WITH_PAGES]
+    "family", [family if family in QUICK else full(family) for family in family_models.FAMILIES]
 )
 def test_requests_of_every_kind(family: str, tmp_path: Path) -> None:
     model = family_models.draw(family, 600, **SIZES, tie_word_embeddings=False)
