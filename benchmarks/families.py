@@ -34,6 +34,14 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.1,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 # Each option is given to the families that read its key.
 OPTIONS: dict[str, Any] = {
     "num_experts": 8,
@@ -62,7 +70,13 @@ def model_of(family: str) -> dict[str, Any]:
     options = {key: value for key, value in OPTIONS.items() if key in keys}
     if both:
         del options["num_local_experts"]  # another name of num_experts
-    return {"architecture": family, **SIZES, **options}
+    sizes = dict(SIZES)
+    if FAMILIES[family].latent:
+        del sizes["head_dim"]
+        sizes |= LATENT
+    if family == "deepseek_v3":
+        options |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    return {"architecture": family, **sizes, **options}
 
 
 def toml(tables: Mapping[str, Any]) -> str:

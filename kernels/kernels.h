@@ -227,6 +227,11 @@ typedef struct rm_head_squares_args {
 // squares; rotates their first rotary_dim elements (pairs i, i + rotary_dim/2); writes k and v to
 // their slot. With norm_last it rotates first and then norms. If k or v of a head is not finite,
 // stores zeros instead and flags the row.
+//
+// Latent attention (value_dim > 0): qkv is T [rows][n_heads·q_dim + value_dim + rotary_dim], q, then
+// the latent, then the key. Of each head of q only the last rotary_dim elements are read; rotated,
+// they become the first of the head in q_out, whose other elements are not written. The only kv head
+// is the rotated key and then the latent, normed by k_weight [value_dim]; v is the normed latent.
 typedef struct rm_qk_rope_kv_args {
   void *q_out; // T [rows][n_heads][head_dim]
   const void *qkv; // T [rows][(n_heads + 2·n_kv_heads)·head_dim], q then k then v
@@ -246,7 +251,14 @@ typedef struct rm_qk_rope_kv_args {
   rm_dtype dtype;
   int zero_centered; // multiplies by 1 + weight
   int norm_last; // never with squares
+  // With value_dim: head_dim = rotary_dim + value_dim, n_kv_heads = 1, q_dim ≥ rotary_dim, no squares
+  // and neither zero_centered nor norm_last.
+  int64_t value_dim, q_dim;
 } rm_qk_rope_kv_args;
+// Elements of a value.
+RM_INLINE int64_t rm_value_dim(int64_t value_dim, int64_t head_dim) {
+  return value_dim ? value_dim : head_dim;
+}
 
 // Row r attends to positions max(0, p − window + 1) … p of its sequence, p = positions[r]. Rows may
 // be any mix of prefill and decode; adjacent rows of one sequence are computed together.
@@ -255,7 +267,7 @@ typedef struct rm_qk_rope_kv_args {
 // hold only some query heads of the first and of the last kv head. Local query head h reads local
 // kv head (head0 + h) / group, and n_kv_heads = ⌈(head0 + n_heads) / group⌉.
 typedef struct rm_attention_args {
-  void *out; // T [rows][n_heads][head_dim]
+  void *out; // T [rows][n_heads][value_dim]
   const void *q; // T [rows][n_heads][head_dim]
   const void *k_cache, *v_cache;
   const int32_t *positions; // [rows]
@@ -273,6 +285,7 @@ typedef struct rm_attention_args {
   // or NULL.
   const void *sinks;
   float softcap; // scores are softcap · tanh(score / softcap); 0: as they are
+  int64_t value_dim; // of v and out, at most head_dim; 0: head_dim
 } rm_attention_args;
 RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) {
   return group > 0 ? group : n_heads / n_kv_heads;

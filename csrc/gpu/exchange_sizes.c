@@ -21,7 +21,7 @@ rm_exchanged rm_exchanged_tp(const rm_spec *spec, const rm_model_options *option
   const rm_mesh *mesh = &options->rank->mesh;
   const size_t elem = rm_dtype_bytes(options->dtype), rows = (size_t)options->max_rows,
                hidden = (size_t)spec->hidden_size * elem;
-  const size_t heads = (size_t)(spec->n_heads * spec->head_dim) * elem;
+  const size_t heads = (size_t)(spec->n_heads * rm_out_dim(spec)) * elem;
   const size_t inner =
       spec->n_moe_layers < spec->n_layers ? (size_t)spec->intermediate_size * elem : 0;
   const size_t routed = (size_t)(spec->n_moe_layers * spec->top_k) * sizeof(int16_t);

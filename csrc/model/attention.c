@@ -7,7 +7,8 @@ void rm_attention_page_bytes(const rm_model *model, const rm_placement *here,
   const int64_t page_size = model->options.page_size, head_dim = model->spec->head_dim;
   const size_t heads = (size_t)here->kv_heads.n * rm_dtype_bytes(model->options.dtype);
   bytes[0] = heads * (size_t)rm_k_page_elems(page_size, head_dim);
-  bytes[1] = heads * (size_t)rm_v_page_elems(page_size, head_dim);
+  bytes[1] =
+      heads * (size_t)rm_v_page_elems(page_size, rm_value_dim(model->spec->kv_lora_rank, head_dim));
 }
 
 // Sets *q and *k to the sums of squares of all heads, for a norm over all heads; in other models to
@@ -81,15 +82,14 @@ static rm_code write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
   return RM_OK;
 }
 
-// Writes its output to qkv, which is free by now.
-static void attend(const rm_pass *pass, const rm_layer_cache *cache) {
+void rm_attend(const rm_pass *pass, const rm_layer_cache *cache, char *out) {
   rm_model *model = pass->model;
   const rm_batch *batch = pass->batch;
   const rm_spec *spec = model->spec;
   const rm_placement *here = &model->params->placement;
   const int64_t group = spec->n_heads / spec->n_kv_heads;
   const rm_attention_args args = {
-      .out = model->qkv,
+      .out = out,
       .q = model->q,
       .k_cache = cache->pages[0],
       .v_cache = cache->pages[1],
@@ -111,6 +111,7 @@ static void attend(const rm_pass *pass, const rm_layer_cache *cache) {
       .dtype = model->options.dtype,
       .sinks = rm_weight(pass->weights, pass->layer, RM_P_SINKS),
       .softcap = spec->attention_softcap,
+      .value_dim = spec->kv_lora_rank,
   };
   if (pass->rows) model->kernels->attention(&model->ctx, &args);
 }
@@ -125,19 +126,25 @@ static void gate_output(const rm_pass *pass) {
   if (pass->rows) model->kernels->sigmoid_gate(&model->ctx, &args);
 }
 
-rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache) {
+rm_code rm_attention_output(const rm_pass *pass) {
   rm_model *model = pass->model;
   rm_shard *shard = &model->shard;
-  const int64_t width = model->params->placement.heads.n * model->spec->head_dim;
+  const rm_code code =
+      rm_shard_gather_part(shard, RM_DIM_Q, shard->elem, model->qkv,
+                           model->params->here[RM_DIM_Q].n, model->attended, pass->rows, pass->err);
+  if (code) return code;
+  rm_linear(pass, RM_P_O, shard->comm ? model->attended : model->qkv, model->x);
+  return rm_complete_columns(pass, model->x, model->home);
+}
+
+// Attention's output is written to qkv, which is free by then.
+rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache) {
+  rm_model *model = pass->model;
   rm_code code = rm_complete_rows(pass);
   if (code) return code;
   rm_linear(pass, RM_P_Q, model->x, model->qkv);
   if ((code = write_kv(pass, cache))) return code;
-  attend(pass, cache);
+  rm_attend(pass, cache, model->qkv);
   if (model->spec->attention_gate) gate_output(pass);
-  if ((code = rm_shard_gather_part(shard, RM_DIM_Q, shard->elem, model->qkv, width, model->attended,
-                                   pass->rows, pass->err)))
-    return code;
-  rm_linear(pass, RM_P_O, shard->comm ? model->attended : model->qkv, model->x);
-  return rm_complete_columns(pass, model->x, model->home);
+  return rm_attention_output(pass);
 }

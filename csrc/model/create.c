@@ -6,7 +6,7 @@
 // The columns of the output of a layer's first block, before its last linear layer, over all ranks;
 // and those of its inputs on this rank.
 static int64_t width_of_heads(const rm_spec *spec) {
-  return rm_max64(spec->n_heads * spec->head_dim, spec->delta_v_heads * spec->delta_v_dim);
+  return rm_max64(spec->n_heads * rm_out_dim(spec), spec->delta_v_heads * spec->delta_v_dim);
 }
 static int64_t width_of_inputs(const rm_params *params) {
   return rm_max64(rm_qkv_width(params), rm_delta_width(params));
@@ -15,14 +15,14 @@ static int64_t width_of_inputs(const rm_params *params) {
 static rm_limits limits_of(const rm_params *params, const rm_model_options *options,
                            int n_threads) {
   const rm_spec *spec = params->spec;
-  const int64_t heads = width_of_heads(spec);
+  const int64_t heads = rm_max64(width_of_heads(spec), spec->n_heads * spec->head_dim);
   const int64_t inner = rm_max64(rm_max64(spec->intermediate_size, spec->shared_intermediate_size),
                                  spec->moe_intermediate_size);
   return (rm_limits){
       .max_rows = options->max_rows,
-      .max_k = rm_max64(spec->hidden_size, rm_max64(inner, heads)),
-      .max_n =
-          rm_max64(rm_max64(spec->hidden_size, width_of_inputs(params)), rm_gate_up_rows(inner)),
+      .max_k = rm_max64(rm_max64(spec->hidden_size, spec->q_lora_rank), rm_max64(inner, heads)),
+      .max_n = rm_max64(rm_max64(spec->hidden_size, spec->q_lora_rank),
+                        rm_max64(width_of_inputs(params), rm_gate_up_rows(inner))),
       .vocab = spec->vocab_size,
       .n_heads = params->placement.heads.n,
       .n_kv_heads = params->placement.kv_heads.n,
@@ -52,26 +52,28 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   const size_t table = (size_t)(options->max_positions * n_ropes(spec)) * sizeof(float),
                wide = (size_t)width_of_heads(spec) * elem;
   const rm_placement *here = &model->params->placement;
-  const int64_t own_wide =
-      rm_max64(here->heads.n * spec->head_dim, here->delta_heads.n * spec->delta_v_dim);
+  const int64_t heads = here->heads.n, own_wide = rm_max64(heads * spec->head_dim,
+                                                           here->delta_heads.n * spec->delta_v_dim);
   const size_t looked_up =
       (size_t)rm_max64(options->max_rows, options->static_rows * model->shard.size);
   const size_t shared_rows = spec->shared_intermediate_size ? rows : 0;
   const size_t normed_rows = spec->qk_norm == RM_QK_NORM_WHOLE ? rows : 0;
-  enum { FIELDS = 18 };
+  enum { FIELDS = 19 };
   rm_field fields[FIELDS + RM_HEAD_FIELDS + RM_MOE_FIELDS] = {
       {&model->cos, table, half},
       {&model->sin, table, half},
       {&model->residual, rows, row},
       {&model->x, rows, row},
       {&model->out_residual, rows, row},
-      {&model->qkv, rows, (size_t)width_of_inputs(model->params) * elem},
+      {&model->qkv, rows,
+       (size_t)rm_max64(width_of_inputs(model->params), heads * rm_out_dim(spec)) * elem},
       {&model->q, rows, (size_t)own_wide * elem},
-      {&model->attn_gate, spec->attention_gate ? rows : 0,
-       (size_t)(here->heads.n * spec->head_dim) * elem},
+      {&model->latents, spec->kv_lora_rank ? rows : 0,
+       (size_t)rm_max64(heads * spec->kv_lora_rank, spec->q_lora_rank) * elem},
+      {&model->attn_gate, spec->attention_gate ? rows : 0, (size_t)(heads * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers || shared_rows ? rows : 0,
        (size_t)rm_max64(spec->intermediate_size, spec->shared_intermediate_size) * elem},
-      RM_FIELD_ROWS(model->squares, normed_rows, (size_t)(here->heads.n + here->kv_heads.n)),
+      RM_FIELD_ROWS(model->squares, normed_rows, (size_t)(heads + here->kv_heads.n)),
       RM_FIELD_ROWS(model->all_squares, parallel ? normed_rows : 0,
                     (size_t)(spec->n_heads + spec->n_kv_heads)),
       {&model->shared, shared_rows, row},

@@ -4,6 +4,7 @@
 
 const rm_layer_kind_ops rm_layer_kinds[RM_N_LAYER_KIND] = {
     [RM_LAYER_ATTENTION] = {"attention", rm_attention_page_bytes, NULL, rm_attention_forward},
+    [RM_LAYER_LATENT] = {"latent", rm_attention_page_bytes, NULL, rm_latent_forward},
     [RM_LAYER_DELTA_NET] = {"delta_net", NULL, rm_delta_net_state_bytes, rm_delta_net_forward},
 };
 

@@ -32,6 +32,12 @@ rm_layer_cache rm_next_cache(const rm_pass *pass, rm_cache *rest);
 void rm_attention_page_bytes(const rm_model *model, const rm_placement *here,
                              size_t bytes[RM_PAGE_PARTS]);
 rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache);
+// Attention over the cache, of model->q to `out`, as latent.c shares it.
+void rm_attend(const rm_pass *pass, const rm_layer_cache *cache, char *out);
+// Completes attention's output, which is in model->qkv, and computes o_proj.
+rm_code rm_attention_output(const rm_pass *pass);
+// latent.c
+rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache);
 // delta_net.c
 size_t rm_delta_net_state_bytes(const rm_model *model, const rm_placement *here);
 rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache);

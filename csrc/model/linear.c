@@ -30,6 +30,10 @@ static rm_gemm_args args_of(const rm_pass *pass, rm_param_kind kind, const void 
                         : kind == RM_P_DELTA_Q ? rm_delta_width(params)
                                                : mine.n;
   }
+  if (kind == RM_P_Q_B || kind == RM_P_KV_A) {
+    args.y = y;
+    args.ldy = rm_qkv_width(params);
+  }
   return args;
 }
 

@@ -29,6 +29,7 @@ struct rm_model {
   float *squares; // [max_rows][heads + kv_heads] of this rank
   float *all_squares; // [max_rows][all heads + all kv heads]; where tp > 1
   char *q; // T [max_rows][heads·head_dim] of this rank; or a delta net's output
+  char *latents; // T [max_rows][heads·kv_lora_rank], or the output of q_a_proj; of latent attention
   char *attn_gate; // T [max_rows][heads·head_dim] of this rank, with attention_gate
   char *out_residual; // T [max_rows][hidden] residual of the batch's out_rows
   char *inner; // T [max_rows][intermediate], of dense layers and shared experts
@@ -112,9 +113,12 @@ rm_code rm_complete_columns(const rm_pass *pass, char *matrix, char *home);
 // net only this rank's.
 // For the gate of an MLP the matrix is gate and up, and y ← activation(gate) · up.
 void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
-// Elements of q, k and v of one token on this rank.
+// Elements of q, k and v of one token on this rank; in latent attention of q, the latent and the
+// key.
 static inline int64_t rm_qkv_width(const rm_params *params) {
-  return (params->placement.heads.n + 2 * params->placement.kv_heads.n) * params->spec->head_dim;
+  const int64_t heads = params->placement.heads.n, kv = params->placement.kv_heads.n;
+  return heads * rm_q_dim(params->spec) +
+         (params->spec->kv_lora_rank ? 1 : 2 * kv) * params->spec->head_dim;
 }
 // Columns of the inputs of a delta net on this rank; 0: the model has none.
 static inline int64_t rm_delta_width(const rm_params *params) {

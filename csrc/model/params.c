@@ -40,6 +40,14 @@ const rm_kind rm_kinds[RM_N_PARAM_KIND] = {
     [RM_P_Q_NORM] = {"q_norm", "self_attn.q_norm.weight", RM_DIM_HEAD},
     [RM_P_K_NORM] = {"k_norm", "self_attn.k_norm.weight", RM_DIM_HEAD},
     [RM_P_SINKS] = {"sinks", "self_attn.sinks", RM_DIM_HEADS},
+    [RM_P_Q_A] = {"q_a", "self_attn.q_a_proj.weight", RM_DIM_Q_RANK, RM_DIM_HIDDEN},
+    [RM_P_Q_A_NORM] = {"q_a_norm", "self_attn.q_a_layernorm.weight", RM_DIM_Q_RANK},
+    [RM_P_Q_B] = {"q_b", "self_attn.q_b_proj.weight", RM_DIM_Q_B, RM_DIM_Q_RANK},
+    [RM_P_KV_A] = {"kv_a", "self_attn.kv_a_proj_with_mqa.weight", RM_DIM_KV_A, RM_DIM_HIDDEN},
+    [RM_P_KV_A_NORM] = {"kv_a_norm", "self_attn.kv_a_layernorm.weight", RM_DIM_LATENT},
+    // The two parts of kv_b_proj. The first is transposed in each head: rows are latent elements.
+    [RM_P_K_B] = {"k_b", "self_attn.k_b_proj.weight", RM_DIM_K_B, RM_DIM_NOPE},
+    [RM_P_V_B] = {"v_b", "self_attn.v_b_proj.weight", RM_DIM_Q, RM_DIM_LATENT},
     [RM_P_DELTA_Q] = {"delta_q", "linear_attn.in_proj_q.weight", RM_DIM_DELTA_K, RM_DIM_HIDDEN},
     [RM_P_DELTA_K] = {"delta_k", "linear_attn.in_proj_k.weight", RM_DIM_DELTA_K, RM_DIM_HIDDEN},
     [RM_P_DELTA_V] = {"delta_v", "linear_attn.in_proj_v.weight", RM_DIM_DELTA_V, RM_DIM_HIDDEN},
@@ -114,9 +122,13 @@ static size_t take(layout *l, int64_t n, rm_dtype dtype) {
 static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind kind) {
   if (!layer) return kind <= RM_P_FINAL_NORM;
   if (kind >= RM_P_GATE && !layer->is_moe == (kind >= RM_P_ROUTER)) return 0;
-  if (kind >= RM_P_Q && kind < RM_P_GATE &&
-      (layer->kind == RM_LAYER_DELTA_NET) != (kind >= RM_P_DELTA_Q))
-    return 0;
+  if (kind >= RM_P_Q && kind < RM_P_GATE) { // of the layer's first block
+    const rm_layer_kind of = kind >= RM_P_DELTA_Q ? RM_LAYER_DELTA_NET
+                             : kind >= RM_P_Q_A   ? RM_LAYER_LATENT
+                                                  : RM_LAYER_ATTENTION;
+    const int is_output = kind == RM_P_O || kind == RM_P_O_BIAS;
+    if (layer->kind != of && !(is_output && layer->kind == RM_LAYER_LATENT)) return 0;
+  }
   switch (kind) {
     case RM_P_INPUT_NORM:
     case RM_P_PRE_MLP_NORM: return s->norm_before;
@@ -130,6 +142,8 @@ static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind 
     case RM_P_Q_NORM:
     case RM_P_K_NORM: return s->qk_norm != RM_QK_NORM_NONE;
     case RM_P_SINKS: return s->sinks;
+    case RM_P_Q_A:
+    case RM_P_Q_A_NORM: return s->q_lora_rank > 0;
     case RM_P_ROUTER_LOGIT_BIAS:
     case RM_P_EXPERT_GATE_BIAS:
     case RM_P_EXPERT_UP_BIAS:

@@ -78,11 +78,18 @@ rm_range rm_placement_dim(const rm_spec *spec, const rm_placement *p, rm_dim dim
     case RM_DIM_ONE: return (rm_range){0, 1};
     case RM_DIM_HIDDEN: return (rm_range){0, spec->hidden_size};
     case RM_DIM_HEAD: return (rm_range){0, spec->head_dim};
+    case RM_DIM_Q_RANK:
+      return (rm_range){0, spec->q_lora_rank ? spec->q_lora_rank : spec->hidden_size};
+    case RM_DIM_LATENT: return (rm_range){0, spec->kv_lora_rank};
+    case RM_DIM_KV_A: return (rm_range){0, spec->head_dim};
+    case RM_DIM_NOPE: return (rm_range){0, spec->qk_nope_head_dim};
     case RM_DIM_DELTA_HEAD: return (rm_range){0, spec->delta_v_dim};
     case RM_DIM_KERNEL: return (rm_range){0, spec->delta_kernel};
     case RM_DIM_EXPERTS: return (rm_range){0, spec->n_experts};
     case RM_DIM_VOCAB: return p->vocab;
-    case RM_DIM_Q: return scaled(p->heads, spec->head_dim);
+    case RM_DIM_Q: return scaled(p->heads, rm_out_dim(spec));
+    case RM_DIM_Q_B: return scaled(p->heads, rm_q_dim(spec));
+    case RM_DIM_K_B: return scaled(p->heads, spec->kv_lora_rank);
     case RM_DIM_KV: return scaled(p->kv_heads, spec->head_dim);
     case RM_DIM_DELTA_K: return scaled(p->delta_k_heads, spec->delta_k_dim);
     case RM_DIM_DELTA_V: return scaled(p->delta_heads, spec->delta_v_dim);

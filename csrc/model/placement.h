@@ -44,13 +44,19 @@ typedef enum rm_dim {
   RM_DIM_ONE,
   RM_DIM_HIDDEN,
   RM_DIM_HEAD,
+  RM_DIM_Q_RANK, // what heads of q are computed from: q_lora_rank, or hidden elements
+  RM_DIM_LATENT,
+  RM_DIM_KV_A, // the latent and the key
+  RM_DIM_NOPE, // the part of a head of q without rope
   RM_DIM_DELTA_HEAD, // a value head of a delta net
   RM_DIM_KERNEL, // positions of its convolution
   RM_DIM_EXPERTS,
   // Sharded over the tp group.
   RM_DIM_VOCAB,
-  RM_DIM_Q,
+  RM_DIM_Q, // heads of attention's output; except in latent attention also those of q
   RM_DIM_KV,
+  RM_DIM_Q_B, // heads of q in latent attention
+  RM_DIM_K_B, // a latent for each head
   RM_DIM_HEADS,
   RM_DIM_DELTA_K,
   RM_DIM_DELTA_V,

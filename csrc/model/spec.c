@@ -58,6 +58,47 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
   return RM_OK;
 }
 
+static rm_code check_tiles(const char *name, int64_t value, rm_error *err) {
+  if (value > 0 && value % RM_N_TILE == 0) return RM_OK;
+  return rm_fail(err, RM_E_CONFIG, "%s: expected a multiple of %d, got %lld", name, RM_N_TILE,
+                 (long long)value);
+}
+
+// Latent attention is in all layers: pages of all layers have parts of the same sizes. The matrices
+// of heads are views of packed tiles.
+static rm_code check_latent(const rm_spec *s, rm_error *err) {
+  const int is_latent = s->kv_lora_rank > 0;
+  for (int64_t i = 0; i < s->n_layers; i++)
+    if ((s->layers[i].kind == RM_LAYER_LATENT) != is_latent ||
+        (is_latent && s->layers[i].rotates != 1))
+      return rm_fail(err, RM_E_CONFIG,
+                     "layer_kinds: expected latent and rope in all layers with kv_lora_rank > 0, "
+                     "else no latent, got another layer %lld with kv_lora_rank=%lld",
+                     (long long)i, (long long)s->kv_lora_rank);
+  if (!is_latent) return RM_OK;
+  const int64_t of_cache = s->kv_lora_rank + s->rotary_dim;
+  const bound bounds[] = {
+      {"q_lora_rank", s->q_lora_rank, 0, MAX_WIDTH},
+      {"qk_nope_head_dim", s->qk_nope_head_dim, 1, MAX_HEAD_DIM},
+      {"qk_rope_head_dim", s->rotary_dim, 2, MAX_HEAD_DIM},
+      {"v_head_dim", s->v_head_dim, 1, MAX_HEAD_DIM},
+      {"head_dim (kv_lora_rank + qk_rope_head_dim)", s->head_dim, of_cache, of_cache},
+      {"num_key_value_heads of latent attention", s->n_kv_heads, 1, 1},
+  };
+  rm_code code = check_tiles("kv_lora_rank", s->kv_lora_rank, err);
+  if (!code) code = check_tiles("v_head_dim", s->v_head_dim, err);
+  if (!code) code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
+  if (!code)
+    code = rm_check_range(err, RM_E_CONFIG, "num_attention_heads·(elements of a head)",
+                          s->n_heads * rm_max64(rm_q_dim(s), s->v_head_dim), 1, MAX_WIDTH);
+  if (!code &&
+      (s->attention_bias || s->qk_norm || s->attention_gate || s->sinks || s->zero_centered_norms))
+    return rm_fail(err, RM_E_CONFIG,
+                   "attention_bias, qk_norm, attention_gate, sinks, zero_centered_norms: expected "
+                   "none of them with latent attention");
+  return code;
+}
+
 static rm_code check_frequencies(const char *name, const float *inv_freq, int64_t n,
                                  rm_error *err) {
   if (!inv_freq)
@@ -115,8 +156,8 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
       {"num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K},
       {"n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS},
       {"topk_group", s->top_groups, 1, s->n_groups},
-      {"shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH},
       {"moe_intermediate_size", s->moe_intermediate_size, 1, MAX_WIDTH},
+      {"shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH},
   };
   const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
   if (code) return code;
@@ -169,7 +210,7 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, int64_t *n_attenti
                      "layer %lld: expected a dense MLP with num_experts=0, got experts",
                      (long long)i);
     *n_moe += s->layers[i].is_moe != 0;
-    *n_attention += s->layers[i].kind == RM_LAYER_ATTENTION;
+    *n_attention += s->layers[i].kind != RM_LAYER_DELTA_NET;
   }
   if (!*n_attention)
     return rm_fail(err, RM_E_CONFIG, "layer_types: expected a layer of attention, got none");
@@ -198,6 +239,7 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
       (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
       (code = check_factors(values, err)) || (code = check_experts(values, err)) ||
       (code = check_layers(values, &n_moe, &n_attention, err)) ||
+      (code = check_latent(values, err)) ||
       (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)))
     return code;
   if (values->activation == RM_SWIGLU_OAI &&

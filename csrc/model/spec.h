@@ -14,6 +14,7 @@ typedef enum rm_param_kind {
   RM_P_Q, RM_P_K, RM_P_V, RM_P_O, RM_P_ATTN_GATE,
   RM_P_Q_BIAS, RM_P_K_BIAS, RM_P_V_BIAS, RM_P_O_BIAS,
   RM_P_Q_NORM, RM_P_K_NORM, RM_P_SINKS,
+  RM_P_Q_A, RM_P_Q_A_NORM, RM_P_Q_B, RM_P_KV_A, RM_P_KV_A_NORM, RM_P_K_B, RM_P_V_B,
   RM_P_DELTA_Q, RM_P_DELTA_K, RM_P_DELTA_V, RM_P_DELTA_Z, RM_P_DELTA_B, RM_P_DELTA_A, RM_P_DELTA_OUT,
   RM_P_CONV_Q, RM_P_CONV_K, RM_P_CONV_V, RM_P_A_LOG, RM_P_DT_BIAS, RM_P_DELTA_NORM,
   RM_P_GATE, RM_P_UP, RM_P_DOWN,
@@ -36,6 +37,7 @@ typedef enum rm_wq_rows { RM_WQ_NONE, RM_WQ_HALVES, RM_WQ_NEIGHBOURS } rm_wq_row
 // The kinds of a layer's first block (layer_kinds.h).
 typedef enum rm_layer_kind {
   RM_LAYER_ATTENTION,
+  RM_LAYER_LATENT,
   RM_LAYER_DELTA_NET,
   RM_N_LAYER_KIND
 } rm_layer_kind;
@@ -67,7 +69,7 @@ typedef struct rm_spec {
   float rope_scale; // attention_scaling of the rope type, 1 by default
   const float *inv_freq; // [rotary_dim/2]
   const rm_layer_spec *layers; // [n_layers]
-  int64_t n_moe_layers, n_attention_layers; // derived
+  int64_t n_moe_layers, n_attention_layers; // derived; the latter have KV pages
   int64_t shared_intermediate_size; // the shared expert of each MoE layer; 0: none
   int shared_switch; // the shared expert's output is scaled by sigmoid(x · w), w: [1][hidden]
   int sigmoid_scores; // the router uses sigmoid; else softmax
@@ -86,6 +88,11 @@ typedef struct rm_spec {
   int64_t delta_k_heads, delta_v_heads, delta_k_dim, delta_v_dim, delta_kernel;
   int delta_alternates; // tensors of their inputs have the rows of one key head after another
   int qk_norm_last; // q and k are normed after rope; never with RM_QK_NORM_WHOLE
+  // Latent attention, in all layers or (kv_lora_rank 0) in none. The cache has one kv head: the key,
+  // rotary_dim elements, and the latent, so head_dim = rotary_dim + kv_lora_rank.
+  int64_t kv_lora_rank;
+  int64_t q_lora_rank; // 0: q is computed from a layer's input
+  int64_t qk_nope_head_dim, v_head_dim; // the part of a head of q without rope; an output head
   const float *local_inv_freq; // [rotary_dim/2] of layers that rotate by it; NULL: no such layer
   float local_rope_scale;
   rm_wq_rows wq_rows;
@@ -107,3 +114,10 @@ static inline int64_t rm_delta_group(const rm_spec *spec) {
 // NULL.
 rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err);
 void rm_spec_destroy(rm_spec *spec);
+// The elements of a head of the q projection, and of attention's output, before o_proj.
+static inline int64_t rm_q_dim(const rm_spec *spec) {
+  return spec->kv_lora_rank ? spec->qk_nope_head_dim + spec->rotary_dim : spec->head_dim;
+}
+static inline int64_t rm_out_dim(const rm_spec *spec) {
+  return spec->kv_lora_rank ? spec->v_head_dim : spec->head_dim;
+}

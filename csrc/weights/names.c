@@ -20,6 +20,7 @@ typedef enum form {
   GATE_UP, // gate rows, then up rows
   EXPERTS, // [experts][rows][cols] of one kind
   EXPERTS_GATE_UP, // [experts][gate rows, then up rows][cols]
+  KV_B, // for each head of latent attention the rows of k_b, transposed, then those of v_b
   NOTHING, // a buffer that follows from the config
 } form;
 
@@ -50,6 +51,7 @@ static const spelling spellings[] = {
     {"linear_attn.conv1d.weight", CONV, RM_P_CONV_Q},
     {"mlp.gate_up_proj.weight", GATE_UP, RM_P_GATE},
     {"mlp.experts.#.gate_up_proj.weight", GATE_UP, RM_P_EXPERT_GATE},
+    {"self_attn.kv_b_proj.weight", KV_B, RM_P_K_B},
     // torchtitan; its fused wqkv is saved as wq, wk, wv
     {"tok_embeddings.weight", ONE, RM_P_EMBED},
     {"output.weight", ONE, RM_P_LM_HEAD},
@@ -203,12 +205,13 @@ typedef struct members { // the kinds whose rows a tensor has, one kind after an
 
 static members members_of(const rm_spec *spec, const spelling *s) {
   static const int counts[] = {
-      [ONE] = 1, [TURNED] = 1,  [QKV] = 3,     [CONV] = 3,    [QKVZ] = 4,
-      [BA] = 2,  [GATE_UP] = 2, [EXPERTS] = 1, [NOTHING] = 0, [EXPERTS_GATE_UP] = 2};
-  members out = {.n = counts[s->form], .heads = spec->delta_k_heads};
+      [ONE] = 1,  [TURNED] = 1,  [QKV] = 3,     [CONV] = 3,    [QKVZ] = 4,           [BA] = 2,
+      [KV_B] = 2, [GATE_UP] = 2, [EXPERTS] = 1, [NOTHING] = 0, [EXPERTS_GATE_UP] = 2};
+  members out = {.n = counts[s->form],
+                 .heads = s->form == KV_B ? spec->n_heads : spec->delta_k_heads};
   for (int i = 0; i < out.n; i++) out.kinds[i] = s->kind + i;
-  if (s->form == QKVZ || s->form == BA) out.alternating = out.n;
-  if (!spec->gate_in_q || s->kind != RM_P_Q) return out;
+  if (s->form == QKVZ || s->form == BA || s->form == KV_B) out.alternating = out.n;
+  if (!spec->gate_in_q || s->kind != RM_P_Q || s->pattern == spec->names[RM_P_Q]) return out;
   for (int i = out.n++; i > 1; i--) out.kinds[i] = out.kinds[i - 1];
   out.kinds[1] = RM_P_ATTN_GATE;
   out.alternating = 2;
@@ -216,16 +219,19 @@ static members members_of(const rm_spec *spec, const spelling *s) {
   return out;
 }
 
-// Sets where the heads of the first pieces are.
-static void alternate(const rm_params *params, const members *m, rm_target *out) {
+// Sets where the heads of the first pieces are. Returns the rows of these pieces.
+static int64_t alternate(const rm_params *params, const members *m, rm_target *out) {
   int64_t stride = 0;
   for (int i = 0; i < m->alternating; i++) {
     rm_param_rows *piece = &out->pieces[i];
-    piece->head_dim = rm_param_extent(&params->list[piece->param]) / m->heads;
+    const rm_param *param = &params->list[piece->param];
+    piece->head_dim = rm_param_extent(param) / m->heads;
+    piece->transposed = param->kind == RM_P_K_B;
     piece->row0 = stride;
-    stride += piece->head_dim;
+    stride += piece->transposed ? param->cols : piece->head_dim;
   }
   for (int i = 0; i < m->alternating; i++) out->pieces[i].stride = stride;
+  return m->heads * stride;
 }
 
 // Fills the target of a spelling: its kinds, concatenated along the rows.
@@ -254,15 +260,18 @@ static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, i
       rows += rm_param_extent(&params->list[index]);
     }
   }
-  const rm_param *first = &params->list[out->pieces[0].param];
+  if (m.alternating) {
+    const int64_t alternating = alternate(params, &m, out);
+    if (m.alternating == n) rows = alternating;
+  }
+  const rm_param *last = &params->list[out->pieces[out->n_pieces - 1].param];
   int64_t *shape = out->shape;
   if (stacked) *shape++ = copies;
   *shape++ = rows;
   if (s->form == CONV) *shape++ = 1;
-  *shape = first->cols; // not used if the tensor is a vector
-  alternate(params, &m, out);
+  *shape = last->cols; // not used if the tensor is a vector
   if (stacked && params->spec->experts_interleaved) interleave(params, s, out, rows);
-  out->n_dims = first->n_dims + (stacked || s->form == CONV);
+  out->n_dims = last->n_dims + (stacked || s->form == CONV);
   return RM_OK;
 }
 
@@ -274,6 +283,11 @@ static void set_pairs(const rm_params *params, const spelling *s, rm_target *out
   if (s->form == TURNED ? spec->wq_rows != RM_WQ_NEIGHBOURS : !spec->rope_neighbours) return;
   for (int64_t i = 0; i < out->n_pieces; i++) {
     const rm_param_kind kind = params->list[out->pieces[i].param].kind;
+    if (kind == RM_P_Q_B || kind == RM_P_KV_A) {
+      out->pieces[i].head_dim = kind == RM_P_Q_B ? rm_q_dim(spec) : spec->head_dim;
+      out->pieces[i].turned = spec->rotary_dim;
+      out->pieces[i].unturned = out->pieces[i].head_dim - spec->rotary_dim;
+    }
     if (kind != RM_P_Q && kind != RM_P_K && kind != RM_P_Q_BIAS && kind != RM_P_K_BIAS) continue;
     out->pieces[i].head_dim = spec->head_dim;
     out->pieces[i].turned = turned;

@@ -13,20 +13,22 @@
 // the two halves of one such head.
 //
 // If heads of several parameters alternate in the tensor, row h·head_dim + i of the parameter is the
-// tensor's row row0 + h·stride + i.
+// tensor's row row0 + h·stride + i. If the parameter is transposed too (k_b in kv_b_proj), element
+// (h·head_dim + i, c) of it is element (h·stride + c, i) of the tensor, and row0 is 0.
 typedef struct rm_param_rows {
   int64_t param; // index in params->list
   int64_t outer, row0; // outer −1: the tensor is [rows][1][cols]
   // If rope rotates adjacent elements: the elements of a head, and how many of them, from the first
   // on, are rotated. turned 0: the rows are in order.
   int64_t head_dim, turned;
-  int64_t stride; // 0: heads do not alternate
+  int64_t unturned; // elements of a head before the first that is rotated
+  int64_t stride; // the tensor's rows of a head of all parameters; 0: heads do not alternate
   int transposed; // rows of the tensor are its last dim
 } rm_param_rows;
-// The position of a parameter's row in its head, in the order of the parameter; 0 if the rows are
-// in order.
+// The position of a parameter's row among the rotated rows of its head, in the order of the
+// parameter, negative before them; 0 if the rows are in order.
 static inline int64_t rm_place_in_head(const rm_param_rows *at, int64_t row) {
-  return at->turned ? (at->row0 + row) % at->head_dim : 0;
+  return at->turned ? (at->row0 + row) % at->head_dim - at->unturned : 0;
 }
 
 typedef struct rm_target { // not to be copied: pieces may point into it

@@ -13,13 +13,14 @@ static rm_part wanted(const rm_params *params, const rm_placement *placement, in
   if (d) part.first[0] = at->outer;
   part.first[row_dim] = both ? 2 * rows.first : at->row0 + rows.first;
   part.n[row_dim] = both ? (at->row0 ? 0 : 2 * rows.n) : rows.n;
+  if (param->n_dims > 1) part.n[col_dim] = param->cols;
   if (at->stride) { // the first part has all rows of the heads
     const int64_t first = rows.first / at->head_dim,
                   end = (rows.first + rows.n + at->head_dim - 1) / at->head_dim;
-    part.first[row_dim] = first * at->stride;
-    part.n[row_dim] = at->row0 ? 0 : (end - first) * at->stride;
+    part.first[d] = first * at->stride;
+    part.n[d] = at->row0 ? 0 : (end - first) * at->stride;
+    if (at->transposed) part.first[row_dim] = 0, part.n[row_dim] = at->head_dim;
   }
-  if (param->n_dims > 1) part.n[col_dim] = param->cols;
   return part;
 }
 

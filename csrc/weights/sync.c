@@ -176,15 +176,24 @@ static int64_t tied_twin(const rm_store *store, int64_t index) {
 static int64_t source_row(const rm_param_rows *piece, int64_t row) {
   const int64_t half = piece->turned / 2, at = rm_place_in_head(piece, row);
   if (piece->stride)
-    return piece->row0 + row / piece->head_dim * piece->stride + row % piece->head_dim;
-  return piece->row0 + (at < 2 * half ? row - at + 2 * (at % half) + at / half : row);
+    return row % piece->head_dim +
+           (piece->transposed ? 0 : piece->row0 + row / piece->head_dim * piece->stride);
+  return piece->row0 + (at >= 0 && at < 2 * half ? row - at + 2 * (at % half) + at / half : row);
+}
+
+// Returns the column of the tensor with the first column of this row.
+static int64_t source_col(const rm_param_rows *piece, int64_t row) {
+  return piece->stride && piece->transposed ? row / piece->head_dim * piece->stride : 0;
 }
 
 // Returns how many rows from this one on, at most n, are evenly spaced in the tensor.
 static int64_t even_rows(const rm_param_rows *piece, int64_t row, int64_t n) {
   const int64_t half = piece->turned / 2, at = rm_place_in_head(piece, row);
   if (piece->stride) return rm_min64(n, piece->head_dim - row % piece->head_dim);
-  return half ? rm_min64(n, at < 2 * half ? half - at % half : piece->head_dim - at) : n;
+  if (!half) return n;
+  return rm_min64(n, at < 0          ? -at
+                     : at < 2 * half ? half - at % half
+                                     : piece->head_dim - piece->unturned - at);
 }
 
 // Arguments that copy a run of a parameter's rows (of a vector's elements) which are evenly spaced
@@ -196,10 +205,11 @@ static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
             row_dim = piece->outer < 0 ? 0 : last - (!is_vector && !piece->transposed);
   const int64_t row_stride = tensor->strides[row_dim],
                 col_stride = is_vector ? 0 : tensor->strides[last - piece->transposed];
-  const int64_t row = source_row(piece, run.first),
-                step = rm_place_in_head(piece, run.first) < piece->turned ? 2 : 1;
+  const int64_t row = source_row(piece, run.first), at = rm_place_in_head(piece, run.first),
+                step = at >= 0 && at < piece->turned ? 2 : 1;
   const int64_t outer = piece->outer > 0 ? piece->outer * tensor->strides[0] : 0,
-                start = outer + row * row_stride, skipped = run.first - param->first;
+                start = outer + row * row_stride + source_col(piece, run.first) * col_stride,
+                skipped = run.first - param->first;
   return (rm_pack_args){
       .src = (const char *)tensor->data + start * (int64_t)rm_src_bytes(tensor->dtype),
       .src_dtype = tensor->dtype,
@@ -221,8 +231,8 @@ static rm_pack_args pack_args(const rm_store *store, const rm_param_rows *piece,
 static rm_dims_text show_index(const rm_store *store, const rm_param_rows *piece,
                                const rm_tensor *tensor, int64_t element) {
   const rm_param *param = &store->params->list[piece->param];
-  const int64_t row = source_row(piece, param->n_dims == 1 ? element : element / param->cols),
-                col = element % param->cols;
+  const int64_t of = param->n_dims == 1 ? element : element / param->cols,
+                row = source_row(piece, of), col = source_col(piece, of) + element % param->cols;
   int64_t at[3] = {piece->outer};
   int n = tensor->n_dims > param->n_dims;
   if (piece->outer < 0) at[0] = row, at[1] = 0, at[2] = col;

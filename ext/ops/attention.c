@@ -11,11 +11,14 @@ static void check_heads(rm_op_call *c, int64_t n_heads, int64_t n_kv_heads, int6
 }
 
 // Elements of a head in a page of each cache.
-static void page_elems(rm_op_call *c, int64_t page_size, int64_t head_dim) {
+static void page_elems(rm_op_call *c, int64_t page_size, int64_t head_dim, int64_t value_dim) {
   rm_op_size(c, "head_dim", head_dim, 1);
+  if (value_dim > head_dim)
+    rm_op_refuse(c, RM_E_SHAPE, "value_dim", value_dim, "at most head_dim =", head_dim);
   if (c->failed) return;
+  c->s.n_values = rm_value_dim(value_dim, head_dim);
   c->s.k_elems = rm_op_product(c, "k_cache", page_size, rm_round_up(head_dim, RM_K_BLOCK));
-  c->s.v_elems = rm_op_product(c, "v_cache", page_size, rm_round_up(head_dim, RM_N_TILE));
+  c->s.v_elems = rm_op_product(c, "v_cache", page_size, rm_round_up(c->s.n_values, RM_N_TILE));
 }
 
 // ------------------------------------------------------------------------------------- rope_table
@@ -76,23 +79,37 @@ static void rope_sizes(rm_op_call *c) {
   rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
   const int whole = is_whole(c);
   const int64_t columns = a->n_heads + 2 * a->n_kv_heads, taken = c->s.k_elems;
-  a->head_dim = c->s.width / rm_max64(columns, 1);
-  page_elems(c, a->page_size, a->head_dim);
+  a->head_dim = a->value_dim ? c->s.width - rm_op_product(c, "qkv", a->n_heads, a->q_dim)
+                             : c->s.width / rm_max64(columns, 1);
+  page_elems(c, a->page_size, a->head_dim, a->value_dim);
   if (taken != c->s.k_elems)
     rm_op_raise(c, RM_E_SHAPE, "k_cache: expected size %lld in dim 2, got %lld",
                 (long long)c->s.k_elems, (long long)taken);
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
-  if (c->s.width != columns * a->head_dim)
+  if (!a->value_dim && c->s.width != columns * a->head_dim)
     rm_op_refuse(c, RM_E_SHAPE, "the columns of qkv", c->s.width, "a multiple of heads,", columns);
   c->s.q_width = whole ? a->n_heads * a->head_dim : a->head_dim;
-  c->s.k_width = whole ? a->n_kv_heads * a->head_dim : a->head_dim;
+  c->s.k_width = whole ? a->n_kv_heads * a->head_dim : c->s.n_values;
   c->s.n_slots = c->s.n_pages * a->page_size;
   c->limits = (rm_limits){.max_rows = a->rows, .head_dim = a->head_dim};
+}
+
+// A norm needs both weights, except in latent attention.
+static void rope_q_weight(rm_op_call *c, rm_op_argument *q_weight) {
+  if (!c->a.qk_rope_kv.value_dim && rm_op_given(c, "k_weight"))
+    q_weight->flags &= ~RM_ARRAY_OPTIONAL;
 }
 
 static void rope_check(rm_op_call *c) {
   rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
   a->rotary_dim = 2 * c->s.half;
+  if (a->value_dim && (a->n_kv_heads != 1 || a->head_dim != a->rotary_dim + a->value_dim ||
+                       a->q_dim < a->rotary_dim || !a->k_weight || a->q_weight || a->q_squares ||
+                       a->zero_centered || a->norm_last))
+    rm_op_raise(c, RM_E_SHAPE,
+                "value_dim: expected a kv head of 2 cos.shape[1] + value_dim elements, q_dim at "
+                "least 2 cos.shape[1], and only the norm by k_weight, got a head of %lld",
+                (long long)a->head_dim);
   if (c->s.half > a->head_dim / 2)
     rm_op_refuse(c, RM_E_SHAPE, "cos.shape[1]", c->s.half,
                  "at most head_dim / 2 =", a->head_dim / 2);
@@ -100,7 +117,7 @@ static void rope_check(rm_op_call *c) {
   if (a->k_squares) rm_op_at_least(c, "k_squares.shape[1]", a->all_kv_heads, a->n_kv_heads);
 }
 
-// A norm needs both weights; a norm over all heads also needs both sums of squares.
+// A norm over all heads needs both sums of squares.
 #define SQUARES "q_squares", "k_squares"
 #define CACHE (RM_ARRAY_WRITE | RM_ARRAY_PACKED)
 static const rm_op_argument qk_rope_kv[] = {
@@ -109,11 +126,13 @@ static const rm_op_argument qk_rope_kv[] = {
     REAL(eps, 0),
     FLAG(zero_centered),
     FLAG(norm_last),
+    OPTIONAL_SIZE(value_dim),
+    OPTIONAL_SIZE(q_dim),
     IN(qkv, T, rows, width),
     ARRAY(k_cache, T, CACHE, n_pages, n_kv_heads, k_elems),
     STEP(rope_sizes),
     ARRAY(v_cache, T, CACHE, n_pages, n_kv_heads, v_elems),
-    {OPTIONAL_AT(q_weight, T, q_width), .with = {"q_weight", "k_weight", SQUARES}},
+    {OPTIONAL_AT(q_weight, T, q_width), .with = {SQUARES}, .adjust = rope_q_weight},
     {OPTIONAL_AT(k_weight, T, k_width), .with = {"q_weight", "k_weight", SQUARES}},
     OUT_AT(out, q_out, T, rows, n_heads, head_dim),
     IN(cos, F32, n_positions, half),
@@ -158,7 +177,8 @@ static void check_tables(rm_op_call *c) {
 }
 
 static void attention_pages(rm_op_call *c) {
-  page_elems(c, c->a.attention.page_size, c->a.attention.head_dim);
+  const rm_attention_args *a = &c->a.attention;
+  page_elems(c, a->page_size, a->head_dim, a->value_dim);
 }
 
 static void attention_sizes(rm_op_call *c) {
@@ -182,6 +202,7 @@ static const rm_op_argument attention[] = {
     OPTIONAL_REAL(softcap),
     SIZE(group, 0),
     SIZE(head0, 0),
+    OPTIONAL_SIZE(value_dim),
     IN(q, T, rows, n_heads, head_dim),
     STEP(attention_pages),
     PACKED(k_cache, n_pages, n_kv_heads, k_elems),
@@ -192,7 +213,7 @@ static const rm_op_argument attention[] = {
     INDICES(seq_of_row, I32, 0, n_seqs, rows),
     STEP(check_tables),
     OPTIONAL(sinks, T, n_heads),
-    OUT(out, T, rows, n_heads, head_dim),
+    OUT(out, T, rows, n_heads, n_values),
     {0},
 };
 

@@ -48,7 +48,7 @@ typedef struct rm_kernels_object {
 // The largest size: sums of sizes and rounding up are exact in int64_t; products are checked.
 enum { RM_OP_MAX_SIZE = INT32_MAX };
 // Blocks and arguments of one op; dims of an array.
-enum { RM_OP_MAX_BLOCKS = 5, RM_OP_MAX_ARGUMENTS = 24, RM_OP_MAX_DIMS = 3 };
+enum { RM_OP_MAX_BLOCKS = 5, RM_OP_MAX_ARGUMENTS = 26, RM_OP_MAX_DIMS = 3 };
 
 // -------------------------------------------------------------------------------------- the table
 // The argument struct of every op.
@@ -68,8 +68,8 @@ typedef union rm_op_args {
 // Values of a call outside its argument struct: sizes, and the columns of rm_sample_params.
 typedef struct rm_op_sizes {
   int64_t x_rows, width, elems, k_elems, v_elems, q_width, k_width, both, n_blocks, n_banned, two;
-  int64_t bounds, choices, n_pages, n_positions, half, n_slots, groups, group_elems, dst_first,
-      three, columns;
+  int64_t n_values, bounds, choices, n_pages, n_positions, half, n_slots, groups, group_elems,
+      dst_first, three, columns;
   int float32_out, grouped;
   rm_pack_found *found; // of pack
   rm_sample_params *params; // the block of a.sample.params on the host
@@ -124,6 +124,7 @@ struct rm_op_argument {
 #define SIZE_q_width ~, s.q_width
 #define SIZE_k_width ~, s.k_width
 #define SIZE_both ~, s.both
+#define SIZE_n_values ~, s.n_values
 #define SIZE_n_blocks ~, s.n_blocks
 #define SIZE_n_banned ~, s.n_banned
 #define SIZE_two ~, s.two
@@ -172,6 +173,7 @@ struct rm_op_argument {
    .high = high_}
 #define SIZE_AT(name, member, low) NUMBER(name, member, SIZE, 0, low, RM_OP_MAX_SIZE)
 #define SIZE(name, low) SIZE_AT(name, name, low)
+#define OPTIONAL_SIZE(name) NUMBER(name, name, SIZE, RM_ARRAY_OPTIONAL, 0, RM_OP_MAX_SIZE)
 #define CHOICE(name, last) NUMBER(name, name, CHOICE, 0, 0, last)
 #define REAL(name, low) NUMBER(name, name, REAL, 0, low, 0)
 #define OPTIONAL_REAL(name) NUMBER(name, name, REAL, RM_ARRAY_OPTIONAL, 0, 0)

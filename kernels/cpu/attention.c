@@ -32,7 +32,8 @@ typedef struct attention_job {
 // The state of one unit, carved from a thread's workspace; q runs over rows × query heads.
 typedef struct unit {
   const rm_attention_args *a;
-  int64_t n_q, kv_head, width_k, width_v; // head_dim padded to 32 and to 16
+  int64_t n_q, kv_head, value_dim;
+  int64_t width_k, width_v; // head_dim padded to 32, value_dim to 16
   int64_t farthest; // the last live position of any query
   const int32_t *pages;
   float *queries; // a panel of width_k
@@ -53,10 +54,12 @@ static int64_t unit_floats(int64_t group, int64_t n_heads, int64_t head_dim) {
 }
 
 static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
+  const int64_t value_dim = rm_value_dim(a->value_dim, a->head_dim);
   unit u = {.a = a,
             .n_q = n_q,
+            .value_dim = value_dim,
             .width_k = rm_round_up(a->head_dim, RM_K_BLOCK),
-            .width_v = rm_round_up(a->head_dim, RM_N_TILE)};
+            .width_v = rm_round_up(value_dim, RM_N_TILE)};
   const int64_t lanes = rm_round_up(n_q, RM_LANES);
   float **const per_query[] = {&u.m, &u.l, &u.m_all, &u.l_all, &u.top, &u.alpha, &u.sum};
   u.queries = memory;
@@ -168,7 +171,7 @@ VEC const void *keys_at(rm_dtype T, const unit *u, int64_t t) {
 VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
   return rm_at(T, a->v_cache,
-               head_page(u, t) * rm_v_page_elems(a->page_size, a->head_dim) +
+               head_page(u, t) * rm_v_page_elems(a->page_size, u->value_dim) +
                    t % a->page_size * u->width_v);
 }
 
@@ -272,17 +275,17 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
   }
   end_products(T);
   for (int64_t q = 0; q < u.n_q; q++) {
-    const int64_t of = head + q % per, out = ((row0 + q / per) * a->n_heads + of) * a->head_dim;
+    const int64_t of = head + q % per, out = ((row0 + q / per) * a->n_heads + of) * u.value_dim;
     float scale = 1.0f;
     if (a->sinks) { // merged like a split without values
       const float z = rm_get(T, a->sinks, of), next = rm_max_f32(z, u.m_all[q]);
       scale = rm_exp(u.m_all[q] - next);
       u.l_all[q] = fmaf(u.l_all[q], scale, rm_exp(z - next));
     }
-    for (int64_t d = 0; d < a->head_dim; d += RM_LANES) {
+    for (int64_t d = 0; d < u.value_dim; d += RM_LANES) {
       const vf sum = vf_mul(vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)), vf_set1(scale)),
                y = vf_div(sum, vf_set1(u.l_all[q]));
-      vt_store_n(T, a->out, out + d, vt_round(T, y), a->head_dim - d);
+      vt_store_n(T, a->out, out + d, vt_round(T, y), u.value_dim - d);
     }
   }
 }

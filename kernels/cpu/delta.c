@@ -18,88 +18,55 @@ typedef struct delta_job {
 } delta_job;
 
 typedef struct unit {
-  const rm_delta_net_args *a;
-  int64_t head, first, columns; // first row of the run; columns of x
-  int64_t k_pad, v_pad, width; // padded to lanes; width: 2·k_pad + v_pad, q, k and v
-  int64_t channels[3]; // the first channels of q, k and v
-  float *loaded; // the state before the run; NULL: zeros
-  float *taps; // [kernel][width]
-  float *inputs; // [BLOCK_ROWS][width]; o replaces v
-  float *decay, *beta; // [BLOCK_ROWS]
+  rm_delta_run of;
+  int64_t width; // of a row's inputs, v padded to tiles
+  float *taps; // [kernel][n]
+  float *inputs; // [BLOCK_ROWS][width]: q, k and v; o replaces v
+  float *gates; // [BLOCK_ROWS][2]
   float *state; // of the thread
 } unit;
 
+static int64_t width_of(int64_t k_dim, int64_t v_dim) {
+  return 2 * k_dim + rm_round_up(v_dim, RM_N_TILE);
+}
+
 static int64_t unit_floats(int64_t k_dim, int64_t v_dim, int64_t kernel) {
-  const int64_t width = 2 * rm_round_up(k_dim, RM_LANES) + rm_round_up(v_dim, RM_LANES);
-  return (kernel + BLOCK_ROWS) * width + 2 * BLOCK_ROWS + rm_packed_elems(v_dim, k_dim);
+  return rm_packed_elems(v_dim, k_dim) + (kernel + BLOCK_ROWS) * width_of(k_dim, v_dim) +
+         2 * BLOCK_ROWS;
 }
 
 static unit carve(const rm_delta_net_args *a, float *memory, int64_t first, int64_t head) {
-  const int32_t slot = a->load_slots[a->seq_of_row[first]];
-  unit u = {.a = a,
-            .head = head,
-            .first = first,
-            .columns = rm_delta_columns(a->n_k_heads, a->n_v_heads, a->k_dim, a->v_dim),
-            .k_pad = rm_round_up(a->k_dim, RM_LANES),
-            .v_pad = rm_round_up(a->v_dim, RM_LANES),
-            .loaded = slot < 0 ? NULL : rm_delta_state(a, slot, head),
+  unit u = {.of = rm_delta_run_at(a, first, head),
+            .width = width_of(a->k_dim, a->v_dim),
             .state = memory};
-  for (int i = 0; i < 3; i++) u.channels[i] = rm_delta_channel(a, head, i * a->k_dim);
-  u.width = 2 * u.k_pad + u.v_pad;
   u.taps = memory + rm_packed_elems(a->v_dim, a->k_dim);
-  u.inputs = u.taps + a->kernel * u.width;
-  u.decay = u.inputs + BLOCK_ROWS * u.width;
-  u.beta = u.decay + BLOCK_ROWS;
+  u.inputs = u.taps + a->kernel * u.of.n;
+  u.gates = u.inputs + BLOCK_ROWS * u.width;
   return u;
 }
 
-// q, k or v of a head: `n` inputs from input `from` and channel `channel` on, and their place in
-// the padded width.
-typedef struct part {
-  int64_t from, n, at, channel;
-} part;
-VEC part part_of(const unit *u, int i) {
-  const int64_t k_dim = u->a->k_dim;
-  return (part){i * k_dim, i < 2 ? k_dim : u->a->v_dim, i * u->k_pad, u->channels[i]};
-}
-
-// The inputs of a part at row t, which may be before the run; NULL: zeros.
-VEC const void *inputs_at(rm_dtype T, const unit *u, part p, int64_t t) {
-  const rm_delta_net_args *a = u->a;
-  if (t >= u->first) return rm_at(T, a->x, t * u->columns + p.channel);
-  const int64_t before = t - u->first + a->kernel - 1;
-  return u->loaded
-             ? rm_at(T, rm_delta_window(a, u->loaded), before * (2 * a->k_dim + a->v_dim) + p.from)
-             : NULL;
-}
-
 VEC void load_taps(rm_dtype T, const unit *u) {
-  const rm_delta_net_args *a = u->a;
-  for (int i = 0; i < 3; i++) {
-    const part p = part_of(u, i);
-    const void *conv = rm_at(T, a->conv, p.channel * a->kernel);
+  const rm_delta_net_args *a = u->of.a;
+  for (int64_t i = 0; i < u->of.n; i++)
     for (int64_t j = 0; j < a->kernel; j++)
-      for (int64_t c = 0; c < p.n; c++)
-        u->taps[j * u->width + p.at + c] = rm_get(T, conv, c * a->kernel + j);
-  }
+      u->taps[j * u->of.n + i] = rm_get(T, a->conv, rm_delta_channel(&u->of, i) * a->kernel + j);
 }
 
 VEC vf vf_silu(vf x) { return vf_div(x, vf_add(vf_set1(1.0f), vf_exp(vf_neg(x)))); }
 
+// The lanes after the end of q and k are overwritten; those after v become zeros.
 VEC void convolve(rm_dtype T, const unit *u, int64_t row, float *out) {
-  const rm_delta_net_args *a = u->a;
-  for (int i = 0; i < 3; i++) {
-    const part p = part_of(u, i);
-    for (int64_t c = 0; c < p.n; c += RM_LANES) {
-      const int64_t n = rm_min64(RM_LANES, p.n - c);
-      vf acc = vf_zero();
-      for (int64_t j = 0; j < a->kernel; j++) {
-        const void *x = inputs_at(T, u, p, row - a->kernel + 1 + j);
-        const vf tap = vf_load_n(u->taps + j * u->width + p.at + c, n);
-        acc = vf_fma(tap, x ? vt_load_n(T, x, c, n) : vf_zero(), acc);
-      }
-      vf_store(out + p.at + c, vf_silu(acc));
+  const rm_delta_net_args *a = u->of.a;
+  for (int64_t i = 0, n; i < u->of.n; i += n) {
+    const int64_t end = i < a->k_dim ? a->k_dim : i < 2 * a->k_dim ? 2 * a->k_dim : u->of.n;
+    vf acc = vf_zero();
+    n = rm_min64(RM_LANES, end - i);
+    for (int64_t j = 0; j < a->kernel; j++) {
+      const void *x = rm_delta_input(&u->of, row - a->kernel + 1 + j, i);
+      const vf tap = vf_load_n(u->taps + j * u->of.n + i, n);
+      acc = vf_fma(tap, x ? vt_load_n(T, x, 0, n) : vf_zero(), acc);
     }
+    vf_store(out + i, vf_silu(acc));
   }
 }
 
@@ -115,7 +82,7 @@ VEC float sum_of_squares(const float *x, int64_t n) {
 VEC void l2_norm(float *x, int64_t n, float factor) {
   const vf scale = vf_set1(1.0f / sqrtf(sum_of_squares(x, n) + RM_L2_EPS));
   for (int64_t i = 0; i < n; i += RM_LANES)
-    vf_store(x + i, vf_mul(vf_mul(vf_load(x + i), scale), vf_set1(factor)));
+    vt_store_n(RM_F32, x, i, vf_mul(vf_mul(vf_load(x + i), scale), vf_set1(factor)), n - i);
 }
 
 VEC vf sum_of_chains(const vf *sum) {
@@ -138,9 +105,10 @@ VEC vf sum_of_chains(const vf *sum) {
   } while (0)
 
 // A row's step on `tiles` tiles of the state: v becomes o.
-VEC void step_tiles(const unit *u, int tiles, const float *from, float *to, int is_saved,
-                    const float *q, const float *k, float *v, vf decay, float beta) {
-  const int64_t k_dim = u->a->k_dim, tile = rm_packed_elems(RM_N_TILE, k_dim);
+VEC void step_tiles(int64_t k_dim, int tiles, const float *from, float *to, int is_saved,
+                    const float *q, const float *k, float *v, const float *gates) {
+  const int64_t tile = rm_packed_elems(RM_N_TILE, k_dim);
+  const vf decay = vf_set1(gates[0]), beta = vf_set1(gates[1]);
   vf sum[TILES][RM_DELTA_CHAINS], delta[TILES];
   for (int t = 0; t < tiles; t++)
     for (int c = 0; c < RM_DELTA_CHAINS; c++) sum[t][c] = vf_zero();
@@ -151,7 +119,7 @@ VEC void step_tiles(const unit *u, int tiles, const float *from, float *to, int 
   EACH_STATE_ROW(k_dim, ADD_MEMORY);
   for (int t = 0; t < tiles; t++) {
     const vf known = vf_mul(decay, sum_of_chains(sum[t]));
-    delta[t] = vf_mul(vf_sub(vf_load(v + t * RM_N_TILE), known), vf_set1(beta));
+    delta[t] = vf_mul(vf_sub(vf_load(v + t * RM_N_TILE), known), beta);
     for (int c = 0; c < RM_DELTA_CHAINS; c++) sum[t][c] = vf_zero();
   }
   // All tiles are loaded before one is stored: tiles are a multiple of 4 KB apart, and a load waits
@@ -173,72 +141,61 @@ VEC void step_tiles(const unit *u, int tiles, const float *from, float *to, int 
 // The rows [row, row + n) of a block on the tiles from column j on. Returns where the state is.
 VEC const float *block_tiles(const unit *u, int tiles, const float *from, int64_t row, int64_t n,
                              int64_t j) {
-  const rm_delta_net_args *a = u->a;
+  const rm_delta_net_args *a = u->of.a;
   const int64_t at = rm_packed_elems(j, a->k_dim);
   for (int64_t r = 0; r < n; r++) {
-    float *q = u->inputs + r * u->width, *k = q + u->k_pad, *v = k + u->k_pad + j;
-    const int32_t slot = a->save_slots[row + r];
-    float *to = slot < 0 ? u->state : rm_delta_state(a, slot, u->head);
-    const vf decay = vf_set1(u->decay[r]);
-    if (slot < 0) step_tiles(u, tiles, from + at, to + at, 0, q, k, v, decay, u->beta[r]);
-    else step_tiles(u, tiles, from + at, to + at, 1, q, k, v, decay, u->beta[r]);
+    float *q = u->inputs + r * u->width, *k = q + a->k_dim, *v = k + a->k_dim + j;
+    float *slot = rm_delta_state(a, a->save_slots[row + r], u->of.head),
+          *to = slot ? slot : u->state;
+    const float *gates = u->gates + 2 * r;
+    if (slot) step_tiles(a->k_dim, tiles, from + at, to + at, 1, q, k, v, gates);
+    else step_tiles(a->k_dim, tiles, from + at, to + at, 0, q, k, v, gates);
     from = to;
   }
   return from;
 }
 
 VEC void put_normed(rm_dtype T, const unit *u, int64_t row, const float *o) {
-  const rm_delta_net_args *a = u->a;
+  const rm_delta_net_args *a = u->of.a;
   const vf scale = vf_set1(1.0f / sqrtf(sum_of_squares(o, a->v_dim) / (float)a->v_dim + a->eps));
-  const void *z = rm_at(T, a->x, row * u->columns + rm_delta_z(a, u->head));
-  void *out = rm_at_mut(T, a->out, (row * a->n_v_heads + u->head) * a->v_dim);
+  const void *z = rm_at(T, a->x, row * u->of.columns + rm_delta_z(&u->of));
+  void *out = rm_at_mut(T, a->out, (row * a->n_v_heads + u->of.head) * a->v_dim);
   for (int64_t i = 0; i < a->v_dim; i += RM_LANES) {
-    const int64_t n = rm_min64(RM_LANES, a->v_dim - i);
+    const int64_t n = a->v_dim - i;
     const vf normed = vf_mul(vf_mul(vf_load(o + i), scale), vt_load_n(T, a->norm, i, n));
     vt_store_n(T, out, i, vt_round(T, vf_mul(normed, vf_silu(vt_load_n(T, z, i, n)))), n);
   }
 }
 
-// Saves the last inputs of the convolution after a row. Ascending rows: the slot may be the loaded
-// one.
-VEC void save_window(rm_dtype T, const unit *u, int64_t row) {
-  const rm_delta_net_args *a = u->a;
-  void *window = rm_delta_window(a, rm_delta_state(a, a->save_slots[row], u->head));
-  for (int64_t j = 0; j < a->kernel - 1; j++)
-    for (int i = 0; i < 3; i++) {
-      const part p = part_of(u, i);
-      const void *x = inputs_at(T, u, p, row - a->kernel + 2 + j);
-      void *to = rm_at_mut(T, window, j * (2 * a->k_dim + a->v_dim) + p.from);
-      if (x) memcpy(to, x, (size_t)p.n * rm_dtype_bytes(T));
-      else memset(to, 0, (size_t)p.n * rm_dtype_bytes(T));
-    }
+VEC void save_inputs(const unit *u, int64_t row) {
+  const rm_delta_net_args *a = u->of.a;
+  float *to = rm_delta_state(a, a->save_slots[row], u->of.head);
+  for (int i = 0; i < 3 && to; i++)
+    rm_delta_save_inputs(&u->of, row, to, i * a->k_dim, i < 2 ? a->k_dim : a->v_dim);
 }
 
 VEC void run_unit(rm_dtype T, const unit *u, int64_t end) {
-  const rm_delta_net_args *a = u->a;
-  const float *from = u->loaded ? u->loaded : u->state, *left = from;
-  const float q_factor = 1.0f / sqrtf((float)a->k_dim);
-  if (!u->loaded)
+  const rm_delta_net_args *a = u->of.a;
+  const float *from = u->of.loaded ? u->of.loaded : u->state, *left = from;
+  if (!u->of.loaded)
     memset(u->state, 0, (size_t)rm_packed_elems(a->v_dim, a->k_dim) * sizeof *u->state);
   load_taps(T, u);
-  for (int64_t row = u->first, n; row < end; row += n, from = left) {
+  for (int64_t row = u->of.first, n; row < end; row += n, from = left) {
     n = rm_min64(BLOCK_ROWS, end - row);
     for (int64_t r = 0; r < n; r++) {
       float *inputs = u->inputs + r * u->width;
-      const void *x = rm_at(T, a->x, (row + r) * u->columns);
       convolve(T, u, row + r, inputs);
-      l2_norm(inputs, a->k_dim, q_factor);
-      l2_norm(inputs + u->k_pad, a->k_dim, 1.0f);
-      u->decay[r] = rm_delta_decay(a, x, u->head);
-      u->beta[r] = rm_delta_beta(a, x, u->head);
+      l2_norm(inputs, a->k_dim, 1.0f / sqrtf((float)a->k_dim));
+      l2_norm(inputs + a->k_dim, a->k_dim, 1.0f);
+      rm_delta_gates(&u->of, row + r, u->gates + 2 * r);
     }
     int64_t j = 0;
-    for (; j + TILES * RM_N_TILE <= u->v_pad; j += TILES * RM_N_TILE)
+    for (; j + TILES * RM_N_TILE <= u->width - 2 * a->k_dim; j += TILES * RM_N_TILE)
       left = block_tiles(u, TILES, from, row, n, j);
-    if (j < u->v_pad) left = block_tiles(u, 1, from, row, n, j);
+    if (j < a->v_dim) left = block_tiles(u, 1, from, row, n, j);
     for (int64_t r = 0; r < n; r++) {
-      put_normed(T, u, row + r, u->inputs + r * u->width + 2 * u->k_pad);
-      if (a->save_slots[row + r] >= 0) save_window(T, u, row + r);
+      put_normed(T, u, row + r, u->inputs + r * u->width + 2 * a->k_dim);
+      save_inputs(u, row + r);
     }
   }
 }

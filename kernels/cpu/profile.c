@@ -92,7 +92,9 @@ static rm_profile_entry of_attention(const rm_attention_args *a) {
   }
   return (rm_profile_entry){.op = "attention",
                             .rows = a->rows,
-                            .flops = 4.0 * positions * (double)(a->n_heads * a->head_dim)};
+                            .flops =
+                                2.0 * positions * (double)a->n_heads *
+                                (double)(a->head_dim + rm_value_dim(a->value_dim, a->head_dim))};
 }
 
 static rm_profile_entry of_delta_net(const rm_delta_net_args *a) {

@@ -128,20 +128,19 @@ static float scale_of_all(const float *squares, int64_t n_heads, int64_t head_di
   return rms_scale(total, n_heads * head_dim, eps);
 }
 
-// normed ← norm(x) of one head, or x if weights are NULL. Heads are numbered over q's, then k's.
+// normed[0 … n) ← norm(x) of one head, or x if weights are NULL. Heads are numbered over q's, then
+// k's.
 static void norm_head(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, const void *x,
-                      float *normed) {
+                      int64_t n, float *normed) {
   const rm_dtype dtype = a->dtype;
   const int64_t is_k = head >= a->n_heads, own = is_k ? head - a->n_heads : head;
-  const int64_t all = is_k ? a->all_kv_heads : a->all_heads,
-                weight_at = a->q_squares ? own * a->head_dim : 0;
+  const int64_t all = is_k ? a->all_kv_heads : a->all_heads, weight_at = a->q_squares ? own * n : 0;
   const void *weight = is_k ? a->k_weight : a->q_weight;
   const float *squares = is_k ? a->k_squares : a->q_squares;
-  const float scale = squares ? scale_of_all(squares + row * all, all, a->head_dim, a->eps)
-                      : weight
-                          ? rms_scale(sum_of_squares(dtype, x, a->head_dim), a->head_dim, a->eps)
-                          : 1.0f;
-  for (int64_t i = 0; i < a->head_dim; i++) {
+  const float scale = squares  ? scale_of_all(squares + row * all, all, n, a->eps)
+                      : weight ? rms_scale(sum_of_squares(dtype, x, n), n, a->eps)
+                               : 1.0f;
+  for (int64_t i = 0; i < n; i++) {
     const float value = rm_get(dtype, x, i);
     normed[i] =
         weight
@@ -151,7 +150,9 @@ static void norm_head(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, co
   }
 }
 
-static void rotate_head(const rm_qk_rope_kv_args *a, int64_t row, const float *normed, void *out) {
+// out[0 … n) ← the rotated head.
+static void rotate_head(const rm_qk_rope_kv_args *a, int64_t row, const float *normed, int64_t n,
+                        void *out) {
   const rm_dtype dtype = a->dtype;
   const int64_t half = a->rotary_dim / 2;
   for (int64_t i = 0; i < half; i++) {
@@ -160,7 +161,7 @@ static void rotate_head(const rm_qk_rope_kv_args *a, int64_t row, const float *n
     rm_put(dtype, out, i, rm_round_to(dtype, lo * c) + rm_round_to(dtype, -hi * s));
     rm_put(dtype, out, i + half, rm_round_to(dtype, hi * c) + rm_round_to(dtype, lo * s));
   }
-  for (int64_t i = a->rotary_dim; i < a->head_dim; i++) rm_put(dtype, out, i, normed[i]);
+  for (int64_t i = a->rotary_dim; i < n; i++) rm_put(dtype, out, i, normed[i]);
 }
 
 // Computes one head: out ← rope(norm(x)), or norm(rope(x)). `normed` is scratch of head_dim floats.
@@ -170,13 +171,13 @@ static void norm_and_rotate(const rm_qk_rope_kv_args *a, int64_t row, int64_t he
   const void *x =
       rm_at(dtype, a->qkv, (row * (a->n_heads + 2 * a->n_kv_heads) + head) * a->head_dim);
   if (!a->norm_last) {
-    norm_head(a, row, head, x, normed);
-    rotate_head(a, row, normed, out);
+    norm_head(a, row, head, x, a->head_dim, normed);
+    rotate_head(a, row, normed, a->head_dim, out);
     return;
   }
   for (int64_t i = 0; i < a->head_dim; i++) normed[i] = rm_get(dtype, x, i);
-  rotate_head(a, row, normed, out);
-  norm_head(a, row, head, out, normed);
+  rotate_head(a, row, normed, a->head_dim, out);
+  norm_head(a, row, head, out, a->head_dim, normed);
   for (int64_t i = 0; i < a->head_dim; i++) rm_put(dtype, out, i, normed[i]);
 }
 
@@ -191,22 +192,43 @@ static void store_kv(const rm_qk_rope_kv_args *a, int64_t row, int64_t head, con
   const rm_dtype dtype = a->dtype;
   const int64_t page = a->slots[row] / a->page_size, pos = a->slots[row] % a->page_size;
   const int64_t k_base = (page * a->n_kv_heads + head) * rm_k_page_elems(a->page_size, a->head_dim);
-  const int64_t v_base = (page * a->n_kv_heads + head) * rm_v_page_elems(a->page_size, a->head_dim);
-  const int k_ok = all_finite(dtype, k, a->head_dim), v_ok = all_finite(dtype, v, a->head_dim);
+  const int64_t value_dim = rm_value_dim(a->value_dim, a->head_dim);
+  const int64_t v_base = (page * a->n_kv_heads + head) * rm_v_page_elems(a->page_size, value_dim);
+  const int k_ok = all_finite(dtype, k, a->head_dim), v_ok = all_finite(dtype, v, value_dim);
   static const uint32_t zero = 0;
-  for (int64_t d = 0; d < a->head_dim; d++) {
+  for (int64_t d = 0; d < a->head_dim; d++)
     rm_copy_elem(dtype, a->k_cache, k_base + rm_packed_index(dtype, a->head_dim, pos, d),
                  k_ok ? k : &zero, k_ok ? d : 0);
-    rm_copy_elem(dtype, a->v_cache, v_base + rm_v_index(dtype, a->head_dim, pos, d),
-                 v_ok ? v : &zero, v_ok ? d : 0);
-  }
+  for (int64_t d = 0; d < value_dim; d++)
+    rm_copy_elem(dtype, a->v_cache, v_base + rm_v_index(dtype, value_dim, pos, d), v_ok ? v : &zero,
+                 v_ok ? d : 0);
   if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
+}
+
+// A row of latent attention.
+static void latent_row(const rm_qk_rope_kv_args *a, int64_t row, float *loaded, void *k) {
+  const rm_dtype dtype = a->dtype;
+  const int64_t q = a->n_heads * a->q_dim, base = row * (q + a->head_dim), n = a->value_dim,
+                rotary = a->rotary_dim;
+  for (int64_t h = 0; h <= a->n_heads; h++) { // the last is the key
+    const int64_t from = base + (h < a->n_heads ? (h + 1) * a->q_dim - rotary : q + n);
+    void *out = rm_at_mut(dtype, a->q_out, (row * a->n_heads + h) * a->head_dim);
+    for (int64_t i = 0; i < rotary; i++) loaded[i] = rm_get(dtype, a->qkv, from + i);
+    rotate_head(a, row, loaded, rotary, h < a->n_heads ? out : k);
+  }
+  norm_head(a, row, a->n_heads, rm_at(dtype, a->qkv, base + q), n, loaded);
+  for (int64_t i = 0; i < n; i++) rm_put(dtype, k, rotary + i, loaded[i]);
+  if (a->slots[row] >= 0) store_kv(a, row, 0, k, rm_at(dtype, k, rotary));
 }
 
 void rm_qk_rope_kv_ref(const rm_ctx *ctx, const rm_qk_rope_kv_args *a) {
   float *normed = ctx->workspace, *rotated = normed + a->head_dim;
   const int64_t per_row = (a->n_heads + 2 * a->n_kv_heads) * a->head_dim;
   for (int64_t r = 0; r < a->rows; r++) {
+    if (a->value_dim) {
+      latent_row(a, r, normed, rotated);
+      continue;
+    }
     for (int64_t h = 0; h < a->n_heads; h++)
       norm_and_rotate(a, r, h, normed,
                       rm_at_mut(a->dtype, a->q_out, (r * a->n_heads + h) * a->head_dim));

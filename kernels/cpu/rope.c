@@ -50,27 +50,31 @@ VEC void load_head(rm_dtype T, const void *x, int64_t n, float *out) {
   for (int64_t i = 0; i < n; i += RM_LANES) vf_store(out + i, vt_load_n(T, x, i, n - i));
 }
 
-// normed[0 … head_dim) = round_T(weight · round_T(x · rsqrt)), or x without a weight.
-VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, const row_norm *norm,
-                   int64_t head, float *normed) {
+// normed[0 … n) = round_T(weight · round_T(x · rsqrt)), or x without a weight.
+VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, int64_t n,
+                   const row_norm *norm, int64_t head, float *normed) {
   if (!norm->weight) {
-    load_head(T, x, a->head_dim, normed);
+    load_head(T, x, n, normed);
     return;
   }
   const void *weight = rm_at(T, norm->weight, head * norm->step);
-  const vf scale = vf_set1(
-      norm->step ? norm->scale
-                 : 1.0f / sqrtf(sum_of_squares(T, x, a->head_dim) / (float)a->head_dim + a->eps));
-  for (int64_t i = 0; i < a->head_dim; i += RM_LANES) {
-    const int64_t n = a->head_dim - i;
-    const vf t = vf_mul(vt_load_n(T, x, i, n), scale);
-    vf_store(normed + i, vt_weighted(T, a->zero_centered, vt_load_n(T, weight, i, n), t));
+  const vf scale =
+      vf_set1(norm->step ? norm->scale : 1.0f / sqrtf(sum_of_squares(T, x, n) / (float)n + a->eps));
+  for (int64_t i = 0; i < n; i += RM_LANES) {
+    const vf t = vf_mul(vt_load_n(T, x, i, n - i), scale);
+    vf_store(normed + i, vt_weighted(T, a->zero_centered, vt_load_n(T, weight, i, n - i), t));
   }
 }
 
-// out[0 … head_dim) = the rotated head, T; `normed` may be read 16 floats past its end.
+// out[from … n) = round_T(normed).
+VEC void store_rounded(rm_dtype T, const float *normed, int64_t from, int64_t n, void *out) {
+  for (int64_t i = from; i < n; i += RM_LANES)
+    vt_store_n(T, out, i, vt_round(T, vf_load(normed + i)), rm_min64(RM_LANES, n - i));
+}
+
+// out[0 … n) = the rotated head, T; `normed` may be read 16 floats past its end.
 VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const float *normed,
-                     void *out) {
+                     int64_t n_out, void *out) {
   const int64_t half = a->rotary_dim / 2;
   const float *cos = a->cos + a->positions[row] * half, *sin = a->sin + a->positions[row] * half;
   for (int64_t i = 0; i < half; i += RM_LANES) {
@@ -82,23 +86,21 @@ VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const
     vt_store_n(T, out, i, vt_round(T, first), n);
     vt_store_n(T, out, half + i, vt_round(T, second), n);
   }
-  for (int64_t i = 2 * half; i < a->head_dim; i += RM_LANES)
-    vt_store_n(T, out, i, vt_round(T, vf_load(normed + i)), rm_min64(RM_LANES, a->head_dim - i));
+  store_rounded(T, normed, 2 * half, n_out, out);
 }
 
 // out = the head normed and rotated, in the order of norm_last.
 VEC void compute_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const void *x,
                       const row_norm *norm, int64_t head, float *normed, void *out) {
   if (!a->norm_last) {
-    norm_head(T, a, x, norm, head, normed);
-    rotate_head(T, a, row, normed, out);
+    norm_head(T, a, x, a->head_dim, norm, head, normed);
+    rotate_head(T, a, row, normed, a->head_dim, out);
     return;
   }
   load_head(T, x, a->head_dim, normed);
-  rotate_head(T, a, row, normed, out);
-  norm_head(T, a, out, norm, head, normed);
-  for (int64_t i = 0; i < a->head_dim; i += RM_LANES)
-    vt_store_n(T, out, i, vt_round(T, vf_load(normed + i)), rm_min64(RM_LANES, a->head_dim - i));
+  rotate_head(T, a, row, normed, a->head_dim, out);
+  norm_head(T, a, out, a->head_dim, norm, head, normed);
+  store_rounded(T, normed, 0, a->head_dim, out);
 }
 
 VEC int all_finite(rm_dtype T, const void *x, int64_t n) {
@@ -121,8 +123,48 @@ VEC void store_v(rm_dtype T, void *page, int64_t head_dim, int64_t pos, const vo
   for (int64_t d = 0; d < head_dim; d++) rm_copy_elem(T, page, first + d * step, v, d);
 }
 
+// Writes k and v of one head to the row's slot, zeros instead of one that is not finite. `k` may be
+// changed; `zeros` is scratch.
+VEC void store_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, int64_t head, void *k,
+                    const void *v, float *zeros) {
+  const int64_t head_dim = a->head_dim, value_dim = rm_value_dim(a->value_dim, head_dim),
+                place = a->slots[row] / a->page_size * a->n_kv_heads + head,
+                pos = a->slots[row] % a->page_size;
+  const int k_ok = all_finite(T, k, head_dim), v_ok = all_finite(T, v, value_dim);
+  if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
+  if (!v_ok) v = memset(zeros, 0, (size_t)value_dim * sizeof *zeros);
+  store_v(T, rm_at_mut(T, a->v_cache, place * rm_v_page_elems(a->page_size, value_dim)), value_dim,
+          pos, v);
+  if (!k_ok) memset(k, 0, (size_t)head_dim * sizeof *zeros);
+  store_k(T, rm_at_mut(T, a->k_cache, place * rm_k_page_elems(a->page_size, head_dim)), head_dim,
+          pos, k);
+}
+
+// A row of latent attention.
+VEC void latent_row(rm_dtype T, const rope_job *job, int64_t row, float *loaded, void *k) {
+  const rm_qk_rope_kv_args *a = job->a;
+  const int64_t q = a->n_heads * a->q_dim, base = row * (q + a->head_dim), rotary = a->rotary_dim;
+  for (int64_t h = 0; h < a->n_heads; h++) {
+    load_head(T, rm_at(T, a->qkv, base + (h + 1) * a->q_dim - rotary), rotary, loaded);
+    rotate_head(T, a, row, loaded, rotary,
+                rm_at_mut(T, a->q_out, (row * a->n_heads + h) * a->head_dim));
+  }
+  if (a->slots[row] < 0) return;
+  const void *latent = rm_at(T, a->qkv, base + q);
+  load_head(T, rm_at(T, latent, a->value_dim), rotary, loaded);
+  rotate_head(T, a, row, loaded, rotary, k);
+  void *normed = rm_at_mut(T, k, rotary);
+  norm_head(T, a, latent, a->value_dim, &(row_norm){.weight = a->k_weight}, 0, loaded);
+  store_rounded(T, loaded, 0, a->value_dim, normed);
+  store_head(T, a, row, 0, k, normed, loaded);
+}
+
 VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, void *rotated) {
   const rm_qk_rope_kv_args *a = job->a;
+  if (a->value_dim) {
+    latent_row(T, job, row, normed, rotated);
+    return;
+  }
   const int64_t head_dim = a->head_dim, base = row * (a->n_heads + 2 * a->n_kv_heads) * head_dim;
   const row_norm q_norm = norm_of(
       a, a->q_weight, a->q_squares ? a->q_squares + row * a->all_heads : NULL, a->all_heads);
@@ -131,22 +173,13 @@ VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, v
                  rm_at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
   }
   if (a->slots[row] < 0) return;
-  const int64_t page = a->slots[row] / a->page_size, pos = a->slots[row] % a->page_size;
   const row_norm k_norm = norm_of(
       a, a->k_weight, a->k_squares ? a->k_squares + row * a->all_kv_heads : NULL, a->all_kv_heads);
   for (int64_t h = 0; h < a->n_kv_heads; h++) {
     const void *v = rm_at(T, a->qkv, base + (a->n_heads + a->n_kv_heads + h) * head_dim);
     compute_head(T, a, row, rm_at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h,
                  normed, rotated);
-    const int k_ok = all_finite(T, rotated, head_dim), v_ok = all_finite(T, v, head_dim);
-    if (!k_ok || !v_ok) a->row_flags[row] |= RM_ROW_KV_NONFINITE;
-    if (!k_ok) memset(rotated, 0, (size_t)head_dim * sizeof *normed);
-    if (!v_ok) v = memset(normed, 0, (size_t)head_dim * sizeof *normed);
-    const int64_t place = page * a->n_kv_heads + h;
-    store_k(T, rm_at_mut(T, a->k_cache, place * rm_k_page_elems(a->page_size, head_dim)), head_dim,
-            pos, rotated);
-    store_v(T, rm_at_mut(T, a->v_cache, place * rm_v_page_elems(a->page_size, head_dim)), head_dim,
-            pos, v);
+    store_head(T, a, row, h, rotated, v, normed);
   }
 }
 

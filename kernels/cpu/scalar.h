@@ -223,37 +223,84 @@ RM_INLINE float rm_softplus(float x) {
 enum { RM_DELTA_CHAINS = 4 }; // of a sum over the rows of a state
 #define RM_L2_EPS 1e-6f
 
-// The column of x, and the channel of the convolution, of input i of a value head: its q, k and v.
-RM_INLINE int64_t rm_delta_channel(const rm_delta_net_args *a, int64_t head, int64_t i) {
-  const int64_t k_head = (a->head0 + head) / rm_query_group(a->group, a->n_v_heads, a->n_k_heads);
-  if (i < a->k_dim) return k_head * a->k_dim + i;
-  if (i < 2 * a->k_dim) return (a->n_k_heads + k_head - 1) * a->k_dim + i;
-  return 2 * (a->n_k_heads - 1) * a->k_dim + head * a->v_dim + i;
-}
-// The columns of a value head's z, b and a.
-RM_INLINE int64_t rm_delta_z(const rm_delta_net_args *a, int64_t head) {
-  return 2 * a->n_k_heads * a->k_dim + (a->n_v_heads + head) * a->v_dim;
-}
-RM_INLINE int64_t rm_delta_b(const rm_delta_net_args *a, int64_t head) {
-  return 2 * (a->n_k_heads * a->k_dim + a->n_v_heads * a->v_dim) + head;
-}
+// A value head of the rows of a sequence in this call.
+typedef struct rm_delta_run {
+  const rm_delta_net_args *a;
+  int64_t head, k_head, first, columns; // first row; columns of x
+  int64_t n; // inputs of the convolution: q, k and v of the head
+  float *loaded; // the head's part of the state before the run; NULL: zeros
+} rm_delta_run;
 
-// A value head's part of a state, and the inputs of its convolution there.
 RM_INLINE float *rm_delta_state(const rm_delta_net_args *a, int32_t slot, int64_t head) {
   const int64_t bytes = rm_delta_head_bytes(a->k_dim, a->v_dim, a->kernel, a->dtype);
-  return (float *)((char *)a->states + (slot * a->n_v_heads + head) * bytes);
+  return slot < 0 ? NULL : (float *)((char *)a->states + (slot * a->n_v_heads + head) * bytes);
 }
+// The last inputs of the convolution in a state.
 RM_INLINE void *rm_delta_window(const rm_delta_net_args *a, float *state) {
   return state + rm_packed_elems(a->v_dim, a->k_dim);
 }
-
-// The factor of a state, and beta, at a row.
-RM_INLINE float rm_delta_decay(const rm_delta_net_args *a, const void *row, int64_t head) {
-  const float dt = rm_get(a->dtype, row, rm_delta_b(a, head) + a->n_v_heads) + a->dt_bias[head];
-  return rm_exp(-(rm_exp(a->a_log[head]) * rm_softplus(dt)));
+RM_INLINE rm_delta_run rm_delta_run_at(const rm_delta_net_args *a, int64_t first, int64_t head) {
+  const rm_delta_run run = {a,
+                            head,
+                            (a->head0 + head) /
+                                rm_query_group(a->group, a->n_v_heads, a->n_k_heads),
+                            first,
+                            rm_delta_columns(a->n_k_heads, a->n_v_heads, a->k_dim, a->v_dim),
+                            2 * a->k_dim + a->v_dim,
+                            rm_delta_state(a, a->load_slots[a->seq_of_row[first]], head)};
+  return run;
 }
-RM_INLINE float rm_delta_beta(const rm_delta_net_args *a, const void *row, int64_t head) {
-  return rm_sigmoid(rm_get(a->dtype, row, rm_delta_b(a, head)));
+
+// The column of x, and the channel of the convolution, of input i.
+RM_INLINE int64_t rm_delta_channel(const rm_delta_run *of, int64_t i) {
+  const rm_delta_net_args *a = of->a;
+  if (i < a->k_dim) return of->k_head * a->k_dim + i;
+  if (i < 2 * a->k_dim) return (a->n_k_heads + of->k_head - 1) * a->k_dim + i;
+  return 2 * (a->n_k_heads - 1) * a->k_dim + of->head * a->v_dim + i;
+}
+// Inputs i, i + 1, … of q, of k or of v at row t, which may be before the run; NULL: zeros.
+RM_INLINE const void *rm_delta_input(const rm_delta_run *of, int64_t t, int64_t i) {
+  const rm_delta_net_args *a = of->a;
+  if (t >= of->first) return rm_at(a->dtype, a->x, t * of->columns + rm_delta_channel(of, i));
+  const int64_t before = t - of->first + a->kernel - 1;
+  return of->loaded ? rm_at(a->dtype, rm_delta_window(a, of->loaded), before * of->n + i) : NULL;
+}
+RM_INLINE float rm_delta_convolved(const rm_delta_run *of, int64_t row, int64_t i) {
+  const rm_delta_net_args *a = of->a;
+  float acc = 0.0f;
+  for (int64_t j = 0; j < a->kernel; j++) {
+    const void *x = rm_delta_input(of, row - a->kernel + 1 + j, i);
+    const float tap = rm_get(a->dtype, a->conv, rm_delta_channel(of, i) * a->kernel + j);
+    acc = fmaf(tap, x ? rm_get(a->dtype, x, 0) : 0.0f, acc);
+  }
+  return rm_activate(RM_SILU, acc);
+}
+// Saves inputs [i, i + n) of the convolution after a row. Ascending, since the state may be the
+// loaded one.
+RM_INLINE void rm_delta_save_inputs(const rm_delta_run *of, int64_t row, float *state, int64_t i,
+                                    int64_t n) {
+  const rm_delta_net_args *a = of->a;
+  const size_t bytes = (size_t)n * rm_dtype_bytes(a->dtype);
+  for (int64_t j = 0; j < a->kernel - 1; j++) {
+    const void *x = rm_delta_input(of, row - a->kernel + 2 + j, i);
+    void *to = rm_at_mut(a->dtype, rm_delta_window(a, state), j * of->n + i);
+    if (x) memcpy(to, x, bytes);
+    else memset(to, 0, bytes);
+  }
+}
+
+// The first column of the head's z.
+RM_INLINE int64_t rm_delta_z(const rm_delta_run *of) {
+  const rm_delta_net_args *a = of->a;
+  return 2 * a->n_k_heads * a->k_dim + (a->n_v_heads + of->head) * a->v_dim;
+}
+// gates ← the factor of the state, and beta, at a row.
+RM_INLINE void rm_delta_gates(const rm_delta_run *of, int64_t row, float *gates) {
+  const rm_delta_net_args *a = of->a;
+  const int64_t b = (row + 1) * of->columns - 2 * a->n_v_heads + of->head;
+  const float dt = rm_get(a->dtype, a->x, b + a->n_v_heads) + a->dt_bias[of->head];
+  gates[0] = rm_exp(-(rm_exp(a->a_log[of->head]) * rm_softplus(dt)));
+  gates[1] = rm_sigmoid(rm_get(a->dtype, a->x, b));
 }
 
 // The fixed tree over the 16 partial sums of a reduction.

@@ -17,12 +17,19 @@ __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) 
   return {a.window > 0 ? static_cast<int>(rm_max64(0, last - a.window + 1)) : 0, last};
 }
 
-// A state is head_dim values A[d], then m, then l; states are [row of the pass][head][split].
+// The arguments as all kernels take them: value_dim is not 0.
+inline rm_attention_args rm_with_value_dim(const rm_attention_args *args) {
+  rm_attention_args a = *args;
+  a.value_dim = rm_value_dim(a.value_dim, a.head_dim);
+  return a;
+}
+
+// A state is value_dim values A[d], then m, then l; states are [row of the pass][head][split].
 // Splits without a live position of the row have undefined states.
-RM_INLINE int64_t rm_state_floats(int64_t head_dim) { return head_dim + 2; }
+RM_INLINE int64_t rm_state_floats(int64_t value_dim) { return value_dim + 2; }
 // Bytes of the states of one row and split.
-RM_INLINE size_t rm_states_bytes(int64_t n_heads, int64_t head_dim) {
-  return (size_t)(n_heads * rm_state_floats(head_dim)) * sizeof(float);
+RM_INLINE size_t rm_states_bytes(int64_t n_heads, int64_t value_dim) {
+  return (size_t)(n_heads * rm_state_floats(value_dim)) * sizeof(float);
 }
 RM_INLINE int64_t rm_count_splits(int64_t positions) {
   return (positions + RM_ATTN_SPLIT - 1) / RM_ATTN_SPLIT;

@@ -85,13 +85,13 @@ template <rm_dtype DTYPE>
 __device__ void add_values(float *acc, const float *p, float alpha, const rm_attention_args &a,
                            head_view h, int64_t t0, span s) {
   const int64_t from = rm_max64(t0, s.first), to = rm_min64(t0 + RM_ATTN_BLOCK - 1, s.last);
-  for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) {
+  for (int64_t d = threadIdx.x; d < a.value_dim; d += THREADS) {
     float even = 0.0f, odd = 0.0f;
     for (int64_t t = from; t <= to; t++) {
       const auto [page, pos] = place_of(a, h, t);
       const float v = rm_get(DTYPE, a.v_cache,
-                             page * rm_v_page_elems(a.page_size, a.head_dim) +
-                                 rm_v_index(DTYPE, a.head_dim, pos, d));
+                             page * rm_v_page_elems(a.page_size, a.value_dim) +
+                                 rm_v_index(DTYPE, a.value_dim, pos, d));
       if (t & 1) odd = fmaf(p[t - t0], v, odd);
       else even = fmaf(p[t - t0], v, even);
     }
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(THREADS, 8)
   const head_view h = view(a, row, head);
   for (int64_t d = threadIdx.x; d < k_padded; d += THREADS)
     q[d] = d < a.head_dim ? rm_get(DTYPE, a.q, h.q_at + d) : 0.0f;
-  for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) acc[d] = 0.0f;
+  for (int64_t d = threadIdx.x; d < a.value_dim; d += THREADS) acc[d] = 0.0f;
   __syncthreads();
   float m = -INFINITY, l = 0.0f; // used by the first warp only
   const int64_t first_block = rm_max64(begin, s.first / RM_ATTN_BLOCK * RM_ATTN_BLOCK);
@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(THREADS, 8)
     add_values<DTYPE>(acc, p, *alpha, a, h, t0, s);
   }
   float *state =
-      states + ((blockIdx.x * a.n_heads + head) * gridDim.z + split) * rm_state_floats(a.head_dim);
-  for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) state[d] = acc[d];
+      states + ((blockIdx.x * a.n_heads + head) * gridDim.z + split) * rm_state_floats(a.value_dim);
+  for (int64_t d = threadIdx.x; d < a.value_dim; d += THREADS) state[d] = acc[d];
   if (threadIdx.x == 0) {
-    state[a.head_dim] = m;
-    state[a.head_dim + 1] = l;
+    state[a.value_dim] = m;
+    state[a.value_dim + 1] = l;
   }
 }
 
@@ -138,31 +138,31 @@ template <rm_dtype DTYPE>
 __global__ void __launch_bounds__(THREADS)
     merge_kernel(rm_attention_args a, const float *states, rm_rows_pass t) {
   const int64_t row = rm_row_of(t.list, a, t.row0 + blockIdx.x), head = blockIdx.y,
-                words = rm_state_floats(a.head_dim);
+                words = rm_state_floats(a.value_dim);
   if (row < 0) return;
   const span s = rm_live_span(a, row);
   const int64_t from = s.first / RM_ATTN_SPLIT, to = s.last / RM_ATTN_SPLIT;
   const float *of_head = states + (blockIdx.x * a.n_heads + head) * t.n_splits * words;
-  for (int64_t d = threadIdx.x; d < a.head_dim; d += THREADS) {
+  for (int64_t d = threadIdx.x; d < a.value_dim; d += THREADS) {
     const float *state = of_head + from * words;
-    float sum = state[d], m_all = state[a.head_dim], l_all = state[a.head_dim + 1];
+    float sum = state[d], m_all = state[a.value_dim], l_all = state[a.value_dim + 1];
     for (int64_t split = from + 1; split <= to; split++) {
       state = of_head + split * words;
-      const float m = state[a.head_dim], next = rm_max_f32(m, m_all), old = rm_exp(m_all - next),
+      const float m = state[a.value_dim], next = rm_max_f32(m, m_all), old = rm_exp(m_all - next),
                   add = rm_exp(m - next);
-      l_all = fmaf(l_all, old, state[a.head_dim + 1] * add);
+      l_all = fmaf(l_all, old, state[a.value_dim + 1] * add);
       sum = fmaf(sum, old, state[d] * add);
       m_all = next;
     }
     const float factor = rm_add_sink(a, head, m_all, &l_all);
-    rm_put(DTYPE, a.out, (row * a.n_heads + head) * a.head_dim + d, sum * factor / l_all);
+    rm_put(DTYPE, a.out, (row * a.n_heads + head) * a.value_dim + d, sum * factor / l_all);
   }
 }
 
 void fma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass t) {
   const dim3 grid = rm_grid(t.rows, a->n_heads, t.n_splits);
   const size_t shared =
-      (2 * rm_round_up(a->head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 1 + a->head_dim) * sizeof(float);
+      (2 * rm_round_up(a->head_dim, RM_K_BLOCK) + RM_ATTN_BLOCK + 1 + a->value_dim) * sizeof(float);
   rm_by_dtype(a->dtype, [&]<rm_dtype DTYPE>() {
     RM_LAUNCH(split_kernel<DTYPE>, grid, THREADS, shared, ctx->stream, *a, states, t.row0);
   });
@@ -183,7 +183,7 @@ void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_stat
                           int64_t rows, rm_row_list list, size_t used) {
   if (rows <= 0 || a->n_heads <= 0) return;
   const int64_t room = static_cast<int64_t>((ctx->workspace_bytes - used) /
-                                            rm_states_bytes(a->n_heads, a->head_dim)),
+                                            rm_states_bytes(a->n_heads, a->value_dim)),
                 n_splits = rm_min64(rm_count_splits(a->max_pages * a->page_size),
                                     rm_min64(room, MAX_GRID_Z));
   assert(n_splits > 0);
@@ -199,6 +199,7 @@ void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_stat
   }
 }
 
-void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a) {
-  rm_cuda_attention_by(ctx, a, fma_states, a->rows, {}, 0);
+void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *args) {
+  const rm_attention_args a = rm_with_value_dim(args);
+  rm_cuda_attention_by(ctx, &a, fma_states, a.rows, {}, 0);
 }

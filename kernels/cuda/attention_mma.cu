@@ -4,7 +4,7 @@
 // attention_mma_tiles.cu computes tiles of adjacent rows. A block of threads computes the state of
 // one split of 1024 positions for up to 8 columns, the query heads of one row and kv head. It
 // takes 64 positions at a time: each warp computes the scores of 16 positions, then the softmax of
-// a quarter of the columns, then the sums of a quarter of head_dim. Scores and P pass through
+// a quarter of the columns, then the sums of a quarter of value_dim. Scores and P pass through
 // shared memory, since a row of K's product is a k of V's. A K or V tile of 16 positions is read
 // only if one of them is live.
 //
@@ -27,7 +27,7 @@ struct shape {
   rm_rows_pass pass;
   int heads; // columns of a block: query heads of its row
   int head_tiles; // blocks that share the query heads of a kv head
-  int d_tile0; // first row of V's tiles; a head_dim of more than WARPS × DT takes several launches
+  int d_tile0; // first row of V's tiles; a value_dim of more than WARPS × DT takes several launches
 };
 
 // In shared memory. All columns have the live positions of the block's row; an unused column has a
@@ -162,7 +162,7 @@ template <int DT>
 __device__ void load_values(values<DT> &v, const rm_attention_args &a, const tiles &t,
                             int d_tile0) {
   const int warp = rm_warp(), lane = rm_lane();
-  const int d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim));
+  const int d_tiles = static_cast<int>(rm_mma_tile_rows(a.value_dim));
 #pragma unroll
   for (int block = 0; block < BLOCKS; block++) {
     v.some[block] = false;
@@ -206,7 +206,7 @@ __device__ float *state_of(const rm_attention_args &a, const rm_attn_work &w, co
                            float *states, int column) {
   const rm_attn_owner o = rm_attn_owner_of(w, column);
   return o.some ? states + ((blockIdx.x * a.n_heads + o.head) * s.pass.n_splits + blockIdx.z) *
-                               rm_state_floats(a.head_dim)
+                               rm_state_floats(a.value_dim)
                 : nullptr;
 }
 
@@ -243,13 +243,13 @@ __device__ void split_of_row(columns &c, const rm_attention_args &a, const rm_at
 #pragma unroll
     for (int i = 0; i < DT; i++) {
       const int64_t d = (s.d_tile0 + warp + i * WARPS) * RM_MMA_ROWS + lane / 4 + j / 2 * 8;
-      if (state && d < a.head_dim) state[d] = acc[i][j];
+      if (state && d < a.value_dim) state[d] = acc[i][j];
     }
   }
   float *state = lane % LANES == 0 ? state_of(a, w, s, states, column) : nullptr;
   if (!state) return;
-  state[a.head_dim] = own.m;
-  state[a.head_dim + 1] = own.l;
+  state[a.value_dim] = own.m;
+  state[a.value_dim + 1] = own.l;
 }
 
 // Blocks per multiprocessor that the registers allow.
@@ -279,20 +279,21 @@ void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_row
   const dim3 grid = rm_grid(pass.rows, a->n_kv_heads * s.head_tiles, pass.n_splits);
   const size_t shared =
       sizeof(columns) + COLS * rm_q_pitch(rm_mma_steps(a->head_dim)) * sizeof(uint32_t);
-  for (; s.d_tile0 < rm_mma_tile_rows(a->head_dim); s.d_tile0 += WARPS * DT)
+  for (; s.d_tile0 < rm_mma_tile_rows(a->value_dim); s.d_tile0 += WARPS * DT)
     RM_LAUNCH((split_kernel<DT>), grid, THREADS, shared, ctx->stream, *a, s, states);
 }
 
 void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass pass) {
   constexpr int64_t OF_WARPS = WARPS * RM_MMA_ROWS;
-  if (a->head_dim <= OF_WARPS) launch<1>(ctx, a, states, pass);
-  else if (a->head_dim <= 2 * OF_WARPS) launch<2>(ctx, a, states, pass);
+  if (a->value_dim <= OF_WARPS) launch<1>(ctx, a, states, pass);
+  else if (a->value_dim <= 2 * OF_WARPS) launch<2>(ctx, a, states, pass);
   else launch<4>(ctx, a, states, pass);
 }
 
 } // namespace
 
-void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a) {
-  const rm_attn_left left = rm_cuda_attention_mma_tiles(ctx, a);
-  rm_cuda_attention_by(ctx, a, mma_states, left.rows, left.list, left.used);
+void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *args) {
+  const rm_attention_args a = rm_with_value_dim(args);
+  const rm_attn_left left = rm_cuda_attention_mma_tiles(ctx, &a);
+  rm_cuda_attention_by(ctx, &a, mma_states, left.rows, left.list, left.used);
 }

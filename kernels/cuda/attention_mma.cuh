@@ -87,7 +87,7 @@ __device__ inline void rm_load_queries(uint32_t *to, const rm_attention_args &a,
 }
 
 // Index in the caches of the 16 positions from t on, in units of 16 bytes: of K's tiles, one for
-// every 16 k of head_dim, and of Vᵀ's, one for every 16 rows of head_dim.
+// every 16 k of head_dim, and of Vᵀ's, one for every 16 rows of value_dim.
 struct rm_attn_tile {
   int64_t k, v;
 };
@@ -98,8 +98,8 @@ __device__ inline rm_attn_tile rm_attn_tile_of(const rm_attention_args &a, int64
                 tile = at % page_size / RM_MMA_ROWS;
   return {page * (rm_k_page_elems(a.page_size, a.head_dim) / 8) +
               tile * rm_mma_steps(a.head_dim) * RM_WARP,
-          page * (rm_v_page_elems(a.page_size, a.head_dim) / 8) +
-              tile * rm_mma_tile_rows(a.head_dim) * RM_WARP};
+          page * (rm_v_page_elems(a.page_size, a.value_dim) / 8) +
+              tile * rm_mma_tile_rows(a.value_dim) * RM_WARP};
 }
 
 // The rows that remain to be computed by states: `rows` rows of the list, which is in the first

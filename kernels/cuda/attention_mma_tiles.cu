@@ -113,7 +113,7 @@ template <class S>
 __device__ void fill(char *stage, const rm_attention_args &a, const block &b, span all, int t0,
                      int d_tile0) {
   const int steps = S::steps(a.head_dim),
-            d_tiles = static_cast<int>(rm_mma_tile_rows(a.head_dim)) - d_tile0;
+            d_tiles = static_cast<int>(rm_mma_tile_rows(a.value_dim)) - d_tile0;
   const int thread = rm_thread();
 #pragma unroll
   for (int half = 0; half < HALVES; half++) {
@@ -284,7 +284,8 @@ __device__ void join(block &b, const rm_attention_args &a, float *states, int64_
   if (rm_is_live(c.live, split * SPLIT, SPLIT)) {
     const rm_attn_owner o = rm_attn_owner_of(b.w, rm_thread());
     of.place = static_cast<int>(o.row * a.n_heads + o.head);
-    float *state = states + (of.place - place0) * rm_state_floats(a.head_dim) + a.head_dim, m = c.m;
+    float *state = states + (of.place - place0) * rm_state_floats(a.value_dim) + a.value_dim,
+          m = c.m;
     if (split != c.live.first / SPLIT) {
       m = rm_max_f32(c.m, state[0]);
       of.old = rm_exp(state[0] - m), of.add = rm_exp(c.m - m);
@@ -324,12 +325,12 @@ __device__ void end_split(const float (&acc)[S::DT][CT][4], block &b, const rm_a
         const joined of = b.merges[column];
         const span live = b.columns[column].live;
         const int64_t d = (t.d_tile0 + i0) * RM_MMA_ROWS + in;
-        if (of.place < 0 || d >= a.head_dim) continue;
-        float *state = states + (of.place - place0) * rm_state_floats(a.head_dim),
+        if (of.place < 0 || d >= a.value_dim) continue;
+        float *state = states + (of.place - place0) * rm_state_floats(a.value_dim),
               sum = mine[at * PUT_PITCH + in];
         if (split != live.first / SPLIT) sum = fmaf(state[d], of.old, sum * of.add);
         if (split == live.last / SPLIT)
-          rm_put(RM_BF16, a.out, of.place * a.head_dim + d, sum * of.last / of.l);
+          rm_put(RM_BF16, a.out, of.place * a.value_dim + d, sum * of.last / of.l);
         else state[d] = sum;
       }
       __syncwarp(); // before the next sums
@@ -426,7 +427,7 @@ void launch(const rm_ctx *ctx, const rm_attention_args *a, tiles t, int64_t n_ti
             float *states) {
   const dim3 grid = rm_grid(n_tiles, a->n_kv_heads * t.head_tiles);
   const size_t shared = static_cast<size_t>(shared_bytes<S>(a->head_dim));
-  for (; t.d_tile0 < rm_mma_tile_rows(a->head_dim); t.d_tile0 += S::DT)
+  for (; t.d_tile0 < rm_mma_tile_rows(a->value_dim); t.d_tile0 += S::DT)
     RM_LAUNCH((tile_kernel<S>), grid, THREADS, shared, ctx->stream, *a, t, states);
 }
 
@@ -456,7 +457,7 @@ rm_attn_left rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_a
   const bool is_128 = rm_mma_steps(a->head_dim) == shape_128::steps(a->head_dim);
   const int64_t n_tiles = (a->rows + t.rows_each - 1) / t.rows_each,
                 n_splits = rm_count_splits(a->max_pages * a->page_size);
-  const size_t used = list_bytes(n_tiles), of_row = rm_states_bytes(a->n_heads, a->head_dim),
+  const size_t used = list_bytes(n_tiles), of_row = rm_states_bytes(a->n_heads, a->value_dim),
                of_tile = of_row * static_cast<size_t>(t.rows_each);
   // A listed row needs the states of all its splits, and a tile of several splits one of each row.
   const size_t least = rm_max64(n_splits, n_splits > 1 ? t.rows_each : 1) * of_row;

@@ -20,34 +20,6 @@ __host__ __device__ int threads_of(const rm_delta_net_args &a) {
   return CHAINS * static_cast<int>(rm_round_up(a.v_dim, RM_N_TILE));
 }
 
-struct run {
-  const rm_delta_net_args &a;
-  int64_t head, first, columns;
-  float *loaded; // the state before the run; NULL: zeros
-};
-
-// Where input i of the convolution at row t is; NULL: zero. t may be before the run.
-template <rm_dtype DTYPE>
-__device__ const void *input_at(const run &of, int64_t t, int i, int64_t channel) {
-  const rm_delta_net_args &a = of.a;
-  if (t >= of.first) return rm_at(DTYPE, a.x, t * of.columns + channel);
-  if (!of.loaded) return nullptr;
-  const int64_t before = t - of.first + a.kernel - 1;
-  return rm_at(DTYPE, rm_delta_window(&a, of.loaded), before * (2 * a.k_dim + a.v_dim) + i);
-}
-
-template <rm_dtype DTYPE> __device__ float convolved(const run &of, int64_t row, int i) {
-  const rm_delta_net_args &a = of.a;
-  const int64_t channel = rm_delta_channel(&a, of.head, i);
-  float acc = 0.0f;
-#pragma unroll 1
-  for (int j = 0; j < a.kernel; j++) {
-    const void *x = input_at<DTYPE>(of, row - a.kernel + 1 + j, i, channel);
-    acc = fmaf(rm_get(DTYPE, a.conv, channel * a.kernel + j), x ? rm_get(DTYPE, x, 0) : 0.0f, acc);
-  }
-  return rm_activate(RM_SILU, acc);
-}
-
 // Called by a warp.
 __device__ void l2_norm(float *x, int n, float factor) {
   float partial = 0.0f;
@@ -61,8 +33,9 @@ __device__ void l2_norm(float *x, int n, float factor) {
 }
 
 // Called by a warp.
-template <rm_dtype DTYPE> __device__ void put_normed(const run &of, int64_t row, const float *o) {
-  const rm_delta_net_args &a = of.a;
+template <rm_dtype DTYPE>
+__device__ void put_normed(const rm_delta_run &of, int64_t row, const float *o) {
+  const rm_delta_net_args &a = *of.a;
   const int v_dim = static_cast<int>(a.v_dim);
   float partial = 0.0f;
 #pragma unroll 1
@@ -70,26 +43,9 @@ template <rm_dtype DTYPE> __device__ void put_normed(const run &of, int64_t row,
   const float scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(v_dim) + a.eps);
 #pragma unroll 1
   for (int j = rm_lane(); j < v_dim; j += RM_WARP) {
-    const float z = rm_get(DTYPE, a.x, row * of.columns + rm_delta_z(&a, of.head) + j);
+    const float z = rm_get(DTYPE, a.x, row * of.columns + rm_delta_z(&of) + j);
     rm_put(DTYPE, a.out, (row * a.n_v_heads + of.head) * a.v_dim + j,
            o[j] * scale * rm_get(DTYPE, a.norm, j) * rm_activate(RM_SILU, z));
-  }
-}
-
-// A thread moves all inputs of its channels, ascending, since the slot may be the loaded one.
-template <rm_dtype DTYPE>
-__device__ void save_window(const run &of, int64_t row, float *state, int threads) {
-  const rm_delta_net_args &a = of.a;
-  const int n = static_cast<int>(2 * a.k_dim + a.v_dim);
-  const uint32_t zero = 0;
-#pragma unroll 1
-  for (int i = rm_thread(); i < n; i += threads) {
-    const int64_t channel = rm_delta_channel(&a, of.head, i);
-#pragma unroll 1
-    for (int j = 0; j < a.kernel - 1; j++) {
-      const void *x = input_at<DTYPE>(of, row - a.kernel + 2 + j, i, channel);
-      rm_copy_elem(DTYPE, rm_delta_window(&a, state), j * n + i, x ? x : &zero, 0);
-    }
   }
 }
 
@@ -114,25 +70,19 @@ __device__ void each_step(const float *q, const float *k, int steps, F f) {
 }
 
 // Computes q, k and v of n rows and their gates in shared memory. A barrier must follow.
-template <rm_dtype DTYPE>
-__device__ void load_rows(const run &of, int64_t row, int n, float *rows, float *gates,
+__device__ void load_rows(const rm_delta_run &of, int64_t row, int n, float *rows, float *gates,
                           int threads) {
-  const rm_delta_net_args &a = of.a;
   const int v_pad = threads / CHAINS, pitch = 2 * VECTOR + v_pad, warps = threads / RM_WARP,
-            k_dim = static_cast<int>(a.k_dim), v_dim = static_cast<int>(a.v_dim),
-            width = 2 * k_dim + v_pad;
+            k_dim = static_cast<int>(of.a->k_dim), width = 2 * k_dim + v_pad;
 #pragma unroll 1
-  for (int at_all = rm_thread(); at_all < n * width; at_all += threads) {
-    const int r = at_all / width, i = at_all % width, vector = i < k_dim ? 0 : VECTOR;
-    const float u = i < 2 * k_dim + v_dim ? convolved<DTYPE>(of, row + r, i) : 0.0f;
-    rows[r * pitch + (i < 2 * k_dim ? vector + chain_at(i - (i < k_dim ? 0 : k_dim))
-                                    : 2 * VECTOR + i - 2 * k_dim)] = u;
+  for (int each = rm_thread(); each < n * width; each += threads) {
+    const int r = each / width, i = each % width;
+    const int to = i < k_dim       ? chain_at(i)
+                   : i < 2 * k_dim ? VECTOR + chain_at(i - k_dim)
+                                   : 2 * VECTOR + i - 2 * k_dim;
+    rows[r * pitch + to] = i < of.n ? rm_delta_convolved(&of, row + r, i) : 0.0f;
   }
-  if (rm_thread() < n) {
-    const void *x = rm_at(DTYPE, a.x, (row + rm_thread()) * of.columns);
-    gates[2 * rm_thread()] = rm_delta_decay(&a, x, of.head);
-    gates[2 * rm_thread() + 1] = rm_delta_beta(&a, x, of.head);
-  }
+  if (rm_thread() < n) rm_delta_gates(&of, row + rm_thread(), gates + 2 * rm_thread());
   __syncthreads();
 #pragma unroll 1
   for (int i = rm_warp(); i < 2 * n; i += warps)
@@ -141,7 +91,7 @@ __device__ void load_rows(const run &of, int64_t row, int n, float *rows, float 
 }
 
 template <rm_dtype DTYPE, bool FULL>
-__global__ void __launch_bounds__(CHAINS *RM_MAX_DELTA_DIM) delta_kernel(rm_delta_net_args a) {
+__global__ void __launch_bounds__(CHAINS *RM_MAX_DELTA_DIM, 1) delta_kernel(rm_delta_net_args a) {
   RM_SHARED(shared); // ROWS times q, k and v, which o replaces; then decay and beta of the rows
   const int64_t first = blockIdx.x;
   const int32_t seq = a.seq_of_row[first];
@@ -150,10 +100,7 @@ __global__ void __launch_bounds__(CHAINS *RM_MAX_DELTA_DIM) delta_kernel(rm_delt
             pitch = 2 * VECTOR + threads / CHAINS, k_dim = static_cast<int>(a.k_dim);
   const int chain = lane / COLUMNS, column = warp * COLUMNS + lane % COLUMNS,
             steps = (k_dim - chain + CHAINS - 1) / CHAINS;
-  const int32_t slot = a.load_slots[seq];
-  const run of = {a, blockIdx.y, first,
-                  rm_delta_columns(a.n_k_heads, a.n_v_heads, a.k_dim, a.v_dim),
-                  slot < 0 ? nullptr : rm_delta_state(&a, slot, blockIdx.y)};
+  const rm_delta_run of = rm_delta_run_at(&a, first, blockIdx.y);
   float *gates = shared + ROWS * pitch;
   const int64_t at = rm_packed_index(RM_F32, k_dim, column, chain); // then CHAINS rows at a time
   float state[LENGTH];
@@ -163,7 +110,7 @@ __global__ void __launch_bounds__(CHAINS *RM_MAX_DELTA_DIM) delta_kernel(rm_delt
   for (int64_t row = first; row < a.rows && a.seq_of_row[row] == seq; row += ROWS) {
     int n = 1;
     while (n < ROWS && row + n < a.rows && a.seq_of_row[row + n] == seq) n++;
-    load_rows<DTYPE>(of, row, n, shared, gates, threads);
+    load_rows(of, row, n, shared, gates, threads);
     __syncthreads();
 #pragma unroll 1
     for (int r = 0; r < n; r++) {
@@ -180,13 +127,14 @@ __global__ void __launch_bounds__(CHAINS *RM_MAX_DELTA_DIM) delta_kernel(rm_delt
       });
       const float o = over_chains(sum);
       if (chain == 0) *v = o; // the column's four lanes have read v before the shuffles
-      const int32_t to = a.save_slots[row + r];
-      if (to < 0) continue; // the whole block
-      float *saved = rm_delta_state(&a, to, of.head);
+      float *saved = rm_delta_state(&a, a.save_slots[row + r], of.head);
+      if (!saved) continue; // the whole block
 #pragma unroll
       for (int i = 0; i < LENGTH; i++)
         if (FULL || i < steps) saved[at + i * CHAINS * RM_N_TILE] = rm_canon(state[i]);
-      save_window<DTYPE>(of, row + r, saved, threads);
+#pragma unroll 1
+      for (int i = rm_thread(); i < of.n; i += threads)
+        rm_delta_save_inputs(&of, row + r, saved, i, 1);
     }
     __syncthreads();
 #pragma unroll 1

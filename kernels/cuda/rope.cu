@@ -35,12 +35,11 @@ __device__ inline float scale_of_all(const float *squares, int64_t n_heads,
   return 1.0f / sqrtf(total / static_cast<float>(n_heads * a.head_dim) + a.eps);
 }
 
-// Copies a head to shared memory.
+// Copies n elements to shared memory.
 template <rm_dtype DTYPE>
-__device__ void load_head(float *head_at, const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
-                          int head_dim, int lane) {
-  const int64_t from = (row * (a.n_heads + 2 * a.n_kv_heads) + head) * head_dim;
-  for (int i = lane; i < head_dim; i += RM_WARP) head_at[i] = rm_get(DTYPE, a.qkv, from + i);
+__device__ void load_head(float *head_at, const rm_qk_rope_kv_args &a, int64_t from, int n,
+                          int lane) {
+  for (int i = lane; i < n; i += RM_WARP) head_at[i] = rm_get(DTYPE, a.qkv, from + i);
   __syncwarp();
 }
 
@@ -90,29 +89,52 @@ __device__ bool all_finite(const float *x, int n, int lane) {
   return __ballot_sync(RM_ALL_LANES, bad) == 0;
 }
 
-// Stores k from shared memory and a copy of v; zeros instead of one that is not finite.
+// Stores k from shared memory and a copy of v, which may be there too; zeros instead of one that is
+// not finite.
 template <rm_dtype DTYPE, rm_packing PACKING>
 __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head, const float *k,
-                         bool k_ok, int64_t v_at, int lane) {
+                         int64_t v_at, int lane) {
   // In 32 bits: a 64-bit division is a function call.
   const uint32_t slot = static_cast<uint32_t>(a.slots[row]),
                  page_size = static_cast<uint32_t>(a.page_size);
   const int64_t page = slot / page_size, pos = slot % page_size;
   const int64_t k_base = (page * a.n_kv_heads + head) * rm_k_page_elems(a.page_size, a.head_dim);
-  const int64_t v_base = (page * a.n_kv_heads + head) * rm_v_page_elems(a.page_size, a.head_dim);
+  const int64_t value_dim = rm_value_dim(a.value_dim, a.head_dim);
+  const int64_t v_base = (page * a.n_kv_heads + head) * rm_v_page_elems(a.page_size, value_dim);
+  const float *latent = a.value_dim ? k + a.rotary_dim : nullptr;
   bool bad = false;
+  for (int64_t d = lane; d < value_dim; d += RM_WARP)
+    bad |= !rm_is_finite(latent ? latent[d] : rm_get(DTYPE, a.qkv, v_at + d));
+  const bool v_ok = __ballot_sync(RM_ALL_LANES, bad) == 0,
+             k_ok = all_finite(k, static_cast<int>(a.head_dim), lane);
   for (int64_t d = lane; d < a.head_dim; d += RM_WARP)
-    bad |= !rm_is_finite(rm_get(DTYPE, a.qkv, v_at + d));
-  const bool v_ok = __ballot_sync(RM_ALL_LANES, bad) == 0;
-  for (int64_t d = lane; d < a.head_dim; d += RM_WARP) {
     rm_put(DTYPE, a.k_cache, k_base + rm_weight_index<DTYPE, PACKING>(a.head_dim, pos, d),
            k_ok ? k[d] : 0.0f);
-    const int64_t to = v_base + rm_value_index<DTYPE, PACKING>(a.head_dim, pos, d);
-    if (v_ok) rm_copy_elem(DTYPE, a.v_cache, to, a.qkv, v_at + d);
-    else rm_put(DTYPE, a.v_cache, to, 0.0f);
+  for (int64_t d = lane; d < value_dim; d += RM_WARP) {
+    const int64_t to = v_base + rm_value_index<DTYPE, PACKING>(value_dim, pos, d);
+    if (v_ok && !latent) rm_copy_elem(DTYPE, a.v_cache, to, a.qkv, v_at + d);
+    else rm_put(DTYPE, a.v_cache, to, v_ok ? latent[d] : 0.0f);
   }
   // Several heads of one row may do this at the same time: they write the same value.
   if (lane == 0 && !(k_ok && v_ok)) a.row_flags[row] |= RM_ROW_KV_NONFINITE;
+}
+
+// A head of q, or the only kv head, of a row of latent attention.
+template <rm_dtype DTYPE, rm_packing PACKING>
+__device__ void latent_head(float *made, const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
+                            int lane) {
+  const int64_t q = a.n_heads * a.q_dim, base = row * (q + a.head_dim);
+  const int rotary = static_cast<int>(a.rotary_dim), value_dim = static_cast<int>(a.value_dim);
+  const bool is_q = head < a.n_heads;
+  load_head<DTYPE>(made, a, base + (is_q ? (head + 1) * a.q_dim - rotary : q + value_dim), rotary,
+                   lane);
+  rotate_head<DTYPE>(made, a, row, lane);
+  for (int d = lane; is_q && d < rotary; d += RM_WARP)
+    rm_put(DTYPE, a.q_out, (row * a.n_heads + head) * a.head_dim + d, made[d]);
+  if (is_q) return;
+  load_head<DTYPE>(made + rotary, a, base + q, value_dim, lane);
+  norm_head<DTYPE>(made + rotary, a, row, head, value_dim, lane);
+  store_kv<DTYPE, PACKING>(a, row, 0, made, 0, lane);
 }
 
 template <rm_dtype DTYPE, rm_packing PACKING>
@@ -124,14 +146,18 @@ __global__ void __launch_bounds__(THREADS) rope_kernel(rm_qk_rope_kv_args a) {
                 kv_head = head - a.n_heads;
   if (head >= a.n_heads + a.n_kv_heads || (kv_head >= 0 && a.slots[row] < 0)) return; // whole warps
   float *normed = shared + warp * head_dim;
+  if (a.value_dim) { // in all warps
+    latent_head<DTYPE, PACKING>(normed, a, row, head, lane);
+    return;
+  }
   const int64_t of_row = row * (a.n_heads + 2 * a.n_kv_heads);
-  load_head<DTYPE>(normed, a, row, head, head_dim, lane);
+  load_head<DTYPE>(normed, a, (of_row + head) * head_dim, head_dim, lane);
   if (!a.norm_last) norm_head<DTYPE>(normed, a, row, head, head_dim, lane);
   rotate_head<DTYPE>(normed, a, row, lane);
   if (a.norm_last) norm_head<DTYPE>(normed, a, row, head, head_dim, lane);
   if (kv_head >= 0) {
-    store_kv<DTYPE, PACKING>(a, row, kv_head, normed, all_finite(normed, head_dim, lane),
-                             (of_row + head + a.n_kv_heads) * head_dim, lane);
+    store_kv<DTYPE, PACKING>(a, row, kv_head, normed, (of_row + head + a.n_kv_heads) * head_dim,
+                             lane);
     return;
   }
   for (int d = lane; d < head_dim; d += RM_WARP)

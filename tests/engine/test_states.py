@@ -131,6 +131,17 @@ def test_new_weights_and_sleep(model: Any, seed: int) -> None:
         assert ask(gen, prompts) == second
 
 
+def test_a_failed_request_gives_its_states_back(model: Any) -> None:
+    """K is not finite, in a prompt whose pages would keep states."""
+    bad = dict(model.state)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    bad[name] = bad[name] * 3e38
+    with generator(model, state_interval=16) as gen:
+        gen.sync_weights(bad, allow_nonfinite=True)
+        with pytest.raises(rm.NumericsError, match="a row of K or V is not finite"):
+            ask(gen, [list(range(70))])
+
+
 def test_what_is_refused(model: Any) -> None:
     spec = rm.ModelSpec.from_hf(model.config)
     with pytest.raises(rm.ConfigError, match=r"state_interval: expected a multiple of block_size"):

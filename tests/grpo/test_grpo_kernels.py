@@ -54,6 +54,7 @@ EXPERTS = "num_experts_per_tok=2, num_experts=8"
 DEEPSEEK = (
     "num_experts_per_tok=2, n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=16"
 )
+LATENT = "kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=16"
 KEYS = {  # of [model], besides SIZES
     "mistral": "sliding_window=8",
     "qwen2": 'use_sliding_window=true, sliding_window=8, layer_types=["full_attention", '
@@ -90,6 +91,8 @@ KEYS = {  # of [model], besides SIZES
     "moe_num_shared_experts=1, moe_norm_min=0.3, moe_layer_start_index=0, moe_layer_end_index=1, "
     "moe_layer_interval=1",
     "ministral": "sliding_window=8, head_dim=8",
+    "deepseek_v3": f"{DEEPSEEK}, {LATENT}, q_lora_rank=12, first_k_dense_replace=1",
+    "glm4_moe_lite": f"{DEEPSEEK}, {LATENT}, q_lora_rank=12, rope_interleave=false",
 }
 DELTA = (
     "full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4, head_dim=16, "
@@ -107,9 +110,12 @@ QUICK = ("llama", "qwen2", "glm4_moe")
 
 def model_of(family: str) -> str:
     keys = f", {KEYS[family]}" if family in KEYS else ""
+    sizes = SIZES
+    if FAMILIES[family].latent:  # each head has its own keys
+        sizes = sizes.replace("num_key_value_heads=2", "num_key_value_heads=4")
     return (
         f"model={{architecture='{family}', max_position_embeddings=64, initializer_range=0.1, "
-        f"{SIZES}{keys}}}"
+        f"{sizes}{keys}}}"
     )
 
 

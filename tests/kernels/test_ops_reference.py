@@ -414,26 +414,30 @@ def test_norm_over_all_heads(dtype: str, rng: np.random.Generator) -> None:
 def test_attention_against_float64(
     dtype: str, window: int, has_sinks: bool, rng: np.random.Generator
 ) -> None:
-    for length, heads, kv_heads, head_dim in (
-        (1, 2, 1, 16),
-        (45, 4, 2, 24),
-        (70, 3, 3, 40),
-        (1100, 1, 1, 8),
+    for length, heads, kv_heads, head_dim, value_dim in (
+        (1, 2, 1, 16, 0),
+        (45, 4, 2, 24, 0),
+        (70, 3, 3, 40, 0),
+        (1100, 1, 1, 8, 0),
+        (40, 4, 1, 40, 18),
     ):
+        of_v = value_dim or head_dim
         k, v = (
             normal(rng, (length, kv_heads, head_dim), dtype),
-            normal(rng, (length, kv_heads, head_dim), dtype),
+            normal(rng, (length, kv_heads, of_v), dtype),
         )
         pages = -(-length // 16)
-        k_cache, v_cache = ops.kv_cache(pages, kv_heads, 16, head_dim, dtype=dtype)
+        k_cache, v_cache = ops.kv_cache(
+            pages, kv_heads, 16, head_dim, value_dim=value_dim, dtype=dtype
+        )
         for page in range(pages):
             for h in range(kv_heads):
                 rows = slice(16 * page, 16 * page + 16)
                 block_k, block_v = (
                     np.zeros((16, head_dim), k.dtype),
-                    np.zeros((16, -(-head_dim // 16) * 16), k.dtype),
+                    np.zeros((16, -(-of_v // 16) * 16), k.dtype),
                 )
-                block_k[: len(k[rows])], block_v[: len(v[rows]), :head_dim] = k[rows, h], v[rows, h]
+                block_k[: len(k[rows])], block_v[: len(v[rows]), :of_v] = k[rows, h], v[rows, h]
                 k_cache[page, h] = ops.pack(block_k, dtype=dtype, isa=REF)
                 v_cache[page, h] = (
                     block_v.reshape(8, 2, -1).transpose(0, 2, 1) if dtype == "bfloat16" else block_v
@@ -453,6 +457,7 @@ def test_attention_against_float64(
                 page_size=16,
                 scale=scale,
                 window=window,
+                value_dim=value_dim,
                 sinks=sinks,
                 isa=REF,
             )
@@ -489,11 +494,58 @@ def test_attention_against_float64(
                 scale=scale,
                 window=window,
                 group=group,
+                value_dim=value_dim,
                 head0=h % group,
                 sinks=None if sinks is None else sinks[h : h + 1].copy(),
                 isa=REF,
             )
             assert (f64(part)[:, 0] == out[:, h]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_latent_attention(dtype: str, rng: np.random.Generator) -> None:
+    """Compares qk_rope_kv with the same op for heads that are only rotated, and with rms_norm: 0
+    bits differ. A latent that is not finite is stored as zeros and flags its row."""
+    heads, rank, n, nope, rows = 3, 20, 4, 6, 5
+    q_dim, head_dim = nope + 2 * n, 2 * n + rank
+    qkv = normal(rng, (rows, heads * q_dim + rank + 2 * n), dtype)
+    weight = normal(rng, (rank,), dtype)
+    frequencies = np.float32(100.0) ** -(np.arange(n, dtype=np.float32) / n)
+    rope = ops.rope_table(frequencies, 50, dtype=dtype)
+    positions, slots = rng.integers(0, 50, rows).astype(np.int32), np.arange(rows)
+    qkv[4, heads * q_dim + 1] = stored(np.float32([np.nan]), dtype)[0]
+    flags = np.zeros(rows, np.uint8)
+    args = {"page_size": 16, "eps": 1e-6, "isa": REF}
+    k_cache, v_cache = ops.kv_cache(1, 1, 16, head_dim, value_dim=rank, dtype=dtype)
+    q = ops.qk_rope_kv(
+        qkv, None, weight, *rope, positions, slots, k_cache, v_cache, num_heads=heads,
+        value_dim=rank, q_dim=q_dim, row_flags=flags, **args,
+    )  # fmt: skip
+    of_q, latent, key = np.split(qkv, [heads * q_dim, heads * q_dim + rank], 1)
+    of_q = of_q.reshape(rows, heads, q_dim)[..., nope:].reshape(rows, -1)
+    plain = np.concatenate([of_q, key, key], 1)
+    turned_k, _ = ops.kv_cache(1, 1, 16, 2 * n, dtype=dtype)
+    turned = ops.qk_rope_kv(
+        plain, None, None, *rope, positions, slots, turned_k, _, num_heads=heads, **args
+    )
+    assert (q[..., : 2 * n] == turned).all()
+    assert flags.tolist() == [0, 0, 0, 0, 1]
+    one = stored(np.eye(head_dim, dtype=np.float32), dtype)
+    k = ops.gemm(one, k_cache[0, 0], 16, isa=REF).T
+    wanted_key = ops.gemm(one[: 2 * n, : 2 * n].copy(), turned_k[0, 0], 16, isa=REF).T
+    normed = ops.rms_norm(latent.copy(), weight, eps=1e-6, isa=REF)
+    assert (k[:4, : 2 * n] == wanted_key[:4]).all()
+    assert (values(k[:4, 2 * n :]) == values(normed[:4])).all()
+    v = v_cache[0, 0].reshape(8, 32, 2).transpose(0, 2, 1) if dtype == "bfloat16" else v_cache[0, 0]
+    v = v.reshape(16, 32)[:, :rank]
+    assert (v[:4] == normed[:4]).all()
+    assert not k[4].any()
+    assert not v[4].any()
+    with pytest.raises(errors.ShapeError, match="value_dim: expected a kv head of"):
+        ops.qk_rope_kv(
+            qkv, None, weight, *rope, positions, slots, k_cache, v_cache, num_heads=heads,
+            value_dim=rank, q_dim=q_dim, norm_last=True, **args,
+        )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- mixture of experts

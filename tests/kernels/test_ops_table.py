@@ -77,6 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qk_rope_kv": {
         "num_heads": 2, "page_size": 16, "eps": 1e-6, "zero_centered": True, "norm_last": False,
+        "value_dim": 0, "q_dim": 0,
         "qkv": words(2, 128), "q_weight": words(64),
         "k_weight": words(32), "k_cache": words(1, 1, 512), "v_cache": words(1, 1, 512),
         "cos": f32(4, 16), "sin": f32(4, 16), "positions": i32(2), "slots": np.arange(2),
@@ -85,6 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "attention": {
         "page_size": 16, "window": 0, "scale": 1.0, "softcap": 30.0, "group": 2, "head0": 0,
+        "value_dim": 0,
         "q": words(2, 2, 32),
         "k_cache": words(1, 1, 512), "v_cache": words(1, 1, 512), "positions": i32(2),
         "seq_of_row": i32(2), "block_tables": i32(1, 2), "sinks": words(2), "out": words(2, 2, 32),

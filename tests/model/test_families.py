@@ -146,6 +146,8 @@ def test_a_missing_key_has_the_default_of_transformers(family: str, seed: int) -
     """The alternative is that the config is refused, because the key is required."""
     fields = {"model_type": family, **family_models.FAMILIES[family](family_models.Dice([seed]))}
     fields |= {"num_attention_heads": 32, "num_key_value_heads": 16, "hidden_size": 128}
+    if FAMILIES[family].latent:  # each head has its own keys
+        fields["num_key_value_heads"] = 32
     if "use_sliding_window" in FAMILIES[family].keys.split():
         fields |= {
             "use_sliding_window": True,
@@ -181,17 +183,52 @@ def test_a_partial_rotary_factor_of_none_turns_whole_heads(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("hy_v3", {"moe_intermediate_size": 2**40}, "moe_intermediate_size: expected 1 to 4194304"),
+        ("ernie4_5_moe", {"moe_k": 99}, "moe_k: expected at most moe_num_experts="),
+        ("ernie4_5_moe", {"moe_num_experts": 2**32}, "moe_num_experts: expected 0 to 16384"),
+        ("mixtral", {"intermediate_size": 2**40}, "^intermediate_size: expected 1 to 4194304"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 2**22 + 1},
+            r"shared_expert_intermediate_size: expected an integer in \[1, 4194304\]",
+        ),
+        ("minimax_m2", {"rotary_dim": 7}, "rotary_dim: expected an even number, got 7"),
+        ("minimax_m2", {"rotary_dim": 2**20}, "rotary_dim: expected an integer in "),
+        ("minimax_m2", {"scoring_func": [np.arange(3)]}, "scoring_func: expected 'sigmoid'"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_key_of_the_config(
+    name: str, changes: dict[str, Any], message: str, seed: int
+) -> None:
+    """Also where the engine's field has another name, or a product is too large."""
+    fields = {
+        "model_type": name,
+        **family_models.FAMILIES[name](family_models.Dice([seed])),
+        **family_models.cuttable(name),
+    }
+    with pytest.raises(rm.ConfigError, match=message):
+        rm.ModelSpec.from_hf(fields | changes)
+
+
+@pytest.mark.parametrize(
     "changes, message",
     [
         ({"num_local_experts": 4}, "n_routed_experts=8 and num_local_experts=4 differ"),
         (
             {"n_routed_experts": 9},
-            "n_group=2, topk_group=1: expected groups of equal size, at least 2 of num_experts=9",
+            "n_group=2, topk_group=1: expected groups of equal size, at least 2 of "
+            "n_routed_experts=9",
         ),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok: expected at most num_experts=8, got 9"),
+        (
+            {"num_experts_per_tok": 9},
+            "num_experts_per_tok: expected at most n_routed_experts=8, got 9",
+        ),
         (
             {"n_shared_experts": 2, "moe_intermediate_size": 2**22},
-            "shared_intermediate_size: expected 0 to 4194304, got 8388608",
+            r"n_shared_experts: expected an integer in \[0, 1\], got 2",
         ),
         (
             {"partial_rotary_factor": 0.1},
@@ -352,6 +389,10 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
             one = f"{name.rpartition('.')[0]}.{e}.{part}"
             held |= {f"{one}.weight": (rows // len(parts), cols)}
             held |= {f"{one}.bias": (rows // len(parts),)}
+    # The keys and values of latent attention, which are listed apart, keys transposed.
+    for name in [name for name in held if name.endswith("self_attn.kv_b_proj.weight")]:
+        held.pop(name)
+        held |= {(key := name.replace("kv_b", part)): listed[key] for part in ("k_b", "v_b")}
     for name in [name for name in held if name.endswith("self_attn.qkv_proj.weight")]:  # Phi-3's
         held.pop(name)
         held |= {(key := name.replace("qkv", part)): listed[key] for part in "qkv"}
@@ -361,7 +402,7 @@ def test_a_checkpoint_folder_is_the_module(family: str, tmp_path: Path, seed: in
         "in_proj_ba": ["in_proj_b", "in_proj_a"],
         "in_proj_qkv": [f"in_proj_{part}" for part in "qkv"],
         "conv1d": [f"conv1d_{part}" for part in "qkv"],
-    } | ({"q_proj": ["q_proj", "gate_proj"]} if FAMILIES[family].gate_in_q else {})
+    } | ({"q_proj": ["q_proj.query", "q_proj.gate"]} if FAMILIES[family].gate_in_q else {})
     for name, parts_of in itertools.product(list(held), fused.items()):
         if name.endswith(f".{parts_of[0]}.weight"):
             shape = held.pop(name)
@@ -664,6 +705,101 @@ def test_fused_and_turned_rows(seed: int) -> None:
         gen.sync_weights(state | {"layers.0.attention.wq.weight": torch.ones(96, 96)}, cast=True)
 
 
+def test_keys_and_values_of_latents_under_either_name(seed: int) -> None:
+    """kv_b_proj as in a checkpoint, strided, and as the parts that ModelSpec.parameters lists: the
+    same digest and results. The error for an element that is not finite has its index in the
+    sender's tensor."""
+    model = cut("deepseek_v3", seed)
+    spec, torch = rm.ModelSpec.from_hf(model.config), oracle.torch
+    pitch, nope = spec.qk_nope_head_dim + spec.v_head_dim, spec.qk_nope_head_dim
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    parts, strided = dict(model.state), dict(model.state)
+    for layer in range(spec.num_hidden_layers):
+        at = f"model.layers.{layer}.self_attn."
+        both = parts.pop(f"{at}kv_b_proj.weight")
+        strided[f"{at}kv_b_proj.weight"] = torch.stack([both, both], -1)[..., 0]
+        k, v = both.view(6, pitch, -1).split([nope, spec.v_head_dim], 1)
+        parts[f"{at}k_b_proj.weight"] = k.transpose(1, 2).reshape(-1, nope)
+        parts[f"{at}v_b_proj.weight"] = v.reshape(-1, spec.kv_lora_rank)
+    listed = {parameter.name: parameter.shape for parameter in spec.parameters()}
+    assert all(tuple(x.shape) == listed[key] for key, x in parts.items() if "_b_proj" in key)
+    for options in ({}, {"mesh": rm.Mesh(tp=2)}, {"mesh": rm.Mesh(tp=3), "dtype": "bfloat16"}):
+        with generator(model, **options) as gen:
+            want = gen.logits([[1, 2, 3, 4]])[0]
+            digest = gen.sync_weights(model.state, cast=True).digest
+            for state in (parts, strided):
+                assert gen.sync_weights(state, cast=True).digest == digest
+                assert gen.logits([[1, 2, 3, 4]])[0].tobytes() == want.tobytes()
+            for row in (1, pitch - 1, 4 * pitch + nope - 1):
+                broken = model.state[name].clone()
+                broken[row, 3] = float("nan")
+                with pytest.raises(rm.NonFiniteError, match=rf"element \[{row}, 3\] is not finite"):
+                    gen.sync_weights({**model.state, name: broken}, cast=True)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attention_bias": True}, "attention_bias: expected False, got True"),
+        ({"kv_lora_rank": 40}, "kv_lora_rank: expected a multiple of 16, got 40"),
+        ({"v_head_dim": 24}, "v_head_dim: expected a multiple of 16, got 24"),
+        (
+            {"num_key_value_heads": 2},
+            "num_key_value_heads: expected 6 with latent attention, got 2",
+        ),
+        ({"head_dim": 16}, "head_dim: expected 12 with latent attention, got 16"),
+        ({"scoring_func": "softmax"}, "scoring_func: expected 'sigmoid', got 'softmax'"),
+        ({"topk_method": "greedy"}, "topk_method: expected 'noaux_tc', got 'greedy'"),
+        ({"index_topk": 2048}, "unknown config keys: index_topk=2048"),
+    ],
+    ids=str,
+)
+def test_what_latent_attention_refuses(changes: dict[str, Any], message: str, seed: int) -> None:
+    fields = cut("deepseek_v3", seed).config.to_dict() | changes
+    with pytest.raises(rm.ConfigError, match=message):
+        rm.ModelSpec.from_hf(fields)
+    spec = rm.ModelSpec.from_hf(cut("deepseek_v3", seed).config)
+    assert rm.ModelSpec.from_dict(spec.to_dict()) == spec
+    for field in ({"sinks": True}, {"layer_kinds": ()}, {"kv_lora_rank": 0}):
+        with pytest.raises(rm.ConfigError, match=r"latent|layer_kinds"):
+            dataclasses.replace(spec, **field)
+
+
+def test_published_configs_of_latent_attention() -> None:
+    """Kimi-K2's config.json and Moonlight's, abridged."""
+    kimi: dict[str, Any] = {
+        "model_type": "kimi_k2", "hidden_size": 7168, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 64,
+        "num_key_value_heads": 64, "n_routed_experts": 384, "num_experts_per_tok": 8,
+        "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "moe_layer_freq": 1, "seq_aux": True, "aux_loss_alpha": 0.001,
+        "ep_size": 1, "num_nextn_predict_layers": 0, "vocab_size": 163840, "norm_topk_prob": True,
+        "max_position_embeddings": 131072, "rope_theta": 50000.0, "rope_scaling": {
+            "type": "yarn", "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+        },
+        "eos_token_id": 163585, "auto_map": {"AutoConfig": "configuration_deepseek.Config"},
+    }  # fmt: skip
+    spec = rm.ModelSpec.from_hf(kimi, ignore=("auto_map",))
+    assert spec.model_type == "deepseek_v3"
+    assert spec.num_parameters == 1_026_408_209_408
+    mscale = 0.1 * np.log(32.0) + 1
+    assert np.isclose(spec.attention_scale, 192**-0.5 * mscale**2)
+    assert spec.kv_elements_per_token() == 61 * (64 + 2 * 512)
+    moonlight = kimi | {
+        "model_type": "deepseek_v3", "hidden_size": 2048, "intermediate_size": 11264,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "n_routed_experts": 64, "num_experts_per_tok": 6,
+        "n_shared_experts": 2, "q_lora_rank": None, "rope_scaling": None,
+        "routed_scaling_factor": 2.446, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    spec = rm.ModelSpec.from_hf(moonlight, ignore=("auto_map",))
+    assert spec.q_lora_rank == 0
+    assert spec.num_parameters == 15_960_108_544
+
+
 # ------------------------------------------------------------------------------------ the trainer
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", SOME)
@@ -725,7 +861,7 @@ def test_gradients_are_transformers(family: str, seed: int) -> None:
     assert max(error.values()) < 1e-3, error
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite"])
+@pytest.mark.parametrize("family", ["gemma2", "granite", "deepseek_v3"])
 def test_the_cap_reaches_loss_and_long_sequences(family: str, seed: int) -> None:
     """A patched model's logits are the generator's, its loss is of these, and gradients of rows too
     long for stored scores are transformers'."""

@@ -44,7 +44,7 @@ ALL = {
     },
     **{
         family: {"num_experts_per_tok": 8, "topk_group": 2}
-        for family in ("dots1", "solar_open", "exaone_moe")
+        for family in ("dots1", "solar_open", "exaone_moe", "deepseek_v3", "glm4_moe_lite")
     },
     "ernie4_5_moe": {"moe_k": 8},
     "hunyuan_v1_moe": {"moe_topk": 8},
@@ -117,7 +117,9 @@ def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> N
         kinds, layers = list(sizes.matrices(spec)), spec.num_hidden_layers
         # Stored as float32, whether the family has a bias or not.
         bias = sum(spec.is_moe_layer) * (4 * spec.num_experts + LINE)
-        fused = 5 if spec.layer_kinds else 2  # parts of one matrix, without the first
+        fused = (
+            5 if "delta_net" in spec.layer_kinds else 2
+        )  # parts of one matrix, without the first
         tiles = fused * layers * sizes.TILE_ROWS * (spec.hidden_size + sizes.TILE_COLS) * each
         for tp in (1, 2, 3) if model is models[3] else (1,):
             held = sum(sum(rank.values()) for rank in sizes.rank_bytes(spec, dtype, tp))

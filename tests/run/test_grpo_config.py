@@ -115,6 +115,7 @@ rollout.async_level 0 [0, 64]
 generator.threads 0 [0, 256]
 generator.max_model_len 4096 [2, inf)
 generator.max_num_seqs 256 [1, 65536]
+generator.state_interval 0 [0, 16777216]
 generator.kv_cache_gib 1.0 (0, inf)
 generator.tp 1 [1, inf)
 generator.dp 1 [1, inf)

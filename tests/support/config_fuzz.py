@@ -87,6 +87,10 @@ DEEPSEEK: Config = {
     "n_shared_experts": 1, "moe_intermediate_size": 24, "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 1, "norm_topk_prob": True,
 }  # fmt: skip
+LATENT: Config = {
+    "kv_lora_rank": 32, "qk_nope_head_dim": 6, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 BASES: list[Config] = [
     helpers.tiny_config(),
     helpers.tiny_config(True),
@@ -149,6 +153,14 @@ BASES: list[Config] = [
         moe_layer_end_index=-1
     ),
     of_family("phi3", sliding_window=9, rope_scaling=LONGROPE | {"type": "su"}),
+    of_family(
+        "deepseek_v3", q_lora_rank=None, scoring_func="sigmoid", **DEEPSEEK, **LATENT,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    of_family(
+        "glm4_moe_lite", q_lora_rank=8, mlp_layer_types=["dense", "sparse"], rope_interleave=False,
+        **DEEPSEEK, **LATENT,
+    ),
 ]  # fmt: skip
 KNOWN = sorted(
     {key for base in BASES for key in base}
@@ -192,9 +204,13 @@ ROPE = ["rope_parameters", "rope_scaling", *ROPE_KEYS, "partial_rotary_factor"]
 # Keys that a refusal may name instead of the one that was touched: what is computed from it, or
 # held against it.
 AKIN: dict[str, list[str]] = {
-    "hidden_size": ["head_dim"],
-    "num_attention_heads": ["head_dim", "num_key_value_heads"],
-    "head_dim": ["num_attention_heads", *ROPE],
+    "hidden_size": ["head_dim", "rotary_dim"],
+    "num_attention_heads": ["head_dim", "num_key_value_heads", "rotary_dim"],
+    "head_dim": ["num_attention_heads", "rotary_dim", *ROPE],
+    "kv_lora_rank": ["head_dim"],
+    "qk_rope_head_dim": ["head_dim", "qk_head_dim", "num_attention_heads", *ROPE],
+    "qk_nope_head_dim": ["qk_head_dim", "num_attention_heads"],
+    "v_head_dim": ["num_attention_heads"],
     "num_hidden_layers": ["layer_types", "mlp_only_layers", "no_rope_layers"],
     "max_position_embeddings": ROPE,
     "vocab_size": ["eos_token_id"],
@@ -209,7 +225,7 @@ AKIN: dict[str, list[str]] = {
     ],
     "num_local_experts": ["num_experts"],
     "n_routed_experts": ["num_experts_per_tok"],
-    "moe_intermediate_size": ["n_shared_experts"],
+    "moe_intermediate_size": ["n_shared_experts", "num_shared_experts"],
     "num_experts_per_tok": ["num_experts"],
     "mlp_only_layers": ["intermediate_size", "num_experts_per_tok", "moe_intermediate_size"],
     "decoder_sparse_step": ["intermediate_size", "num_experts_per_tok", "moe_intermediate_size"],
@@ -512,6 +528,10 @@ def check_spec(spec: rollmesh.ModelSpec, plant: int) -> None:
             )
             == (0, 0, 0, 0)
         )
+    if s.kv_lora_rank:
+        rules += [s.kv_lora_rank % 16 == 0, s.v_head_dim % 16 == 0, s.num_key_value_heads == 1]
+        rules += [1 <= s.v_head_dim <= 1024, 1 <= s.qk_nope_head_dim <= 1024]
+        rules += [0 <= s.q_lora_rank <= 2**22, s.num_attention_heads * s.v_head_dim <= 2**22]
     rules += [len(s.rope_layers) == s.num_hidden_layers, s.qk_norm in ("none", "head", "whole")]
     rules.append(
         s.intermediate_size == 0 if all(s.is_moe_layer) else 1 <= s.intermediate_size <= 2**22
@@ -523,9 +543,8 @@ def check_spec(spec: rollmesh.ModelSpec, plant: int) -> None:
             continue
         rules += [inv_freq.dtype == np.float32, bool(np.isfinite(inv_freq).all()), scale > 0]
         whole = FAMILIES[s.model_type].partial_rotary_factor is None
-        rules.append(
-            len(inv_freq) == s.head_dim // 2 if whole else 1 <= len(inv_freq) <= s.head_dim // 2
-        )
+        most = (s.head_dim - s.kv_lora_rank) // 2
+        rules.append(len(inv_freq) == most if whole else 1 <= len(inv_freq) <= most)
     if not all(rules):
         raise Failure(f"rule {rules.index(False)} is broken by {dataclasses.asdict(s)}")
     again = rollmesh.ModelSpec.from_dict(json.loads(json.dumps(s.to_dict())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_void_p
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 OK, BUSY, NO_MEMORY, FAULT, CAPTURE_INVALIDATED = range(5)
 EVENTS = 4
+HEADER = Path(__file__).resolve().parents[2] / "kernels" / "kernels.h"
 
 
 class Embed(Structure):
@@ -26,6 +28,7 @@ class Embed(Structure):
         ("rows", ctypes.c_int64),
         ("hidden", ctypes.c_int64),
         ("dtype", c_int),
+        ("scale", ctypes.c_float),
     )
 
 
@@ -42,16 +45,33 @@ class Context(Structure):
     )
 
 
-class Kernels(Structure):
-    """The beginning of rm_kernels, in the order of RM_OPS."""
+def op_names(of: str = "OPS") -> list[str]:
+    """Returns the ops of a list of kernels/kernels.h; OPS has all of a table, in its order."""
+    body = re.search(rf"#define RM_{of}\(X\)((?:.*\\\n)*.*)", HEADER.read_text())
+    assert body, of
+    return [
+        name
+        for op, other in re.findall(r"\bX\((\w+)|\bRM_(\w+)\(X\)", body[1])
+        for name in ([op] if op else op_names(other))
+    ]
 
-    _fields_ = (
+
+def kernels_fields(**arguments: type[Structure]) -> list[tuple[str, Any]]:
+    """Returns the fields of rm_kernels, of which those in `arguments` can be called."""
+    calls = {op: CFUNCTYPE(None, POINTER(Context), POINTER(args)) for op, args in arguments.items()}
+    ops = [*op_names(), "pack"]
+    return [
         ("isa", c_char_p),
         ("family", c_char_p),
         ("workspace_bytes", c_void_p),
-        ("fast_ops", c_void_p * 14),
-        ("embed", CFUNCTYPE(None, POINTER(Context), POINTER(Embed))),
-    )
+        *((op, calls.get(op, c_void_p)) for op in ops),
+    ]
+
+
+class Kernels(Structure):
+    """rm_kernels."""
+
+    _fields_ = kernels_fields(embed=Embed)
 
 
 class Table(Structure):

@@ -403,6 +403,31 @@ def hunyuan_v1_moe(dice: Dice) -> dict[str, Any]:
     return fields | {"num_experts": experts, "moe_topk": dice.pick(top_k, listed)}
 
 
+def deepseek_v3(dice: Dice) -> dict[str, Any]:
+    fields = sizes(dice, head_dim=False)
+    heads = dice.between(1, 6)
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": dice.pick(1.0, 0.7),
+        "mscale_all_dim": dice.pick(1.0, 0.7), "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    return fields | _deepseek(dice, fields["num_hidden_layers"]) | {
+        "hidden_size": dice.between(5, 80), "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "rope_parameters": dice.pick(yarn, fields["rope_parameters"]),
+        "q_lora_rank": dice.pick(None, dice.between(1, 40)),
+        "kv_lora_rank": 16 * dice.between(1, 5), "qk_nope_head_dim": dice.between(1, 40),
+        "qk_rope_head_dim": 2 * dice.between(2, 12), "v_head_dim": 16 * dice.between(1, 3),
+        "rope_interleave": dice.chance(0.7),
+    }  # fmt: skip
+
+
+def glm4_moe_lite(dice: Dice) -> dict[str, Any]:
+    fields = deepseek_v3(dice)
+    del fields["first_k_dense_replace"]
+    types = [dice.pick("sparse", "dense") for _ in range(fields["num_hidden_layers"])]
+    return fields | {"mlp_layer_types": dice.pick(None, types)}
+
+
 def qwen3_5_text(dice: Dice) -> dict[str, Any]:
     """At least one layer has attention."""
     fields, k_heads = sizes(dice, head_dim=False), dice.between(1, 3)
@@ -437,6 +462,8 @@ def qwen3_next(dice: Dice) -> dict[str, Any]:
 
 
 NO_HEAD_DIM = {
+    "deepseek_v3",
+    "glm4_moe_lite",
     "qwen2",
     "smollm3",
     "olmo2",
@@ -459,6 +486,7 @@ FAMILIES: dict[str, Draw] = {
     "granitemoe": granitemoe,
     "qwen3_next": qwen3_next, "qwen3_5_text": qwen3_5_text, "qwen3_5_moe_text": qwen3_5_moe_text,
     "afmoe": afmoe, "hunyuan_v1_dense": hunyuan_v1_dense, "hunyuan_v1_moe": hunyuan_v1_moe,
+    "deepseek_v3": deepseek_v3, "glm4_moe_lite": glm4_moe_lite,
 }  # fmt: skip
 
 # Those that vLLM's schedulers can serve: all layers have pages.
@@ -491,6 +519,14 @@ def cuttable(family: str) -> dict[str, Any]:
     deepseek = {
         "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3,
         "first_k_dense_replace": 1, "num_hidden_layers": 2, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
+    latent = {
+        "num_key_value_heads": 6, "kv_lora_rank": 48, "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 12, "v_head_dim": 16, "rms_norm_eps": 1e-2,
+    }  # fmt: skip
+    mscale = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+        "mscale_all_dim": 0.7, "original_max_position_embeddings": 64,
     }  # fmt: skip
     experts = {"num_experts": 8, "num_experts_per_tok": 3}
     changes = {
@@ -551,6 +587,14 @@ def cuttable(family: str) -> dict[str, Any]:
         },
         "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3},
         "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 3, **GRANITE},
+        "deepseek_v3": {
+            **deepseek, **latent, "q_lora_rank": 24, "rope_interleave": True,
+            "rope_parameters": mscale,
+        },
+        "glm4_moe_lite": {
+            **{key: n for key, n in deepseek.items() if key != "first_k_dense_replace"}, **latent,
+            "q_lora_rank": None, "mlp_layer_types": ["sparse", "dense"], "rope_interleave": False,
+        },
     }  # fmt: skip
     return heads | changes.get(family, {}) | ({"head_dim": 16} if family not in NO_HEAD_DIM else {})
 

@@ -111,16 +111,7 @@ class Pack(Structure):
 class Kernels(Structure):
     """rm_kernels."""
 
-    _fields_ = (
-        ("isa", c_char_p),
-        ("family", c_char_p),
-        ("workspace_bytes", c_void_p),
-        ("row_ops", c_void_p * 10),
-        ("gemm", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
-        ("gemm_swiglu", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Gemm))),
-        ("between", c_void_p * 8),
-        ("pack", CFUNCTYPE(None, POINTER(cuda_device.Context), POINTER(Pack))),
-    )
+    _fields_ = cuda_device.kernels_fields(gemm=Gemm, gemm_swiglu=Gemm, pack=Pack)
 
 
 CALL = CFUNCTYPE(None, c_void_p, POINTER(Gemm))

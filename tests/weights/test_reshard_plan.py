@@ -274,6 +274,22 @@ def test_what_a_mesh_wants_of_transposed_experts(mesh: tuple[int, int, int]) -> 
             check_wanted(made._engine, f"{EXPERT}.{name}_proj", (6, outer, inner), wanted, -1)
 
 
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_what_a_mesh_wants_of_keys_and_values_of_latents(tp: int) -> None:
+    """The rows of kv_b_proj by heads: all of them, for keys and values together."""
+    latent = {
+        "kv_lora_rank": 32, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 16,
+        "num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96,
+        "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 96,
+    }  # fmt: skip
+    spec = rm.ModelSpec.from_hf({"model_type": "deepseek_v3", **latent})
+    where, name = placements(spec, tp, 1, 1), "model.layers.0.self_attn.kv_b_proj.weight"
+    options = {"kv_cache_gib": 0.01, "max_model_len": 64, "threads": 1}
+    with rm.Generator(spec, mesh=rm.Mesh(tp=tp), dtype="float32", **options) as made:
+        rows = [set(range(p.heads.start * 21, p.heads.stop * 21)) for p in where]
+        check_wanted(made._engine, name, (126, 32), [[(0, one)] for one in rows])
+
+
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (3, 2, 1), (6, 1, 1)], ids=str)
 def test_what_a_mesh_wants_of_delta_nets(mesh: tuple[int, int, int]) -> None:
     """Qwen3-Next: rows of whole key heads and of whole query heads with their gates; the

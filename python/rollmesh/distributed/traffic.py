@@ -100,7 +100,7 @@ class Step(NamedTuple):
             return block + self.gathered(width)
 
         attention = spec.num_attention_layers
-        layers = attention * dense(spec.num_attention_heads * spec.head_dim)
+        layers = attention * dense(spec.attended_width)
         if delta_nets := spec.num_hidden_layers - attention:
             width = spec.linear_num_value_heads * spec.linear_value_head_dim
             layers += delta_nets * dense(width)

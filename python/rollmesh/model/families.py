@@ -17,19 +17,21 @@ from rollmesh.model.family_layers import (
     LayerKinds,
     PerLayer,
     attention_layers,
+    delta_net_sizes,
     early_even_windows,
     ernie_layers,
     every,
     first_layers_dense,
     hybrid_layers,
+    latent_layers,
     layers_with_rope,
     none,
-    num_experts,
     one_switched_window,
     one_window,
     patterned_windows,
     rope_in_windows,
     shared_experts,
+    silu_in_delta_nets,
     sparse_layers,
     windows_from_a_layer_on,
     windows_where,
@@ -44,7 +46,7 @@ from rollmesh.model.family_ropes import (
     phi3_ropes,
     text_ropes,
 )
-from rollmesh.model.reader import Reader
+from rollmesh.model.reader import MAX_WIDTH, Reader
 from rollmesh.model.rope import ROPE_TABLES
 from rollmesh.runtime.messages import shown
 
@@ -57,7 +59,8 @@ HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the 
 class Experts:
     """The mixtures of experts of a family. What is left out is Qwen3-MoE's."""
 
-    number: Callable[[Reader], int] = num_experts
+    # The key of their number, its least value, and the number where the config has none.
+    number: tuple[str, int, int | None] = ("num_experts", 0, None)
     top_k: int | None = None  # where the config has none; None: it has to
     top_k_key: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"  # the key
@@ -68,7 +71,8 @@ class Experts:
     renormalize_default: bool = False
     score_func: str = "softmax"
     router_bias: bool = False  # every sync has to bring one
-    has_groups: bool = False  # n_group and topk_group are read
+    # The defaults of n_group and topk_group; None: they are not read.
+    groups: tuple[int, int] | None = None
     scaling: str = ""  # the key of the factor of gates
     scaling_default: float = 1.0
     min_sum: bool = False  # moe_norm_min is read: scores are divided by their sum or at least this
@@ -147,6 +151,8 @@ class Family:
     zero_centered_norms: bool = False  # norms multiply by 1 + weight
     qk_norm_last: bool = False  # q and k are normed after rope
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
+    # Latent attention in all layers: the keys of its sizes, with their defaults.
+    latent: Mapping[str, int] | None = None
     gate_in_q: bool = False  # its rows are in q_proj, after those of q in each head
     delta_alternates: bool = False  # in_proj_qkvz has the rows of one key head after another
     # Returns further fields of ModelSpec, such as factors and caps.
@@ -203,22 +209,6 @@ def _afmoe(c: Reader) -> dict[str, Any]:
     return {"embedding_multiplier": c.integer("hidden_size") ** 0.5 if is_scaled else None}
 
 
-def _delta_net(c: Reader) -> dict[str, Any]:
-    if "delta_net" not in hybrid_layers(c, c.integer("num_hidden_layers")):
-        return {}
-    sizes = {"key_head_dim": 128, "value_head_dim": 128, "conv_kernel_dim": 4}
-    sizes |= {"num_key_heads": 16, "num_value_heads": 32}
-    keys = {f"linear_{name}": default for name, default in sizes.items()}
-    return {key: c.integer(key, default=default) for key, default in keys.items()}
-
-
-def _silu_in_delta_nets(c: Reader, head_dim: int) -> None:
-    """The convolution has the activation of MLPs."""
-    given = c.values.get("hidden_act", "silu")
-    if _delta_net(c) and given not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act: expected silu with linear attention, got {shown(given)}")
-
-
 def _hunyuan_moe(c: Reader) -> dict[str, Any]:
     """HunYuan: moe_topk may be a list of equal numbers, at least one for each layer."""
     key = "moe_topk" if c.given("moe_topk") else "num_experts_per_tok"
@@ -234,7 +224,7 @@ def _hunyuan_moe(c: Reader) -> dict[str, Any]:
 
 
 # The kinds of csrc/model/layer_kinds.c, in its order.
-LAYER_KINDS: tuple[str, ...] = ("attention", "delta_net")
+LAYER_KINDS: tuple[str, ...] = ("attention", "latent", "delta_net")
 WQ_ROWS = (
     "none",
     "halves",
@@ -278,12 +268,12 @@ _DEEPSEEK_KEYS = (
     "routed_scaling_factor n_group topk_group first_k_dense_replace norm_topk_prob"
 )
 _DEEPSEEK = Experts(
-    number=lambda c: num_experts(c, "n_routed_experts", 1, 128),
+    number=("n_routed_experts", 1, 128),
     top_k=8,
     renormalize_default=True,
     score_func="sigmoid",
     router_bias=True,
-    has_groups=True,
+    groups=(1, 1),
     scaling="routed_scaling_factor",
     shared_width=shared_experts("n_shared_experts"),
 )
@@ -329,10 +319,14 @@ _QWEN3_5 = Family(
     o_bias=False,
     attention_gate=True,
     gate_in_q=True,
+    names=(  # of the parts of q_proj
+        ("q", "self_attn.q_proj.query.weight"),
+        ("attn_gate", "self_attn.q_proj.gate.weight"),
+    ),
     layer_kinds=hybrid_layers,
     ropes=text_ropes,
-    factors=_delta_net,
-    check=_silu_in_delta_nets,
+    factors=delta_net_sizes,
+    check=silu_in_delta_nets,
     fixed=(
         ("attention_bias", False),
         ("attn_output_gate", True),
@@ -340,7 +334,7 @@ _QWEN3_5 = Family(
     ),
 )
 _QWEN3_5_EXPERTS = Experts(
-    number=lambda c: num_experts(c, low=1, default=256),
+    number=("num_experts", 1, 256),
     top_k=8,
     renormalize=True,
     shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=512),
@@ -362,6 +356,41 @@ _HUNYUAN = Family(
     names=(
         ("q_norm", "self_attn.query_layernorm.weight"),
         ("k_norm", "self_attn.key_layernorm.weight"),
+    ),
+)
+
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_LATENT_KEYS = f"rope_interleave qk_head_dim {' '.join(_LATENT)} {_DEEPSEEK_KEYS}"
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    _LATENT_KEYS,
+    "num_mtp_layers num_nextn_predict_layers aux_loss_alpha seq_aux ep_size",
+    num_key_value_heads=128,
+    max_position_embeddings=4096,
+    eos_token_id=1,
+    attention_bias=False,
+    o_bias=False,
+    rope_neighbours=True,
+    layer_kinds=latent_layers,
+    latent=_LATENT,
+    moe_layers=first_layers_dense(3),
+    experts=replace(
+        _DEEPSEEK,
+        number=("n_routed_experts", 1, 256),
+        groups=(8, 4),
+        scaling_default=2.5,
+    ),
+    fixed=(
+        ("attention_bias", False),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
     ),
 )
 
@@ -460,7 +489,9 @@ FAMILIES: dict[str, Family] = {
         moe_layers=sparse_layers,
         experts=Experts(
             top_k=4,
-            shared_width=lambda c: c.integer("shared_expert_intermediate_size", default=5632),
+            shared_width=lambda c: c.integer(
+                "shared_expert_intermediate_size", high=MAX_WIDTH, default=5632
+            ),
             shared_switch=True,
         ),
         names=_mlp("shared", "mlp.shared_expert"),
@@ -531,7 +562,7 @@ FAMILIES: dict[str, Family] = {
         o_bias=False,
         moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=256),
+            number=("num_experts", 1, 256),
             top_k=8,
             width="intermediate_size",
             renormalize=True,
@@ -568,7 +599,7 @@ FAMILIES: dict[str, Family] = {
         windows=windows_where(lambda c, i: i % 2 == 0, 128),
         moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=128),
+            number=("num_experts", 1, 128),
             top_k=4,
             width="intermediate_size",
             renormalize=True,
@@ -591,7 +622,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=first_layers_dense(0),
         experts=replace(
             _DEEPSEEK,
-            number=lambda c: num_experts(c, "n_routed_experts", 1),
+            number=("n_routed_experts", 1, None),
             top_k=None,
             renormalize_default=False,
             shared_width=shared_experts("n_shared_experts", None),
@@ -625,7 +656,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         moe_layers=first_layers_dense(1),
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=192),
+            number=("num_experts", 1, 192),
             top_k=8,
             renormalize=True,
             score_func="sigmoid",
@@ -671,7 +702,7 @@ FAMILIES: dict[str, Family] = {
         moe_layers=first_layers_dense(1),
         experts=replace(
             _DEEPSEEK,
-            number=lambda c: num_experts(c, low=1, default=64),
+            number=("num_experts", 1, 64),
             scaling_default=2.5,
             shared_width=shared_experts("num_shared_experts"),
         ),
@@ -686,9 +717,7 @@ FAMILIES: dict[str, Family] = {
         norm_before=False,
         norm_after=True,
         moe_layers=every,
-        experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=7), top_k=5, width="intermediate_size"
-        ),
+        experts=Experts(number=("num_experts", 1, 7), top_k=5, width="intermediate_size"),
         names=(("post_attn_norm", "post_attention_layernorm.weight"),),
     ),
     "ernie4_5": Family(
@@ -733,7 +762,7 @@ FAMILIES: dict[str, Family] = {
         rope_neighbours=True,
         moe_layers=ernie_layers,
         experts=Experts(
-            number=lambda c: c.integer("moe_num_experts", default=64),
+            number=("moe_num_experts", 1, 64),
             top_k=6,
             top_k_key="moe_k",
             renormalize=True,
@@ -814,7 +843,7 @@ FAMILIES: dict[str, Family] = {
         max_position_embeddings=2048,
         moe_layers=every,
         experts=Experts(
-            number=lambda c: c.integer("num_local_experts", default=8),
+            number=("num_local_experts", 1, 8),
             top_k=2,
             width="intermediate_size",
             renormalize=True,
@@ -841,7 +870,7 @@ FAMILIES: dict[str, Family] = {
         rope_layers=lambda c, layers: tuple(int(w > 0) for w in _AFMOE_WINDOWS(c, layers)),
         moe_layers=first_layers_dense(1, "num_dense_layers"),
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=64),
+            number=("num_experts", 1, 64),
             top_k=6,
             renormalize=True,
             score_func="sigmoid",
@@ -869,12 +898,12 @@ FAMILIES: dict[str, Family] = {
         moe_layers=sparse_layers,
         experts=replace(
             _QWEN3_5_EXPERTS,
-            number=lambda c: num_experts(c, default=512),
+            number=("num_experts", 0, 512),
             top_k=10,
             renormalize="norm_topk_prob",
             renormalize_default=True,
         ),
-        names=_mlp("shared", "mlp.shared_expert"),
+        names=(*_QWEN3_5.names, *_mlp("shared", "mlp.shared_expert")),
         fixed=(("attention_bias", False),),
     ),
     "qwen3_5_text": _QWEN3_5,
@@ -885,16 +914,34 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=2,
         moe_layers=every,
         experts=_QWEN3_5_EXPERTS,
-        names=_mlp("shared", "mlp.shared_expert"),
+        names=(*_QWEN3_5.names, *_mlp("shared", "mlp.shared_expert")),
     ),
     "hunyuan_v1_dense": _HUNYUAN,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        keys=f"{_LATENT_KEYS} mlp_layer_types".replace("first_k_dense_replace", ""),
+        num_key_value_heads=20,
+        max_position_embeddings=202752,
+        rms_norm_eps=1e-5,
+        moe_layers=first_layers_dense(1),
+        experts=replace(
+            _DEEPSEEK,
+            number=("n_routed_experts", 1, 64),
+            top_k=4,
+            scaling_default=1.8,
+        ),
+        latent=_LATENT | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        fixed=(*_DEEPSEEK_V3.fixed, ("first_k_dense_replace", 1)),
+    ),
     "hunyuan_v1_moe": replace(
         _HUNYUAN,
         architecture="HunYuanMoEV1ForCausalLM",
         keys="attention_bias num_experts num_local_experts moe_topk num_experts_per_tok",
         moe_layers=every,
         experts=Experts(
-            number=lambda c: num_experts(c, low=1, default=1),
+            number=("num_experts", 1, 1),
             top_k=1,
             width="intermediate_size",
             renormalize=True,
@@ -909,6 +956,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 # model_types without a class in transformers, and the family that their checkpoints' code computes.
-SAME_AS = {"mimo": "qwen2"}
+SAME_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 # model_types of multimodal models whose text_config is read, and its family.
 MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}

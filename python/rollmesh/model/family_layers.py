@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollmesh.errors import ConfigError
-from rollmesh.model.reader import MAX_POSITION, Reader
+from rollmesh.model.reader import MAX_WIDTH, Reader
 from rollmesh.runtime.messages import shown
 
 PerLayer = Callable[[Reader, int], tuple[int, ...]]
@@ -25,6 +25,10 @@ def attention_layers(c: Reader, layers: int) -> tuple[str, ...]:
     return ("attention",) * layers
 
 
+def latent_layers(c: Reader, layers: int) -> tuple[str, ...]:
+    return ("latent",) * layers
+
+
 def hybrid_layers(c: Reader, layers: int) -> tuple[str, ...]:
     """Qwen3-Next: as layer_types says, else attention in every full_attention_interval-th layer."""
     types = _layer_types(c, layers, kinds=("full_attention", "linear_attention"))
@@ -34,6 +38,23 @@ def hybrid_layers(c: Reader, layers: int) -> tuple[str, ...]:
     else:
         is_full = [t == "full_attention" for t in types]
     return tuple("attention" if full else "delta_net" for full in is_full)
+
+
+def delta_net_sizes(c: Reader) -> dict[str, int]:
+    """Fields of ModelSpec; {} without delta nets."""
+    if "delta_net" not in hybrid_layers(c, c.integer("num_hidden_layers")):
+        return {}
+    sizes = {"key_head_dim": 128, "value_head_dim": 128, "conv_kernel_dim": 4}
+    sizes |= {"num_key_heads": 16, "num_value_heads": 32}
+    keys = {f"linear_{name}": default for name, default in sizes.items()}
+    return {key: c.integer(key, default=default) for key, default in keys.items()}
+
+
+def silu_in_delta_nets(c: Reader, head_dim: int) -> None:
+    """The convolution has the activation of MLPs."""
+    given = c.values.get("hidden_act", "silu")
+    if delta_net_sizes(c) and given not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act: expected silu with linear attention, got {shown(given)}")
 
 
 def _window(c: Reader, default: int | None) -> int:
@@ -210,6 +231,9 @@ def ernie_layers(c: Reader, layers: int) -> tuple[int, ...]:
 
 def shared_experts(key: str, default: int | None = 1) -> Callable[[Reader], int]:
     """The width of the shared expert: the number of shared experts times moe_intermediate_size."""
-    return lambda c: min(
-        c.integer(key, 0, default=default) * c.integer("moe_intermediate_size"), MAX_POSITION
-    )
+
+    def width(c: Reader) -> int:
+        one = c.integer("moe_intermediate_size")
+        return one * c.integer(key, 0, max(MAX_WIDTH // one, 1), default)
+
+    return width

@@ -10,8 +10,10 @@ from rollmesh.model.rope import ROPE_TABLES, number
 from rollmesh.runtime.messages import plain, shown
 
 # Bounds of integers here. The engine's own limits (csrc/model/spec.c) are checked when a ModelSpec
-# is made; the number of layers is checked first, since tuples of that length are made.
+# is made. The number of layers is checked first, since tuples of that length are made, and factors
+# of a product, since errors name keys of the config.
 MAX_LAYERS = 1024
+MAX_WIDTH = 2**22  # of an MLP
 MAX_POSITION = 2**62
 MIN_NORMAL = 2.0**-126  # C reads smaller numbers as 0, which means "none" for factors and caps
 

@@ -255,12 +255,13 @@ def _dynamic(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]
     return _inverse(_positions_powers(theta, rope.head_dim, rope.head_dim)), 1.0
 
 
+def mscale(scale: float, weight: float = 1.0) -> float:
+    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+
 def _yarn(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
     dim, original = rope.head_dim, p["original_max_position_embeddings"]
     factor = rope.max_positions / original if p["factor"] is None else p["factor"]
-
-    def mscale(scale: float, weight: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
     scale = p.get("attention_factor")
     if scale is None:

@@ -90,7 +90,7 @@ def rank_bytes(
 
 def kv_bytes_per_token(spec: ModelSpec, kv_heads: int, bytes_each: int) -> int:
     """K rows are padded to 32 dims, V rows to 16."""
-    row = _up(spec.head_dim, TILE_COLS) + _up(spec.head_dim, TILE_ROWS)
+    row = _up(spec.head_dim, TILE_COLS) + _up(spec.value_dim, TILE_ROWS)
     return spec.num_attention_layers * kv_heads * row * bytes_each
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from rollmesh.model.families import (
     Experts,
     Family,
 )
+from rollmesh.model.family_layers import num_experts
 from rollmesh.model.reader import MAX_LAYERS, MAX_POSITION, Reader, key_name, without
 from rollmesh.runtime.arguments import ACTIVATIONS, choice, fields_of
 from rollmesh.runtime.messages import listed, plain, shown
@@ -202,6 +204,13 @@ class ModelSpec:
     zero_centered_norms: bool = False  # norms multiply by 1 + weight
     qk_norm_last: bool = False  # q and k are normed after rope
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
+    # Latent attention (0: none): the cache has one kv head, the rotated key and then kv_lora_rank
+    # elements; head_dim is that of the cache. q_lora_rank 0: q is computed from a layer's input.
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0
+    qk_nope_head_dim: int = 0  # the part of a head of q that rope does not turn
+    v_head_dim: int = 0  # of a head of attention's output
+    rope_interleave: bool = True  # a family whose rope turns neighbours does so
     local_rope_settings: _rope.Rope | None = None  # of layers with a window
     attention_multiplier: float | None = None  # of attention's scores; None: head_dim ** -0.5
     attn_logit_softcapping: float | None = None  # scores are cap · tanh(score / cap); None: no cap
@@ -261,7 +270,10 @@ class ModelSpec:
         ):
             del values["quantization_config"]
         _refuse_unknown(values, _keys_of(family), family.ropes(values))
-        return _read(Reader(values), model_type, family)
+        try:
+            return _read(Reader(values), model_type, family)
+        except ConfigError as error:
+            raise ConfigError(_by_keys(str(error), family.experts)) from None
 
     @staticmethod
     def from_torchtitan(model: Any) -> ModelSpec:
@@ -283,6 +295,21 @@ class ModelSpec:
         for max_model_len positions. local: those of layers with a window, if they differ."""
         settings = (self.local_rope_settings if local else None) or self.rope_settings
         return settings.frequencies(max_model_len)
+
+    @property
+    def rope_neighbours(self) -> bool:
+        """Whether rope turns neighbouring elements in the rows of q and k of a checkpoint."""
+        return FAMILIES[self.model_type].rope_neighbours and self.rope_interleave
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of V of a kv head in the cache."""
+        return self.kv_lora_rank or self.head_dim
+
+    @property
+    def attended_width(self) -> int:
+        """Elements of attention's output in a row."""
+        return self.num_attention_heads * (self.v_head_dim or self.head_dim)
 
     @property
     def attention_scale(self) -> float:
@@ -330,6 +357,11 @@ class ModelSpec:
     def engine_values(self, max_model_len: int) -> EngineValues:
         inv_freq, scale = self.rope(max_model_len)
         family = FAMILIES[self.model_type]
+        own = (
+            (("q_b", "self_attn.q_proj.weight"),)
+            if self.kv_lora_rank and not self.q_lora_rank
+            else ()
+        )
         local = self.local_rope_settings and self.rope(max_model_len, local=True)
         ropes = [
             int(rotates) + bool(rotates and local and window)
@@ -342,13 +374,13 @@ class ModelSpec:
             sigmoid_scores=self.score_func == "sigmoid",
             qk_norm=QK_NORMS.index(self.qk_norm),
             wq_rows=WQ_ROWS.index(family.wq_rows),
-            rope_neighbours=family.rope_neighbours,
+            rope_neighbours=self.rope_neighbours,
             experts_interleaved=family.experts_interleaved,
             activation=ACTIVATIONS.index(self.activation),
             rope_scale=scale,
             inv_freq=inv_freq,
             layers=np.array(list(layers), np.int64),
-            names=family.names,
+            names=(*family.names, *own),
             min_sum=self.scoring["min_sum"],
             local_rope_scale=local[1] if local else 1.0,
             local_inv_freq=local[0] if local else None,
@@ -365,8 +397,8 @@ class ModelSpec:
 
     def parameters(self) -> Iterator[Parameter]:
         """The tensors of a checkpoint, by layer; those of experts one by one, gate and up apart
-        also where a checkpoint has them in one tensor (GLM-4); a tied lm_head and router biases are
-        left out."""
+        also where a checkpoint has them in one tensor (GLM-4); the parts of kv_b_proj apart, keys
+        transposed in each head; a tied lm_head and router biases are left out."""
         for _, name, shape in _core.parameters(self.engine_values(1)):
             yield Parameter(name, shape)
 
@@ -377,7 +409,8 @@ class ModelSpec:
     def kv_elements_per_token(self) -> int:
         """Elements of K and V that one token adds over all layers, without the padding of the
         cache's layout."""
-        return 2 * self.num_attention_layers * self.num_key_value_heads * self.head_dim
+        of_head = self.head_dim + self.value_dim
+        return self.num_attention_layers * self.num_key_value_heads * of_head
 
     @property
     def num_attention_layers(self) -> int:
@@ -507,11 +540,16 @@ def _check_layers(spec: ModelSpec) -> None:
     for key, is_needed in {
         "intermediate_size": not all(spec.is_moe_layer),
         "num_experts": any(spec.is_moe_layer),
+        **{
+            f.name: "delta_net" in spec.layer_kinds
+            for f in fields(spec)
+            if f.name.startswith("linear_")
+        },
     }.items():
         if not is_needed and getattr(spec, key):
             raise ConfigError(
-                f"{key}: expected 0 with is_moe_layer={shown(spec.is_moe_layer)}, got "
-                f"{getattr(spec, key)}"
+                f"{key}: expected 0 with is_moe_layer={shown(spec.is_moe_layer)} and "
+                f"layer_kinds={shown(spec.layer_kinds)}, got {getattr(spec, key)}"
             )
 
 
@@ -631,17 +669,25 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     kv_heads = c.values.get("num_key_value_heads", family.num_key_value_heads)
     head_dim = 0 if "head_dim" in c.values else family.head_dim  # None is HIDDEN_BY_HEADS
     head_dim = c.integer("head_dim") if c.given("head_dim") else head_dim or hidden // heads
+    latent: dict[str, Any] = {}
+    if family.latent is not None:
+        latent = _latent(c, family.latent, heads, kv_heads)
+        head_dim = latent.pop("qk_rope_head_dim")
     is_moe_layer = tuple(map(bool, family.moe_layers(c, layers)))
     max_positions = c.integer("max_position_embeddings", default=family.max_position_embeddings)
     vocab = c.integer("vocab_size")
     for key, value in family.fixed:
-        if any(given != value for given in _ids_of(c.values.get(key))):
+        given = _ids_of(c.values.get(key))
+        if any(type(one) is not type(value) or one != value for one in given):
             raise ConfigError(f"{key}: expected {shown(value)}, got {shown(c.values[key])}")
     if family.check is not None:
         family.check(c, head_dim)
     partial = family.partial_rotary_factor
     if c.given("rotary_dim"):
-        partial = c.integer("rotary_dim") / head_dim
+        rotary = c.integer("rotary_dim", 2, head_dim)
+        if rotary % 2:
+            raise ConfigError(f"rotary_dim: expected an even number, got {rotary}")
+        partial = rotary / head_dim
     rope, *local = (
         _rope.from_config(config, head_dim, max_positions, family.rope_theta, partial)
         for _, config in family.ropes(c.values)
@@ -651,6 +697,9 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
             f"rope_type={local[0].type!r} of sliding_attention: expected one that does not depend "
             "on the length"
         )
+    if latent:
+        latent["attention_multiplier"] = _latent_scale(latent, rope, head_dim)
+        head_dim += latent["kv_lora_rank"]
     return ModelSpec(
         model_type=model_type,
         vocab_size=vocab,
@@ -658,7 +707,9 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         intermediate_size=0 if all(is_moe_layer) else c.integer("intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads
+        num_key_value_heads=1
+        if latent
+        else heads
         if kv_heads is None
         else c.integer("num_key_value_heads", default=kv_heads),
         head_dim=head_dim,
@@ -690,8 +741,54 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         zero_centered_norms=family.zero_centered_norms,
         qk_norm_last=family.qk_norm_last,
         attention_gate=family.attention_gate,
-        **(_experts(c, family.experts) if any(is_moe_layer) else _NO_EXPERTS) | family.factors(c),
+        rope_interleave=c.boolean("rope_interleave", True),
+        **(_experts(c, family.experts) if any(is_moe_layer) else _NO_EXPERTS)
+        | family.factors(c)
+        | latent,
     )
+
+
+def _by_keys(message: str, experts: Experts) -> str:
+    """Replaces the names of fields by the keys that the family's configs have for them."""
+    keys = {
+        "num_experts": experts.number[0],
+        "num_experts_per_tok": experts.top_k_key,
+        "moe_intermediate_size": experts.width,
+    }
+    return re.sub(rf"\b({'|'.join(keys)})\b", lambda name: keys[name[0]], message)
+
+
+def _latent(
+    c: Reader, defaults: Mapping[str, int], heads: int, kv_heads: int | None
+) -> dict[str, Any]:
+    """Returns the sizes of latent attention. Other keys repeat some of them."""
+    sizes = {key: c.integer(key, default=n) for key, n in defaults.items() if key != "q_lora_rank"}
+    without = "q_lora_rank" in c.values and not c.given("q_lora_rank")
+    rank = 0 if without else c.integer("q_lora_rank", default=defaults["q_lora_rank"])
+    rope = sizes["qk_rope_head_dim"]
+    repeated = {
+        "head_dim": rope,
+        "qk_head_dim": sizes["qk_nope_head_dim"] + rope,
+        "num_key_value_heads": heads,
+    }
+    given = {"num_key_value_heads": heads if kv_heads is None else kv_heads}
+    for key, wanted in repeated.items():
+        if c.integer(key, default=given.get(key, wanted)) != wanted:
+            raise ConfigError(
+                f"{key}: expected {wanted} with latent attention, got "
+                f"{c.values.get(key, given.get(key))}"
+            )
+    return sizes | {"q_lora_rank": rank}
+
+
+def _latent_scale(latent: Mapping[str, int], rope: _rope.Rope, rope_dim: int) -> float:
+    """The factor of scores, with YaRN's mscale."""
+    parameters = dict(rope.parameters)
+    factor, weight = parameters.get("factor"), parameters.get("mscale_all_dim")
+    mscale = 1.0
+    if rope.type != "default" and factor and weight:
+        mscale = _rope.mscale(float(factor), float(weight))
+    return float((latent["qk_nope_head_dim"] + rope_dim) ** -0.5 * mscale * mscale)
 
 
 _NO_EXPERTS: dict[str, Any] = {
@@ -704,17 +801,17 @@ _NO_EXPERTS: dict[str, Any] = {
 
 def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
     """The fields of a model with experts."""
-    has_groups = experts.has_groups
-    n_group = c.integer("n_group", default=1) if has_groups else 1
+    groups, top_groups = experts.groups or (1, 1)
+    n_group = c.integer("n_group", default=groups) if experts.groups else 1
     return {
-        "num_experts": experts.number(c),
+        "num_experts": num_experts(c, *experts.number),
         "num_experts_per_tok": c.integer(experts.top_k_key, default=experts.top_k),
         "moe_intermediate_size": c.integer(experts.width),
         "norm_topk_prob": c.switch(experts.renormalize, experts.renormalize_default),
         "router_bias": experts.router_bias,
         "score_func": experts.score_func,
         "n_group": n_group,
-        "topk_group": c.integer("topk_group", default=1) if n_group > 1 else 1,
+        "topk_group": c.integer("topk_group", default=top_groups) if n_group > 1 else 1,
         "topk_sum_min": c.positive("moe_norm_min", 1e-12) if experts.min_sum else None,
         "routed_scaling_factor": c.positive(experts.scaling, experts.scaling_default),
         "shared_intermediate_size": experts.shared_width(c),

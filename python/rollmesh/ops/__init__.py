@@ -264,16 +264,19 @@ def kv_cache(
     page_size: int,
     head_dim: int,
     *,
+    value_dim: int = 0,
     dtype: str = "bfloat16",
     device: str = "cpu",
 ) -> tuple[Array, Array]:
-    """Returns the pages (k, v) of one layer's cache, filled with zeros."""
+    """Returns the pages (k, v) of one layer's cache, filled with zeros. value_dim: elements of a
+    row of v; 0 stands for head_dim."""
     op_device = op_device_on(device)
     pages, heads = size_of("num_pages", num_pages), size_of("num_kv_heads", num_kv_heads)
     positions, dim = size_of("page_size", page_size), size_of("head_dim", head_dim)
     of_k = (pages, heads, size_of("page_size * head_dim", positions * round_up(dim, 32)))
     k = zeros_in(op_device, of_k, numpy_dtype(dtype))
-    return k, zeros_in(op_device, (pages, heads, positions * round_up(dim, 16)), k.dtype)
+    values = size_of("value_dim", value_dim) or dim
+    return k, zeros_in(op_device, (pages, heads, positions * round_up(values, 16)), k.dtype)
 
 
 def rope_table(
@@ -320,6 +323,8 @@ def qk_rope_kv(
     squares: tuple[Array, Array] | None = None,
     zero_centered: bool = False,
     norm_last: bool = False,
+    value_dim: int = 0,
+    q_dim: int = 0,
     row_flags: NDArray[np.uint8] | None = None,
     out: Array | None = None,
     isa: str | None = None,
@@ -335,6 +340,11 @@ def qk_rope_kv(
     heads are rotated first and then normed; not with squares. cos, sin: [positions, n]; the first
     2·n elements of a head are rotated in pairs (i, i + n), and n is at most head_dim / 2.
     A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
+
+    Latent attention (value_dim > 0): qkv is [rows, num_heads·q_dim + value_dim + 2·n], q, then the
+    latent, then the key. The last 2·n elements of a head of q, rotated, become the first of the
+    head in the result; its other value_dim elements are not written. The one kv head is the rotated
+    key and then the latent, normed by k_weight [value_dim], which is also v.
     """
     if squares is not None and not (
         isinstance(squares, (tuple, list))
@@ -349,7 +359,7 @@ def qk_rope_kv(
         )
     if squares is not None and norm_last:
         raise ConfigError("norm_last: expected False with squares, got True")
-    if (q_weight is None) != (k_weight is None):
+    if not value_dim and (q_weight is None) != (k_weight is None):
         raise ConfigError(
             "q_weight, k_weight: expected both or none, got only "
             f"{'k_weight' if q_weight is None else 'q_weight'}"
@@ -373,6 +383,7 @@ def attention(
     window: int = 0,
     group: int = 0,
     head0: int = 0,
+    value_dim: int = 0,
     sinks: Array | None = None,
     out: Array | None = None,
     isa: str | None = None,
@@ -385,7 +396,8 @@ def attention(
     Query head h reads kv head (head0 + h) // group of the caches; group 0 stands for
     heads // kv_heads. For a rank's shard of the heads, pass the model's group and, as head0, the
     index of the shard's first head within its group. sinks [heads]: for each query head a logit
-    that takes part in the softmax without a key or a value.
+    that takes part in the softmax without a key or a value. value_dim: elements of a value and of
+    a head of the result, at most head_dim; 0 stands for head_dim.
     """
     return run("attention", **locals())[0]
 

@@ -49,7 +49,8 @@ _ModelKeys = dataclasses.make_dataclass(
             "moe_intermediate_size num_experts num_local_experts n_routed_experts n_group "
             "num_experts_per_tok decoder_sparse_step topk_group shared_expert_intermediate_size "
             "rotary_dim query_pre_attn_scalar sliding_window_pattern global_attn_every_n_layers "
-            "moe_num_experts moe_k moe_topk moe_layer_interval full_attention_interval "
+            "moe_num_experts moe_k moe_topk moe_layer_interval q_lora_rank kv_lora_rank "
+            "qk_nope_head_dim qk_rope_head_dim v_head_dim full_attention_interval "
             "linear_num_key_heads linear_num_value_heads linear_key_head_dim "
             "linear_value_head_dim linear_conv_kernel_dim",
             at_least=1,
@@ -71,7 +72,7 @@ _ModelKeys = dataclasses.make_dataclass(
         *_keys(
             bool,
             "tie_word_embeddings attention_bias attention_out_bias qkv_bias use_qk_norm "
-            "use_sliding_window norm_topk_prob mup_enabled",
+            "use_sliding_window norm_topk_prob mup_enabled rope_interleave",
         ),
         *_keys(str, "hidden_act hidden_activation"),
         *_keys(tuple[str, ...], "layer_types mlp_layer_types"),

@@ -54,6 +54,7 @@ from rollmesh.torch import functions, layers, packing, parts
 from rollmesh.torch.arrays import check_tensor, check_tokens
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
+from rollmesh.torch.functions.latent import EPS, Latent
 from rollmesh.torch.fused_head import with_contract_logprobs
 from rollmesh.torch.lora import base_of, in_use, state_of, weight_of
 from rollmesh.torch.sequences import Sequences
@@ -246,7 +247,7 @@ class Patch:
         """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn:
         the first `turned` of each head."""
         spec = self.spec
-        if not FAMILIES[spec.model_type].rope_neighbours:
+        if not spec.rope_neighbours:
             return qkv
         return [*(pairs_apart(each, spec.head_dim, turned) for each in qkv[:2]), qkv[2]]
 
@@ -256,6 +257,9 @@ class Patch:
         local = spec.local_rope_settings is not None and spec.sliding_windows[index] > 0
         cos, sin = self.rope(rows, x.device, local)
         turned = 2 * cos.shape[1]
+        if spec.kv_lora_rank:
+            attended = self.attend_latent(attention, index, x, (cos, sin), rows, how)
+            return functions.linear(attended, weight_of(attention.o_proj), how=how)
         if hasattr(attention, "qkv_proj"):  # some families have all three in one module
             qkv = [attention.qkv_proj]
             weights = list(torch.split(weight_of(qkv[0]), self.heads[index].widths))
@@ -284,6 +288,24 @@ class Patch:
             attended = functions.sigmoid_gate(attended, gates, how=how)
         o = attention.o_proj
         return functions.linear(attended, weight_of(o), bias=base_of(o).bias, how=how)
+
+    def attend_latent(
+        self, attention: Any, index: int, x: Tensor, rope: Any, rows: Sequences, how: How
+    ) -> Tensor:
+        has_low = self.spec.q_lora_rank > 0
+        weights = Latent(
+            weight_of(attention.q_a_proj) if has_low else None,
+            attention.q_a_layernorm.weight if has_low else None,
+            weight_of(attention.q_b_proj if has_low else attention.q_proj),
+            weight_of(attention.kv_a_proj_with_mqa),
+            attention.kv_a_layernorm.weight,
+            weight_of(attention.kv_b_proj),
+        )
+        heads = self.heads[index]._replace(eps=EPS)
+        interleaved = self.spec.rope_neighbours
+        return functions.latent_attention(
+            x, weights, rope, rows, heads, interleaved=interleaved, how=how
+        )
 
     def recur(self, net: Any, x: Tensor, rows: Sequences, how: How) -> Tensor:
         made = functions.linear(x, *layers.delta_weights(net, self.spec), how=how)

@@ -94,7 +94,9 @@ class Sequences:
         table = self.block_tables[self.seq_of_row, self.positions // PAGE].astype(np.int64)
         return table * PAGE + self.positions % PAGE
 
-    def caches(self, num_kv_heads: int, head_dim: int, like: Tensor) -> tuple[Any, Any]:
+    def caches(
+        self, num_kv_heads: int, head_dim: int, like: Tensor, value_dim: int = 0
+    ) -> tuple[Any, Any]:
         """(k, v) pages that hold all positions: one pair for all layers, since each layer writes
         what it reads."""
         key = num_kv_heads, head_dim, like.dtype, like.device
@@ -102,7 +104,13 @@ class Sequences:
             pages = int((-(-self.lengths // PAGE)).sum())
             dtype = str(like.dtype).removeprefix("torch.")
             self._caches[key] = ops.kv_cache(
-                pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device_name(like)
+                pages,
+                num_kv_heads,
+                PAGE,
+                head_dim,
+                value_dim=value_dim,
+                dtype=dtype,
+                device=device_name(like),
             )
         return self._caches[key]
 

@@ -1,8 +1,8 @@
 """The generator's ops as differentiable functions of torch tensors: the bits of the forward pass
 are those of a rollout.
 
-    embedding · linear · rms_norm · add_rms_norm · attention · rope_table · delta_net · swiglu
-    · activate · moe · decoder_layer · lm_head · token_logprobs
+    embedding · linear · rms_norm · add_rms_norm · attention · latent_attention · rope_table ·
+    delta_net · swiglu · activate · moe · decoder_layer · lm_head · token_logprobs
 
 Activations are [rows, width] tensors of bfloat16 or float32. Rows of several sequences follow each
 other; only attention and delta_net have to know which (`Sequences`). Weights are the trainer's own,
@@ -32,6 +32,7 @@ from rollmesh.torch.functions.dense import (
     sigmoid_gate,
     swiglu,
 )
+from rollmesh.torch.functions.latent import Latent, latent_attention
 from rollmesh.torch.functions.logits import TokenLogprobs, lm_head, token_logprobs
 from rollmesh.torch.functions.moe import Routed, moe
 
@@ -39,6 +40,7 @@ __all__ = [
     "DeltaHeads",
     "Heads",
     "How",
+    "Latent",
     "Routed",
     "TokenLogprobs",
     "activate",
@@ -49,6 +51,7 @@ __all__ = [
     "delta_net",
     "embedding",
     "how_for",
+    "latent_attention",
     "linear",
     "lm_head",
     "moe",

@@ -74,13 +74,12 @@ def rope_table(
         return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
-def pairs_apart(weight: Tensor, head_dim: int, turned: int) -> Tensor:
-    """A weight or bias of q or k, of whose heads rope turns neighbours among the first `turned`
-    elements: with these as far apart as half of them, as `attention` turns them."""
-    heads = weight.view(-1, head_dim, *weight.shape[1:])
-    return torch.cat([heads[:, :turned:2], heads[:, 1:turned:2], heads[:, turned:]], 1).view_as(
-        weight
-    )
+def pairs_apart(weight: Tensor, head_dim: int, turned: int, first: int = 0) -> Tensor:
+    """A weight or bias of q or k, of whose heads rope turns neighbours among the `turned` elements
+    from `first` on: with these as far apart as half of them, as `attention` turns them."""
+    heads, end = weight.view(-1, head_dim, *weight.shape[1:]), first + turned
+    parts = heads[:, :first], heads[:, first:end:2], heads[:, first + 1 : end : 2], heads[:, end:]
+    return torch.cat(parts, 1).view_as(weight)
 
 
 class _Attention(torch.autograd.Function):
@@ -136,29 +135,29 @@ class _Attention(torch.autograd.Function):
 
         def made(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Pull]:
             x = x if heads.norm_whole else by_heads(x)
-            x = _rotated(x.float(), cos, sin) if heads.norm_last else x
+            x = rotated(x.float(), cos, sin) if heads.norm_last else x
             normed, pull = norm(x, weight, heads.eps, heads.zero_centered)
             if not heads.norm_last:
-                return _rotated(by_heads(normed()), cos, sin), lambda grad: pull(
-                    _rotated(grad, cos, -sin)
+                return rotated(by_heads(normed()), cos, sin), lambda grad: pull(
+                    rotated(grad, cos, -sin)
                 )
 
             def back(grad: Tensor) -> Gradients:
                 by_x, by_weight = pull(grad)
-                return _rotated(by_x, cos, -sin), by_weight
+                return rotated(by_x, cos, -sin), by_weight
 
             return normed(), back
 
         q, k, v = qkv.split(heads.widths, 1)
         (q, pull_q), (k, pull_k) = made(q, q_weight), made(k, k_weight)
         q, k, v, grad = (x.to(matmul_dtype(qkv)) for x in (q, k, by_heads(v), by_heads(grad)))
-        (by_q, by_k, by_v), by_sinks = _attention_gradients(q, k, v, grad, sinks, rows, heads)
+        (by_q, by_k, by_v), by_sinks = attention_gradients(q, k, v, grad, sinks, rows, heads)
         (by_q, by_q_weight), (by_k, by_k_weight) = pull_q(by_q.float()), pull_k(by_k.float())
         by_qkv = torch.cat([x.flatten(1) for x in (by_q, by_k, by_v)], 1)
         return by_qkv, by_q_weight, by_k_weight, None, None, None, by_sinks, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[rows, heads, head_dim] by the angles [rows, 1, n], which turn the first 2·n elements."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -175,7 +174,7 @@ def _with_sink(x: Tensor, last: Tensor, first: float = 0.0) -> Tensor:
     return torch.cat([step, wide], 2)
 
 
-def _attention_gradients(
+def attention_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -233,7 +232,7 @@ def _padded_gradients(
         return torch.autograd.grad(out, (q, k, v), grad)
     # Scores of short sequences fit the caches, and batched matmuls are several times faster.
     shape, keys, values = q.shape, k.flatten(0, 1), v.flatten(0, 1)
-    q, grad = (x.reshape(len(keys), -1, shape[-1]) for x in (q, grad))  # of each KV head
+    q, grad = (x.reshape(len(keys), -1, x.shape[-1]) for x in (q, grad))  # of each KV head
     masks = mask.repeat(heads.num_heads // heads.num_kv_heads, 1)
     slope: Tensor | float = heads.scale
     if heads.softcap is None:

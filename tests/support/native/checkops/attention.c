@@ -34,17 +34,18 @@ static void draw_part(trial *t, int64_t most) {
 // A cache of K or V, an input or, with `written` ≥ 0, an output: pads are zero, like in new pages.
 static void *draw_pages(trial *t, packed_as as, int64_t n_pages, int64_t written, kind what) {
   const shape *s = &t->s;
-  const int64_t bytes = size_of(s->dtype);
-  const int64_t elems = as == VALUES ? rm_v_page_elems(s->page_size, s->head_dim)
-                                     : rm_k_page_elems(s->page_size, s->head_dim);
-  const packing p = {as, n_pages, s->page_size, s->head_dim, elems};
+  const int64_t bytes = size_of(s->dtype),
+                dim = as == VALUES ? rm_value_dim(s->value_dim, s->head_dim) : s->head_dim;
+  const int64_t elems =
+      as == VALUES ? rm_v_page_elems(s->page_size, dim) : rm_k_page_elems(s->page_size, dim);
+  const packing p = {as, n_pages, s->page_size, dim, elems};
   char *cache = packed_room(t, as == VALUES ? "v_cache" : "k_cache", s->dtype, p, written);
   memset(cache, 0, (size_t)(n_pages * elems * bytes));
   for (int64_t page = 0; page < n_pages; page++)
     for (int64_t pos = 0; pos < s->page_size; pos++)
-      for (int64_t d = 0; d < s->head_dim; d++) {
-        const int64_t in = as == VALUES ? rm_v_index(s->dtype, s->head_dim, pos, d)
-                                        : rm_packed_index(s->dtype, s->head_dim, pos, d);
+      for (int64_t d = 0; d < dim; d++) {
+        const int64_t in = as == VALUES ? rm_v_index(s->dtype, dim, pos, d)
+                                        : rm_packed_index(s->dtype, dim, pos, d);
         fill(t, s->dtype, cache + (page * elems + in) * bytes, 1, what);
       }
   return cache;
@@ -91,15 +92,20 @@ const op_test op_head_squares = {
               {.rows = 512, .n_heads = 16, .n_kv_heads = 8, .head_dim = 128}}};
 
 // ------------------------------------------------------------------------------------- qk_rope_kv
-enum { UNNORMED = 1, WHOLE = 2 };
+enum { UNNORMED = 1, WHOLE = 2, LATENT = 4 };
 
 static void draw_qk_rope_kv(trial *t) {
   draw_heads(t);
   if (one_in(t, 3)) draw_part(t, 9);
   t->s.rows = draw_rows(t, t->small ? 11 : 200);
   t->s.positions = between(t, 1, 300);
-  t->s.option = (int)PICK(t, 0, UNNORMED, WHOLE);
+  t->s.option = (int)PICK(t, 0, UNNORMED, WHOLE, LATENT);
   t->s.rotary_dim = one_in(t, 3) ? 2 * between(t, 0, t->s.head_dim / 2) : t->s.head_dim;
+  if (t->s.option != LATENT) return;
+  t->s.n_kv_heads = 1;
+  t->s.value_dim = between(t, 1, 40);
+  t->s.value_dim += t->s.value_dim % 2;
+  t->s.head_dim = t->s.rotary_dim + t->s.value_dim;
 }
 
 static const float *draw_angles(trial *t, const char *name) {
@@ -135,8 +141,11 @@ static int64_t *draw_slots(trial *t, int64_t n_slots) {
 
 static void build_qk_rope_kv(trial *t) {
   const shape *s = &t->s;
-  const int64_t n_pages = s->rows / s->page_size + 2,
-                width = (s->n_heads + 2 * s->n_kv_heads) * s->head_dim, bytes = size_of(s->dtype);
+  const int latent = s->option == LATENT;
+  const int64_t n_pages = s->rows / s->page_size + 2, bytes = size_of(s->dtype),
+                q_dim = latent ? s->rotary_dim + between(t, 0, 40) : 0,
+                width = latent ? s->n_heads * q_dim + s->head_dim
+                               : (s->n_heads + 2 * s->n_kv_heads) * s->head_dim;
   const kind what = draw_kind(t, SPOILED);
   int32_t *positions = input(t, "positions", s->rows, sizeof *positions);
   for (int64_t r = 0; r < s->rows; r++) positions[r] = (int32_t)between(t, 0, s->positions - 1);
@@ -149,15 +158,20 @@ static void build_qk_rope_kv(trial *t) {
                             .head_dim = s->head_dim,
                             .page_size = s->page_size,
                             .rotary_dim = s->rotary_dim,
-                            .zero_centered = !t->timed && one_in(t, 3),
-                            .norm_last = !t->timed && !(s->option & WHOLE) && one_in(t, 3),
+                            .zero_centered = !latent && !t->timed && one_in(t, 3),
+                            .norm_last =
+                                !t->timed && !(s->option & (WHOLE | LATENT)) && one_in(t, 3),
+                            .value_dim = s->value_dim,
+                            .q_dim = q_dim,
                             .dtype = s->dtype};
   a->qkv = float_input(t, "qkv", s->dtype, s->rows * width, what);
   if (s->option & WHOLE) {
     a->q_squares = draw_squares(t, "q_squares", s->n_heads, &a->all_heads);
     a->k_squares = draw_squares(t, "k_squares", s->n_kv_heads, &a->all_kv_heads);
   }
-  if (!(s->option & UNNORMED)) {
+  if (latent) {
+    a->k_weight = float_input(t, "k_weight", s->dtype, s->value_dim, draw_kind(t, VAST));
+  } else if (!(s->option & UNNORMED)) {
     a->q_weight =
         float_input(t, "q_weight", s->dtype, (s->option & WHOLE ? s->n_heads : 1) * s->head_dim,
                     draw_kind(t, VAST));
@@ -166,7 +180,11 @@ static void build_qk_rope_kv(trial *t) {
                     draw_kind(t, VAST));
   }
   a->slots = draw_slots(t, n_pages * s->page_size);
-  a->q_out = output(t, "q_out", s->rows * s->n_heads * s->head_dim, bytes);
+  const int64_t q_elems = s->rows * s->n_heads * s->head_dim;
+  a->q_out = latent
+                 ? partial_output(t, "q_out", q_elems, bytes, s->rows * s->n_heads * s->rotary_dim)
+                 : output(t, "q_out", q_elems, bytes);
+  if (latent) memset(a->q_out, 0, (size_t)(q_elems * bytes));
   int64_t written = 0;
   for (int64_t r = 0; r < s->rows; r++)
     written += a->slots[r] >= 0 ? s->n_kv_heads * s->head_dim : 0;
@@ -274,6 +292,7 @@ static void draw_attention(trial *t) {
   s->option = (int)PICK(t, 0, ATTEND_PREFILL, ATTEND_PREFILL, ATTEND_MIXED);
   if (!t->small && one_in(t, check_device.is_gpu ? 8 : 40)) draw_long_attention(t);
   if (one_in(t, 3)) s->option |= ATTEND_SINKS;
+  if (one_in(t, 3)) s->value_dim = between(t, 1, s->head_dim);
   while (s->rows * s->n_heads * s->head_dim * s->positions > 4000000) s->rows /= 2;
   s->window = one_in(t, 3) ? PICK(t, 1, 2, 15, 16, 17, 31, 32, 33, 40, 1000) : 0;
 }
@@ -342,6 +361,7 @@ static void build_attention(trial *t) {
                            .head0 = s->head0,
                            .window = s->window,
                            .softcap = draw_factor(t),
+                           .value_dim = s->value_dim,
                            .dtype = s->dtype};
   a->scale = one_in(t, 4) ? 1.0f : 0.125f;
   a->n_seqs = draw_rows_of(t, seqs, positions);
@@ -356,7 +376,7 @@ static void build_attention(trial *t) {
   if (s->option & ATTEND_SINKS)
     a->sinks =
         float_input(t, "sinks", s->dtype, s->n_heads, one_in(t, 2) ? PLAIN : draw_kind(t, SPOILED));
-  a->out = output(t, "out", s->rows * width, bytes);
+  a->out = output(t, "out", s->rows * s->n_heads * rm_value_dim(s->value_dim, s->head_dim), bytes);
   t->limits = (rm_limits){.max_rows = s->rows,
                           .n_heads = s->n_heads,
                           .n_kv_heads = s->n_kv_heads,

@@ -73,6 +73,7 @@ static int describe_shape(const shape *s, char *text, size_t room) {
                {"heads", s->n_heads},
                {"kv_heads", s->n_kv_heads},
                {"head_dim", s->head_dim},
+               {"value_dim", s->value_dim},
                {"rotary_dim", s->rotary_dim},
                {"positions", s->positions},
                {"page_size", s->page_size},

@@ -20,8 +20,8 @@ enum { MAX_BUFFERS = 24, GUARD_BYTES = 192, OUT_GUARD = 0xA5, MAX_BENCH = 4 };
 // The sizes of a trial; an op leaves those that it does not know at 0. `option` is a bit set of the
 // op's own choices.
 typedef struct shape {
-  int64_t rows, n, k, vocab, n_heads, n_kv_heads, head_dim, rotary_dim, positions, page_size,
-      window, n_experts, top_k, n_groups;
+  int64_t rows, n, k, vocab, n_heads, n_kv_heads, head_dim, value_dim, rotary_dim, positions,
+      page_size, window, n_experts, top_k, n_groups;
   int64_t group, head0, index0; // of a rank's part
   int option;
   rm_dtype dtype, out_dtype;

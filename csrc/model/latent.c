@@ -1,0 +1,103 @@
+// latent.c: the kind "latent": multi-head latent attention (MLA) in the absorbed form, in prefill as
+// in decode, so that both have the same bits. The cache has one kv head of a token: the rotated key,
+// then the normed latent. A head of q without its rope part is multiplied by k_b, the head's part of
+// kv_b_proj, to a query for latents; attention's output is a latent of each head, which v_b turns
+// into the head's output. A page has the K of the kv head and then its V, the latents once more in
+// V's layout.
+#include "model/layer_kinds.h"
+
+// transformers norms latents with this eps, whatever rms_norm_eps is.
+static const float latent_eps = 1e-6f;
+
+// For each head: y[head] ← x[head] · the head's matrix of kind k_b or v_b, [n]×[k]. ldx, ldy:
+// elements of a row; x_step, y_step: of a head.
+static void multiply_heads(const rm_pass *pass, rm_param_kind kind, rm_gemm_args args,
+                           int64_t x_step, int64_t y_step) {
+  rm_model *model = pass->model;
+  const size_t elem = model->shard.elem;
+  args.w = rm_weight(pass->weights, pass->layer, kind);
+  args.m = pass->rows;
+  args.dtype = args.y_dtype = model->options.dtype;
+  for (int64_t head = 0; head < model->params->placement.heads.n && args.m; head++) {
+    model->kernels->gemm(&model->ctx, &args);
+    args.x = (const char *)args.x + (size_t)x_step * elem;
+    args.y = (char *)args.y + (size_t)y_step * elem;
+    args.w = (const char *)args.w + (size_t)rm_packed_elems(args.n, args.k) * elem;
+  }
+}
+
+// qkv ← q, the latent and the key of all rows.
+static void project(const rm_pass *pass) {
+  rm_model *model = pass->model;
+  const char *weight = rm_weight(pass->weights, pass->layer, RM_P_Q_A_NORM), *from = model->x;
+  if (weight) {
+    const rm_rms_norm_args args = {.out = model->latents,
+                                   .residual = model->latents,
+                                   .weight = weight,
+                                   .eps = latent_eps,
+                                   .rows = pass->rows,
+                                   .n = model->spec->q_lora_rank,
+                                   .dtype = model->options.dtype};
+    rm_linear(pass, RM_P_Q_A, model->x, model->latents);
+    if (pass->rows) model->kernels->rms_norm(&model->ctx, &args);
+    from = model->latents;
+  }
+  rm_linear(pass, RM_P_Q_B, from, model->qkv);
+  rm_linear(pass, RM_P_KV_A, model->x,
+            model->qkv + (size_t)model->params->here[RM_DIM_Q_B].n * model->shard.elem);
+}
+
+static void write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
+  rm_model *model = pass->model;
+  const rm_batch *batch = pass->batch;
+  const rm_spec *spec = model->spec;
+  const rm_qk_rope_kv_args args = {
+      .q_out = model->q,
+      .qkv = model->qkv,
+      .k_weight = rm_weight(pass->weights, pass->layer, RM_P_KV_A_NORM),
+      .cos = model->cos,
+      .sin = model->sin,
+      .positions = rm_on_device(pass, batch->positions),
+      .slots = rm_on_device(pass, batch->slots),
+      .k_cache = cache->pages[0],
+      .v_cache = cache->pages[1],
+      .row_flags = rm_on_device(pass, batch->row_flags),
+      .eps = latent_eps,
+      .rows = pass->rows,
+      .n_heads = model->params->placement.heads.n,
+      .n_kv_heads = 1,
+      .head_dim = spec->head_dim,
+      .page_size = model->options.page_size,
+      .rotary_dim = spec->rotary_dim,
+      .dtype = model->options.dtype,
+      .value_dim = spec->kv_lora_rank,
+      .q_dim = rm_q_dim(spec),
+  };
+  if (pass->rows) model->kernels->qk_rope_kv(&model->ctx, &args);
+}
+
+rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache) {
+  rm_model *model = pass->model;
+  const rm_spec *spec = model->spec;
+  const int64_t heads = model->params->placement.heads.n, rank = spec->kv_lora_rank;
+  const rm_code code = rm_complete_rows(pass);
+  if (code) return code;
+  project(pass);
+  const rm_gemm_args to_latents = {.y = model->q + (size_t)spec->rotary_dim * model->shard.elem,
+                                   .x = model->qkv,
+                                   .n = rank,
+                                   .k = spec->qk_nope_head_dim,
+                                   .ldx = rm_qkv_width(model->params),
+                                   .ldy = heads * spec->head_dim};
+  multiply_heads(pass, RM_P_K_B, to_latents, rm_q_dim(spec), spec->head_dim);
+  write_kv(pass, cache);
+  rm_attend(pass, cache, model->latents);
+  const rm_gemm_args to_heads = {.y = model->qkv,
+                                 .x = model->latents,
+                                 .n = spec->v_head_dim,
+                                 .k = rank,
+                                 .ldx = heads * rank,
+                                 .ldy = heads * spec->v_head_dim};
+  multiply_heads(pass, RM_P_V_B, to_heads, rank, spec->v_head_dim);
+  return rm_attention_output(pass);
+}
