@@ -151,8 +151,9 @@ rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
         "external_pages: expected pages that fit into the address space, got %lld of %llu bytes",
         (long long)out->n_pages, (unsigned long long)page);
   if (out->n_pages && state)
-    out->n_states = options->max_num_seqs + 1 +
-                    options->prefix_caching * out->n_pages * options->page_size / out->state_interval;
+    out->n_states =
+        options->max_num_seqs + 1 +
+        options->prefix_caching * out->n_pages * options->page_size / out->state_interval;
   if (out->n_pages) return RM_OK;
   out->n_pages = out->n_states = MOST_PAGES;
   if (!options->kv_bytes && options->memory_fraction > 0) return left_room(worker, out, err);

@@ -85,10 +85,7 @@ static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, int64_t comput
     scheduler->n_waiting--;
     rm_activate(scheduler, seq);
   }
-  if (fresh || replace) {
-    seq->n_pages = 0;
-    rm_drop_state(scheduler, seq); // its tokens may be others
-  }
+  if (fresh || replace) seq->n_pages = 0;
   int32_t *table = rm_change_table(scheduler, seq);
   for (int64_t p = 0; p < n; p++, seq->n_pages++) {
     table[seq->n_pages] = pages[p];

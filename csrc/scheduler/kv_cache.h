@@ -7,8 +7,8 @@
 // three, so a collision cannot serve wrong KV.
 //
 // In a model whose layers have states (model/layer_kinds.h), an indexed page, or one of an external
-// scheduler, may keep a state: the one after its last token. A state too is free, held, or cached: kept by a page only. It is not
-// written while another sequence or a page holds it.
+// scheduler, may keep a state: the one after its last token. A state too is free, held, or cached:
+// kept by a page only. It is not written while another sequence or a page holds it.
 //
 // A page also has records of its tokens, their logprobs (if requested) and routed experts, so that
 // a hit returns the same results as a recomputation.

@@ -349,9 +349,9 @@ def test_new_versions_need_no_word_about_the_prefix_cache(
 
 
 def test_states_at_the_end_of_pages(hybrid_engine: Any, hybrid_oracles: list[Any]) -> None:
-    """Rows are computed once if a page keeps the state at its end: also for a request that hits
-    pages of its own step, or of a prompt that ends with them. Without such a state, or after a
-    sleep or a failed request, they are computed again."""
+    """A request with cached pages computes only its own rows if the last page keeps a state, also
+    if the pages are computed in the same step. Otherwise, and after a sleep or a failed request, it
+    computes the rows of the pages again."""
     engine, prompt = hybrid_engine, list(range(2, 72))
     oracle = hybrid_oracles[0]
     wanted = oracle.generate([prompt], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0]

@@ -263,7 +263,7 @@ def folder(at: Path, model: str) -> str:
     stock = {
         "hidden_act": "silu",
         **config,
-        "architectures": [ARCHITECTURES[config["model_type"]]],
+        "architectures": config.get("architectures") or [ARCHITECTURES[config["model_type"]]],
         "dtype": "bfloat16",
     }
     (path / "config.json").write_text(json.dumps(stock))

@@ -101,7 +101,9 @@ def register() -> None:
 
     for family in FAMILIES.values():
         if family.layer_kinds is hybrid_layers:
-            ModelRegistry.register_model(family.architecture, TextDecoder)
+            for kind in ("CausalLM", "ConditionalGeneration"):  # the latter with a vision model
+                name = family.architecture.replace("CausalLM", kind)
+                ModelRegistry.register_model(name, TextDecoder)
 
 
 def register_model() -> None:
