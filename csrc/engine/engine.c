@@ -126,11 +126,6 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
     return rm_fail(err, RM_E_CONFIG,
                    "state_interval: expected a multiple of block_size=%lld, got %lld",
                    (long long)options->page_size, (long long)options->state_interval);
-  if (spec->n_attention_layers < spec->n_layers && options->external_pages)
-    return rm_fail(err, RM_E_CONFIG,
-                   "external_pages: expected 0, since the model has states of sequences and an "
-                   "external scheduler (vLLM's) hands out only pages, got %lld",
-                   (long long)options->external_pages);
   return RM_OK;
 }
 

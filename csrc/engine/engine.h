@@ -66,7 +66,8 @@ typedef struct rm_engine_options {
   int prefix_caching;
   int profile; // time every op (rm_engine_profile); only on the CPU
   int enforce_eager; // do not capture graphs (gpu/graphs.c)
-  int64_t external_pages; // > 0: number of pages of an external scheduler; kv_bytes is ignored
+  // > 0: number of pages of an external scheduler; kv_bytes is ignored. kv_size.c adds states.
+  int64_t external_pages;
   int64_t n_eos;
   const int32_t *eos_ids; // [n_eos] view during create; may be NULL if n_eos is 0
   // views during create

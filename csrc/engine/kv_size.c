@@ -2,7 +2,8 @@
 //
 // There is a state for each running sequence, one to fork, and one for each state_interval positions
 // that half of the memory holds in pages; but states take at most half of the memory. By default a
-// state takes about as much as the pages of an interval.
+// state takes about as much as the pages of an interval. With pages of an external scheduler all of
+// these states are added to them, and vllm/worker/worker.py leaves memory for both.
 //
 // Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a
 // machine's RAM. With memory_fraction, after allocating everything but the caches, the ranks
@@ -149,6 +150,10 @@ rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
         err, RM_E_CAPACITY,
         "external_pages: expected pages that fit into the address space, got %lld of %llu bytes",
         (long long)out->n_pages, (unsigned long long)page);
+  if (out->n_pages && state)
+    out->n_states =
+        options->max_num_seqs + 1 +
+        options->prefix_caching * out->n_pages * options->page_size / out->state_interval;
   if (out->n_pages) return RM_OK;
   out->n_pages = out->n_states = MOST_PAGES;
   if (!options->kv_bytes && options->memory_fraction > 0) return left_room(worker, out, err);

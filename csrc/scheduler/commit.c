@@ -87,7 +87,7 @@ static void keep_state(rm_scheduler *scheduler, const rm_sequence *seq, int64_t 
 static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t size = scheduler->options.limits.page_size;
   const int32_t *table = rm_block_table(scheduler, seq);
-  if (!scheduler->options.prefix_caching || seq->stale) return;
+  if (!scheduler->options.prefix_caching || seq->stale || rm_is_external(scheduler)) return;
   for (; (seq->n_indexed + 1) * size <= seq->kv_len; seq->n_indexed++) {
     const int64_t i = seq->n_indexed;
     const int has_logprobs = fill_logprobs(scheduler, seq, i, table[i]);

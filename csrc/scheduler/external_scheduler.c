@@ -5,6 +5,11 @@
 // A page has the serving version as soon as its rows are in a plan, since within a forward all rows
 // of a layer are written before any row is read. So if two requests share a stale page, the first
 // recomputes it and the second reads it, in the same batch or a later one.
+//
+// In models with states the engine owns the states, which the external scheduler does not count. A
+// page may keep the state at its end. A request whose prefix was computed by others starts at the
+// last page of the prefix that keeps a state, and rows after it are computed again. A state is only
+// read in a later batch than the one that writes it.
 #include "scheduler/external_scheduler.h"
 
 // -------------------------------------------------------------------------------- checking a step
@@ -101,6 +106,45 @@ static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq, 
   return group->n_scored < group->n_targets ? rm_min64(from, group->n_scored) : from;
 }
 
+// Whether a page may keep a state that a sequence holds too. The sequence cannot write to it, so it
+// will need another one; then there must still be one for each sequence.
+static int may_share_state(const rm_scheduler *scheduler) {
+  return rm_kv_shared_states(scheduler->cache) <
+         scheduler->n_states - scheduler->options.max_num_seqs;
+}
+
+static int is_planned(const rm_plan *plan, int32_t state) {
+  int64_t r = 0;
+  while (r < plan->n_rows && plan->save_states[r] != state) r++;
+  return r < plan->n_rows;
+}
+
+// Lets a sequence hold the last known state of its first `from` positions, and returns the position
+// of the state. −1: the current plan saves it.
+static int64_t load_state(rm_scheduler *scheduler, rm_sequence *seq, int64_t from) {
+  const int64_t size = scheduler->options.limits.page_size;
+  const int32_t *table = rm_block_table(scheduler, seq);
+  if (!scheduler->n_states || (seq->state >= 0 && seq->kv_len == from)) return from;
+  rm_drop_state(scheduler, seq);
+  int64_t i = may_share_state(scheduler) ? from / size : 0;
+  while (i && rm_kv_state_of(scheduler->cache, table[i - 1]) < 0) i--;
+  if (!i) return 0;
+  const int32_t state = rm_kv_state_of(scheduler->cache, table[i - 1]);
+  if (is_planned(&scheduler->plan, state)) return -1;
+  rm_kv_retain_state(scheduler->cache, state);
+  seq->state = state;
+  return i * size;
+}
+
+static void keep_states(rm_scheduler *scheduler, const rm_sequence *seq) {
+  const int64_t size = scheduler->options.limits.page_size, end = seq->next + seq->n_rows;
+  for (int64_t p = (seq->next / size + 1) * size; p <= end; p += size) {
+    const int32_t state = scheduler->plan.save_states[seq->first_row + p - 1 - seq->next];
+    if (state >= 0 && rm_keeps_state(scheduler, seq, p) && may_share_state(scheduler))
+      rm_kv_keep_state(scheduler->cache, rm_block_table(scheduler, seq)[p / size - 1], state);
+  }
+}
+
 static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
   const int64_t size = scheduler->options.limits.page_size, version = scheduler->version,
                 end = seq->next + n_rows;
@@ -111,6 +155,7 @@ static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows)
     scheduler->page_versions[table[i]] = version;
   }
   rm_plan_rows(scheduler, seq, n_rows);
+  keep_states(scheduler, seq);
 }
 
 rm_progress rm_external_schedule(rm_scheduler *scheduler) {
@@ -122,8 +167,10 @@ rm_progress rm_external_schedule(rm_scheduler *scheduler) {
     rm_sequence *seq = sequence_of(scheduler, step->ids[i], NULL);
     if (seq->status == RM_DONE) continue;
     if (!seq->external_begun && plan->n_rows < max_rows) {
+      const int64_t from = load_state(scheduler, seq, first_row(scheduler, seq, step->computed[i]));
+      if (from < 0) return RM_MORE_BATCHES;
       seq->external_begun = 1;
-      seq->next = seq->kv_len = first_row(scheduler, seq, step->computed[i]);
+      seq->next = seq->kv_len = from;
       rm_count_start(scheduler, seq);
     }
     const int64_t left = seq->external_begun ? seq->external_end - seq->next : 1,

@@ -7,7 +7,8 @@
 // For each page this file keeps the version of the weights that computed its KV. Computed
 // positions in a page with another version (or in a page that slept or belonged to a failed
 // request) are recomputed in place before the request's own rows, in separate forwards if there are
-// many. So KV of one version is never used with another.
+// many. So KV of one version is never used with another. States of sequences belong to the engine:
+// where it has none for a request's computed positions, it recomputes the last ones of them.
 //
 //   add ─► step … step (tokens drawn, or rows of logits ─► draw) ─► abort ─► release
 //             ▲   │

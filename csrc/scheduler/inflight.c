@@ -36,6 +36,7 @@ void rm_weights_changed(rm_scheduler *scheduler, rm_inflight inflight) {
     rm_sequence_group *group = (rm_sequence_group *)at;
     before = at->prev;
     if (rm_is_external(scheduler)) {
+      rm_drop_state(scheduler, group->sequences);
       if (!group->sequences->n_tokens) group->n_scored = group->n_prompt_routed = 0;
       continue;
     }

@@ -52,7 +52,7 @@ struct rm_kv_cache {
   rm_state *states; // [n_states]
   int32_t free_state; // state + 1
   rm_link cached_states; // by their release, the oldest first
-  int64_t n_available_states;
+  int64_t n_available_states, n_shared_states;
   rm_kv_counts counts;
 };
 
@@ -137,7 +137,10 @@ void rm_kv_drop_state(rm_kv_cache *cache, int32_t page) {
   const int32_t id = cache->pages[page].state - 1;
   if (id < 0) return;
   cache->pages[page].state = cache->states[id].page = 0;
-  if (cache->states[id].references) return;
+  if (cache->states[id].references) {
+    cache->n_shared_states--;
+    return;
+  }
   rm_list_remove(&cache->states[id].link);
   cache->n_available_states--;
   free_state(cache, id);
@@ -191,7 +194,10 @@ static void add_write(rm_kv_cache *cache, rm_page_write write) {
   cache->writes[cache->n_writes++] = write;
 }
 
-void rm_kv_zero(rm_kv_cache *cache, int32_t id) { add_write(cache, (rm_page_write){id, -1}); }
+void rm_kv_zero(rm_kv_cache *cache, int32_t id) {
+  rm_kv_drop_state(cache, id);
+  add_write(cache, (rm_page_write){id, -1});
+}
 
 int32_t rm_kv_copy(rm_kv_cache *cache, int32_t from) {
   const int32_t to = rm_kv_alloc(cache);
@@ -298,6 +304,8 @@ void rm_kv_renew(rm_kv_cache *cache) {
 // ----------------------------------------------------------------------------------------- states
 int64_t rm_kv_free_states(const rm_kv_cache *cache) { return cache->n_available_states; }
 
+int64_t rm_kv_shared_states(const rm_kv_cache *cache) { return cache->n_shared_states; }
+
 int32_t rm_kv_alloc_state(rm_kv_cache *cache) {
   if (!cache->free_state && !rm_list_empty(&cache->cached_states)) {
     const rm_state *oldest = (const rm_state *)cache->cached_states.next;
@@ -317,6 +325,7 @@ void rm_kv_retain_state(rm_kv_cache *cache, int32_t id) {
   if (cache->states[id].references++) return;
   rm_list_remove(&cache->states[id].link);
   cache->n_available_states--;
+  cache->n_shared_states++;
 }
 
 void rm_kv_release_state(rm_kv_cache *cache, int32_t id) {
@@ -330,6 +339,7 @@ void rm_kv_release_state(rm_kv_cache *cache, int32_t id) {
   }
   rm_list_insert_before(&cache->cached_states, &state->link);
   cache->n_available_states++;
+  cache->n_shared_states--;
 }
 
 int rm_kv_owns_state(rm_kv_cache *cache, int32_t id) {
@@ -340,10 +350,11 @@ int rm_kv_owns_state(rm_kv_cache *cache, int32_t id) {
 }
 
 void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t id) {
-  assert(cache->states[id].references && !cache->states[id].page && cache->pages[page].indexed);
+  assert(cache->states[id].references && !cache->states[id].page);
   if (cache->pages[page].state) return;
   cache->pages[page].state = id + 1;
   cache->states[id].page = page + 1;
+  cache->n_shared_states++;
 }
 
 int32_t rm_kv_state_of(const rm_kv_cache *cache, int32_t page) {

@@ -6,9 +6,9 @@
 // needed). A full page is indexed by hash(weight version, parent, its tokens); a hit compares all
 // three, so a collision cannot serve wrong KV.
 //
-// In a model whose layers have states (model/layer_kinds.h), an indexed page may keep a state: the
-// one after its last token. A state too is free, held, or cached: kept by a page only. It is not
-// written while another sequence or a page holds it.
+// In a model whose layers have states (model/layer_kinds.h), an indexed page, or one of an external
+// scheduler, may keep a state: the one after its last token. A state too is free, held, or cached:
+// kept by a page only. It is not written while another sequence or a page holds it.
 //
 // A page also has records of its tokens, their logprobs (if requested) and routed experts, so that
 // a hit returns the same results as a recomputation.
@@ -42,7 +42,8 @@ int32_t rm_kv_alloc(
 // Returns a copy with one reference. The ranks copy the contents; this copies the routing. Releases
 // `from`.
 int32_t rm_kv_copy(rm_kv_cache *cache, int32_t from);
-void rm_kv_zero(rm_kv_cache *cache, int32_t page); // the ranks zero the page
+// The ranks zero the page, which keeps no state then.
+void rm_kv_zero(rm_kv_cache *cache, int32_t page);
 // Returns the *n writes since the last call, in order; views until the next write. Between two
 // calls a page is allocated or zeroed at most once.
 const rm_page_write *rm_kv_take_writes(rm_kv_cache *cache, int64_t *n);
@@ -62,6 +63,7 @@ void rm_kv_reset(rm_kv_cache *cache); // empties the index; held pages stay held
 void rm_kv_renew(rm_kv_cache *cache); // makes all pages zero (mapped again); all must be released
 
 int64_t rm_kv_free_states(const rm_kv_cache *cache); // free or cached
+int64_t rm_kv_shared_states(const rm_kv_cache *cache); // held, and kept by a page
 // Returns a state with one reference, with any content; −1: all are held.
 int32_t rm_kv_alloc_state(rm_kv_cache *cache);
 void rm_kv_retain_state(rm_kv_cache *cache, int32_t state);
@@ -69,7 +71,7 @@ void rm_kv_release_state(rm_kv_cache *cache, int32_t state); // no effect on −
 // Whether the caller may overwrite the state: its reference is the only one, and no page keeps the
 // state. If no other state is free, a page gives it up.
 int rm_kv_owns_state(rm_kv_cache *cache, int32_t state);
-// Lets an indexed page keep a held state, unless the page keeps one already.
+// Lets a page keep a held state, unless the page keeps one already.
 void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t state);
 int32_t rm_kv_state_of(const rm_kv_cache *cache, int32_t page); // −1: none
 void rm_kv_drop_state(rm_kv_cache *cache, int32_t page); // the page no longer keeps a state

@@ -117,6 +117,11 @@ void rm_activate(rm_scheduler *scheduler, rm_sequence *seq) {
   scheduler->n_active++;
 }
 
+void rm_drop_state(rm_scheduler *scheduler, rm_sequence *seq) {
+  rm_kv_release_state(scheduler->cache, seq->state);
+  seq->state = -1;
+}
+
 void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_list_remove(&seq->link);
   if (seq->status == RM_WAITING) scheduler->n_waiting--;
@@ -125,13 +130,13 @@ void rm_leave_lists(rm_scheduler *scheduler, rm_sequence *seq) {
     while (seq->n_pages > 0 && !rm_is_external(scheduler))
       rm_kv_release(scheduler->cache, table[--seq->n_pages]);
     seq->n_pages = 0;
-    rm_kv_release_state(scheduler->cache, seq->state);
+    rm_drop_state(scheduler, seq);
     scheduler->free_table_rows[scheduler->n_free_table_rows++] = seq->table_row;
     scheduler->n_active--;
   }
   if (seq->group->leader == seq) seq->group->leader = NULL;
   if (scheduler->blocked == seq) scheduler->blocked = NULL;
-  seq->table_row = seq->state = -1;
+  seq->table_row = -1;
   seq->kv_len = seq->next = seq->n_indexed = seq->n_rows = 0;
   seq->stale = 0;
 }

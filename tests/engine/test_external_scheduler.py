@@ -4,10 +4,13 @@ here decides at random.
 Oracle: rm.Generator with the same weights, one for each version. A token equals the Generator's
 draw after the same tokens, and its logprob equals the Generator's score, bit for bit, whatever the
 chunks, the pages (shared, replaced, reused), the preemptions, the tokens that the host drops, and
-the versions that come meanwhile without a reset of the prefix cache. Bound: bit equality."""
+the versions that come meanwhile without a reset of the prefix cache. A hybrid model has states too,
+which the engine keeps for itself. Bound: bit equality."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,7 +42,22 @@ def asked(**changes: Any) -> Any:
     return types.SimpleNamespace(**{**plain, **changes})
 
 
-def make_engine(**changes: Any) -> Any:
+HYBRID = "qwen3_5_moe_text"
+
+
+@functools.cache
+def hybrid() -> Any:
+    """A model with delta nets, and weights of version 0."""
+    pytest.importorskip("torch", reason="transformers makes the weights")
+    models = importlib.import_module("family_models")
+    return models.draw(HYBRID, 300, **models.cuttable(HYBRID))
+
+
+def spec_of(model: str) -> rm.ModelSpec:
+    return helpers.tiny_spec(moe=True) if model == "moe" else rm.ModelSpec.from_hf(hybrid().config)
+
+
+def make_engine(model: str = "moe", **changes: Any) -> Any:
     options = {
         "dtype": "bfloat16", "isa": None, "threads": 2, "max_model_len": MAX_LEN, "max_num_seqs": 6,
         "max_num_batched_tokens": 32,
@@ -47,19 +65,22 @@ def make_engine(**changes: Any) -> Any:
         "eos_token_ids": np.zeros(0, np.int32), "tp": 1,
         "dp": 1, "ep": 1, "ep_backend": "alltoall", "sequence_parallel": False,
         "external_pages": PAGES,
-    }  # fmt: skip
+    } | ({} if model == "moe" else {"dtype": "float32", "enable_prefix_caching": True})  # fmt: skip
     return _core.Engine(
-        helpers.tiny_spec(moe=True).engine_values(MAX_LEN), EngineOptions(**{**options, **changes})
+        spec_of(model).engine_values(MAX_LEN), EngineOptions(**{**options, **changes})
     )
 
 
-def weights(version: int) -> dict[str, np.ndarray]:
-    return helpers.numpy_state_dict(CONFIG, seed=version, dtype="bfloat16")
+def weights(version: int, model: str = "moe") -> dict[str, np.ndarray]:
+    if model == "moe":
+        return helpers.numpy_state_dict(CONFIG, seed=version, dtype="bfloat16")
+    shapes = {name: tuple(x.shape) for name, x in hybrid().state.items()}
+    return {name: helpers.weight(name, shape, version) for name, shape in shapes.items()}
 
 
-def push(engine: Any, version: int) -> None:
+def push(engine: Any, version: int, model: str = "moe") -> None:
     engine.sync_begin(version)
-    for name, tensor in weights(version).items():
+    for name, tensor in weights(version, model).items():
         helpers.push_entry(engine, name, tensor)
     engine.sync_commit("keep")
 
@@ -100,6 +121,31 @@ def oracles(module_generator: Callable[..., Any]) -> list[Any]:
         module_generator(CONFIG, weights=weights(version), dtype="bfloat16", max_model_len=MAX_LEN)
         for version in range(VERSIONS)
     ]
+
+
+@pytest.fixture
+def hybrid_engine() -> Iterator[Any]:
+    """Checks at the end that all states are free."""
+    made = make_engine("hybrid")
+    push(made, 0, "hybrid")
+    yield made
+    stats = made.stats()
+    assert stats["states_free"] == stats["states"] > 0
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def hybrid_oracles() -> Iterator[list[Any]]:
+    made = []
+    for version in range(VERSIONS):
+        oracle = rm.Generator(
+            spec_of("hybrid"), dtype="float32", max_model_len=MAX_LEN, kv_cache_gib=0.02, threads=2
+        )
+        oracle.sync_weights(weights(version, "hybrid"))
+        made.append(oracle)
+    yield made
+    for oracle in made:
+        oracle.close()
 
 
 class Host:
@@ -232,7 +278,11 @@ def prompts_of(rng: np.random.Generator) -> list[list[int]]:
 
 
 def served(
-    engine: Any, rng: np.random.Generator, prompts: list[list[int]], pushes: tuple[int, ...] = ()
+    engine: Any,
+    rng: np.random.Generator,
+    prompts: list[list[int]],
+    pushes: tuple[int, ...] = (),
+    model: str = "moe",
 ) -> Host:
     """Returns a host that has served all prompts, each with its number as seed. pushes: the steps
     after which the next version comes."""
@@ -244,15 +294,26 @@ def served(
         steps += 1
         if steps in pushes:
             host.version += 1
-            push(engine, host.version)
+            push(engine, host.version, model)
         assert steps < 4000
     return host
 
 
-@pytest.mark.parametrize("case", range(8))
+MODELS = pytest.mark.parametrize("case, model", [
+    *((case, "moe") for case in range(8)), *((case, "hybrid") for case in range(8))
+])  # fmt: skip
+
+
+def parts_of(model: str, request: pytest.FixtureRequest) -> tuple[Any, list[Any]]:
+    prefix = "" if model == "moe" else "hybrid_"
+    return request.getfixturevalue(f"{prefix}engine"), request.getfixturevalue(f"{prefix}oracles")
+
+
+@MODELS
 def test_a_host_by_dice_gets_the_tokens_of_a_generator(
-    case: int, engine: Any, oracles: list[Any], rng: np.random.Generator
+    case: int, model: str, request: pytest.FixtureRequest, rng: np.random.Generator
 ) -> None:
+    engine, oracles = parts_of(model, request)
     prompts = prompts_of(rng)
     host = served(engine, rng, prompts)
     for seed, (prompt, drawn) in enumerate(zip(prompts, host.drawn.values(), strict=True)):
@@ -268,12 +329,13 @@ def test_a_host_by_dice_gets_the_tokens_of_a_generator(
         )
 
 
-@pytest.mark.parametrize("case", range(8))
+@MODELS
 def test_new_versions_need_no_word_about_the_prefix_cache(
-    case: int, engine: Any, oracles: list[Any], rng: np.random.Generator
+    case: int, model: str, request: pytest.FixtureRequest, rng: np.random.Generator
 ) -> None:
+    engine, oracles = parts_of(model, request)
     prompts = prompts_of(rng)
-    host = served(engine, rng, prompts, pushes=(15, 40))
+    host = served(engine, rng, prompts, pushes=(15, 40), model=model)
     seen = set()
     for prompt, drawn in zip(prompts, host.drawn.values(), strict=True):
         tokens = prompt + [token for token, _, _ in drawn]
@@ -284,6 +346,36 @@ def test_new_versions_need_no_word_about_the_prefix_cache(
             )
         seen |= {version for _, _, version in drawn}
     assert seen == {0, 1, 2}
+
+
+def test_states_at_the_end_of_pages(hybrid_engine: Any, hybrid_oracles: list[Any]) -> None:
+    """A request with cached pages computes only its own rows if the last page keeps a state, also
+    if the pages are computed in the same step. Otherwise, and after a sleep or a failed request, it
+    computes the rows of the pages again."""
+    engine, prompt = hybrid_engine, list(range(2, 72))
+    oracle = hybrid_oracles[0]
+    wanted = oracle.generate([prompt], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0]
+    [token], pages = wanted.outputs[0].token_ids.tolist(), [1, 2, 3, 4]
+    a, b, c, d, e = (add(engine, prompt) for _ in range(5))
+    tokens, *_, rows = step(
+        engine, (a, 0, 70, [*pages, 5], True), (b, 64, 6, [*pages, 6], True)
+    )  # fmt: skip
+    assert (tokens.tolist(), rows) == ([token] * 2, 76)
+    tokens, *_, rows = step(engine, (c, 48, 22, [1, 2, 3, 7, 8], True))
+    assert (tokens.tolist(), rows) == ([token], 70), "only the prompt's last full page keeps one"
+    tokens, *_, rows = step(engine, (d, 64, 6, [*pages, 9], True))
+    assert (tokens.tolist(), rows) == ([token], 6)
+    engine.external_fail(a)
+    tokens, *_, rows = step(engine, (e, 64, 6, [*pages, 10], True))
+    assert (tokens.tolist(), rows) == ([token], 70)
+    engine.external_preempt(e)
+    engine.sleep(2)
+    engine.wake(2)
+    tokens, *_, rows = step(engine, (e, 64, 7, [*pages, 10], True))
+    assert rows == 71
+    for number in (a, b, c, d, e):
+        engine.abort(number)
+        engine.release(number)
 
 
 def test_kv_that_slept_is_made_again(engine: Any, oracles: list[Any]) -> None:

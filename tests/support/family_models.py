@@ -489,11 +489,6 @@ FAMILIES: dict[str, Draw] = {
     "deepseek_v3": deepseek_v3, "glm4_moe_lite": glm4_moe_lite,
 }  # fmt: skip
 
-# Families that vLLM's schedulers can serve: all layers have pages.
-WITH_PAGES = [name for name in FAMILIES if name not in (
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
-)]  # fmt: skip
-
 
 DELTA = {
     "num_hidden_layers": 3,

@@ -516,12 +516,17 @@ def parameter_shapes(
 
 
 def numpy_state_dict(
-    config: Mapping[str, Any], seed: int = 0, dtype: str = "float32", router_bias: bool = False
+    config: Mapping[str, Any],
+    seed: int = 0,
+    dtype: str = "float32",
+    router_bias: bool = False,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Checkpoint names → arrays; bfloat16 as ml_dtypes'. The router bias is float32 in both."""
+    """Checkpoint names → arrays; bfloat16 as ml_dtypes'. The router bias is float32 in both.
+    shapes: of a model that parameter_shapes does not describe."""
     state = {
         name: weight(name, shape, seed)
-        for name, shape in parameter_shapes(config, router_bias).items()
+        for name, shape in (shapes or parameter_shapes(config, router_bias)).items()
     }
     if dtype == "bfloat16":
         import ml_dtypes

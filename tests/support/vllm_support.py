@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -52,7 +54,21 @@ CASES = {
             True, **SIZES, num_experts=24, num_experts_per_tok=3, intermediate_size=160
         ),
     ),
-}
+    "hybrid": helpers.Case(
+        "hybrid",
+        {
+            **SIZES, "model_type": "qwen3_5_moe_text", "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "partial_rotary_factor": 0.5, "num_hidden_layers": 4, "full_attention_interval": 2,
+            "layer_types": ["linear_attention", "full_attention"] * 2, "attention_bias": False,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24,
+            "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4, "num_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+}  # fmt: skip
 ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
 MAX_MODEL_LEN = 128
 Settings = Mapping[str, Any]
@@ -227,7 +243,16 @@ def agree(got: Sequence[Sequence[Answer]], want: Sequence[Sequence[Answer]]) -> 
 # -------------------------------------------------------------------------------- models, engines
 def weights_of(model: str, dtype: str, seed: int = 0) -> Weights:
     """Makes the weights of a version: another seed changes all values."""
-    return helpers.numpy_state_dict(CASES[model].config, seed, dtype)
+    shapes = hybrid_shapes() if model == "hybrid" else None
+    return helpers.numpy_state_dict(CASES[model].config, seed, dtype, shapes=shapes)
+
+
+@functools.cache
+def hybrid_shapes() -> dict[str, tuple[int, ...]]:
+    fields = dict(CASES["hybrid"].config)
+    family = fields.pop("model_type")
+    state = importlib.import_module("family_models").draw(family, 0, **fields).state
+    return {name: tuple(x.shape) for name, x in state.items()}
 
 
 def folder(at: Path, model: str) -> str:
@@ -238,7 +263,7 @@ def folder(at: Path, model: str) -> str:
     stock = {
         "hidden_act": "silu",
         **config,
-        "architectures": [ARCHITECTURES[config["model_type"]]],
+        "architectures": config.get("architectures") or [ARCHITECTURES[config["model_type"]]],
         "dtype": "bfloat16",
     }
     (path / "config.json").write_text(json.dumps(stock))

@@ -44,6 +44,7 @@ SETTINGS = (
     Setting("moe", "bfloat16", False, False),
     Setting("moe", "bfloat16", True, True),
     Setting("dense", "float32", False, False),
+    Setting("hybrid", "bfloat16", False, True),
 )
 FEW_BLOCKS = (
     16  # of 16 tokens, one of them vLLM's null block: too few for two of the longest requests

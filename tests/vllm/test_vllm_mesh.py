@@ -74,6 +74,7 @@ ONE_REPLICA = (
     Setting("moe", "bfloat16", tp=2, v2=True, asynchronous=False),
     Setting("moe", "float32", tp=2, expert_parallel=True, asynchronous=False),
     Setting("moe", "bfloat16", tp=2, expert_parallel=True, v2=True),
+    Setting("hybrid", "float32", tp=2, expert_parallel=True),
 )
 
 

@@ -21,6 +21,7 @@ import os
 
 from rollmesh.errors import PluginError
 from rollmesh.model.families import FAMILIES
+from rollmesh.model.family_layers import hybrid_layers
 
 # The releases of vLLM that rollmesh supports, the newest and the one before. A release is added
 # after tests/vllm/test_vllm_*.py have passed in its environment, which `VLLM=… .ci/vllm` makes.
@@ -83,8 +84,8 @@ def refuse() -> None:
 
 
 def register() -> None:
-    """Entry point of vllm.general_plugins: checks the environment. The worker itself handles
-    the weight transfer backend "rollmesh"."""
+    """Entry point of vllm.general_plugins: checks the environment and describes hybrid models. The
+    worker itself handles the weight transfer backend "rollmesh"."""
     if not asked_for():
         return
     check_version()
@@ -94,6 +95,15 @@ def register() -> None:
             "names: unset it, "
             f"or set VLLM_PLUGINS={MODEL_NAME}, which runs rollmesh's model classes there"
         )
+    from vllm import ModelRegistry
+
+    from rollmesh.vllm.served_model import TextDecoder
+
+    for family in FAMILIES.values():
+        if family.layer_kinds is hybrid_layers:
+            for kind in ("CausalLM", "ConditionalGeneration"):  # the latter with a vision model
+                name = family.architecture.replace("CausalLM", kind)
+                ModelRegistry.register_model(name, TextDecoder)
 
 
 def register_model() -> None:

@@ -60,6 +60,17 @@ class ServedModel(torch.nn.Module):
         raise StateError("this module is for load_weights only; the engine runs the forward pass")
 
 
+class TextDecoder(torch.nn.Module):
+    """Describes a model to vLLM, which reads this class and makes no object. It replaces vLLM's
+    classes of hybrid models, for vLLM would manage their states; also, those classes import
+    packages that neither the scheduler nor the engine needs."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        raise StateError("this class only describes a model; the engine runs it")
+
+    forward = embed_input_ids = compute_logits = ServedModel.forward
+
+
 def forbidden_by(
     edit: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
 ) -> NDArray[np.int32]:

@@ -13,6 +13,7 @@ import vllm_support
 from marks import full
 
 from rollmesh.model.families import FAMILIES
+from rollmesh.model.family_layers import attention_layers
 
 family_models = importlib.import_module("family_models")
 SIZES = {
@@ -57,8 +58,8 @@ QUICK = ("smollm3", "olmoe", "glm4_moe")
     "family",
     [
         family if family in QUICK else full(family)
-        for family in family_models.WITH_PAGES
-        if not FAMILIES[family].latent
+        for family in family_models.FAMILIES
+        if FAMILIES[family].layer_kinds is attention_layers
     ],
 )
 def test_bits_are_the_generators(family: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import oot
 import pytest
 from oot import MOE, TIED
-from vllm_support import Oracle, weights_of
+from vllm_support import ARCHITECTURES, CASES, Oracle, weights_of
 
 import rollmesh as rm
 from rollmesh import ops
@@ -123,7 +123,7 @@ def vllm_config(at: Path, config: dict[str, Any], **changes: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     at.mkdir(exist_ok=True)
-    name = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[config["model_type"]]
+    name = ARCHITECTURES[config["model_type"]]
     (at / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
     options = {
         "skip_tokenizer_init": True,
@@ -174,10 +174,11 @@ def test_made_on_the_meta_device(tmp_path: Path) -> None:
             {},
             "without sliding windows, got 32",
         ),
+        (CASES["hybrid"].config, {}, "layer_types: expected attention in all layers"),
         ({}, {"dtype": "float16"}, "dtype: expected bfloat16 or float32, got 'float16'"),
         ({}, {"logprobs_mode": "raw_logits"}, "logprobs_mode"),
     ],
-    ids=["head_dim", "window", "dtype", "logprobs_mode"],
+    ids=["head_dim", "window", "linear attention", "dtype", "logprobs_mode"],
 )
 def test_refused_by_name(
     changes: dict[str, Any], engine: dict[str, Any], match: str, tmp_path: Path

@@ -222,6 +222,11 @@ class Model(torch.nn.Module):
                 f"kv_lora_rank: expected a model without latent attention, got {spec.kv_lora_rank};"
                 " VLLM_PLUGINS=rollmesh computes it"
             )
+        if "delta_net" in spec.layer_kinds:
+            raise ConfigError(
+                f"layer_types: expected attention in all layers, got {spec.model_type} with linear "
+                "attention; VLLM_PLUGINS=rollmesh computes it"
+            )
         if spec.head_dim % HEAD_DIMS:
             raise ConfigError(
                 f"head_dim: expected a multiple of {HEAD_DIMS}, got {spec.head_dim}; vLLM's KV "

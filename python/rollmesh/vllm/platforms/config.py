@@ -200,13 +200,7 @@ def _check_derived(option: str, value: Any, base: str) -> None:
 # ------------------------------------------------------------------------------------------- read
 def model_spec(vllm_config: Any) -> ModelSpec:
     """Returns the model's spec, from the config that vLLM has read (with hf_overrides)."""
-    spec = ModelSpec.from_hf(vllm_config.model_config.hf_config)
-    if "delta_net" in spec.layer_kinds:
-        raise ConfigError(
-            f"layer_types: expected attention in all layers under vLLM, got {spec.model_type} with "
-            "linear attention; use rm.Generator"
-        )
-    return spec
+    return ModelSpec.from_hf(vllm_config.model_config.hf_config)
 
 
 def dtype_name(dtype: Any) -> str:

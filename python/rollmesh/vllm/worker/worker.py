@@ -31,8 +31,8 @@ from rollmesh.distributed import comm
 from rollmesh.distributed.peers import join
 from rollmesh.distributed.rank_engine import RankEngine
 from rollmesh.errors import CapacityError, ConfigError, StateError
-from rollmesh.model.placement import placements
-from rollmesh.model.sizes import kv_bytes_per_token, rank_bytes
+from rollmesh.model.placement import Placement, placements
+from rollmesh.model.sizes import kv_bytes_per_token, rank_bytes, state_bytes
 from rollmesh.options import EngineOptions
 from rollmesh.runtime.devices import Device, device_of
 from rollmesh.vllm.platforms import config
@@ -99,31 +99,52 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------------- the KV cache
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Returns the same spec for all layers, so that they share one block table. This includes
-        sliding windows, whose pages are not freed early."""
-        heads = max(
-            len(rank.kv_heads)
-            for rank in placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)
-        )
+        """Returns the same spec for all layers with pages, so that they share one block table.
+        This includes sliding windows, whose pages are not freed early. vLLM has no part in states
+        of sequences (external_scheduler.c), so that their size does not change the size of
+        pages."""
+        layers = self.spec.num_attention_layers
         spec = FullAttentionSpec(
             block_size=self.cache_config.block_size,
-            num_kv_heads=heads,
-            head_size=kv_bytes_per_token(self.spec, 1, 1)
-            // (2 * self.spec.num_hidden_layers),  # as stored, with padding
+            num_kv_heads=max(len(rank.kv_heads) for rank in self._placements()),
+            head_size=kv_bytes_per_token(self.spec, 1, 1) // (2 * layers),  # as stored, padded
             dtype=self.model_config.dtype,
         )
-        return {
-            f"model.layers.{layer}.self_attn": spec for layer in range(self.spec.num_hidden_layers)
-        }
+        return {f"model.layers.{layer}.self_attn": spec for layer in range(layers)}
+
+    def _placements(self) -> list[Placement]:
+        return placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [LAYOUT]
 
     def determine_available_memory(self) -> int:
-        """Returns the bytes for KV: kv_cache_memory_bytes, or this worker's share of the free
-        memory minus two copies of its weights."""
-        if self.cache_config.kv_cache_memory_bytes is not None:
-            return int(self.cache_config.kv_cache_memory_bytes)
+        """Returns the bytes for pages: kv_cache_memory_bytes, or this worker's share of the free
+        memory minus two copies of its weights; in both cases without the states that the engine
+        adds to the pages (csrc/engine/kv_size.c)."""
+        given = self.cache_config.kv_cache_memory_bytes
+        return self._bytes_of_pages(self._cache_bytes() if given is None else int(given))
+
+    def _bytes_of_pages(self, both: int) -> int:
+        size, num_seqs = self.model_config.dtype.itemsize, self.scheduler_config.max_num_seqs
+        ranks = self._placements()
+        state = state_bytes(self.spec, max(len(rank.delta_heads) for rank in ranks), size)
+        if not state:
+            return both
+        page = self.cache_config.block_size * kv_bytes_per_token(
+            self.spec, max(len(rank.kv_heads) for rank in ranks), size
+        )
+        interval = -(-state // page)  # pages for each state that is kept
+        left = both - (num_seqs + 1) * state
+        if left < page:
+            raise CapacityError(
+                f"max_num_seqs={num_seqs}: expected more than {(num_seqs + 1) * state} bytes of KV "
+                f"cache, a state of {state} bytes for each running request, got {both}"
+            )
+        caching = bool(self.cache_config.enable_prefix_caching)
+        return left * interval * page // (interval * page + caching * state)
+
+    def _cache_bytes(self) -> int:
         dtype = str(self.model_config.dtype).removeprefix("torch.")
         ranks = rank_bytes(self.spec, dtype, self.mesh.tp, self.mesh.dp, self.mesh.ep)
         # vLLM orders ranks by data parallel rank first, like rm.Mesh.
@@ -164,7 +185,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             block_size=self.cache_config.block_size,
             seed=config.engine_seed(self.vllm_config),
-            enable_prefix_caching=False,
+            enable_prefix_caching=bool(self.cache_config.enable_prefix_caching),
             enforce_eager=bool(self.model_config.enforce_eager),
             eos_token_ids=np.zeros(0, np.int32),
             tp=self.mesh.tp,
