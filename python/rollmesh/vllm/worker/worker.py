@@ -126,12 +126,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return self._bytes_of_pages(self._cache_bytes() if given is None else int(given))
 
     def _bytes_of_pages(self, both: int) -> int:
-        size, num_seqs = self.model_config.dtype.itemsize, self.scheduler_config.max_num_seqs
-        ranks = self._placements()
+        size, ranks = self.model_config.dtype.itemsize, self._placements()
+        num_seqs: int = self.scheduler_config.max_num_seqs
         state = state_bytes(self.spec, max(len(rank.delta_heads) for rank in ranks), size)
         if not state:
             return both
-        page = self.cache_config.block_size * kv_bytes_per_token(
+        page: int = self.cache_config.block_size * kv_bytes_per_token(
             self.spec, max(len(rank.kv_heads) for rank in ranks), size
         )
         interval = -(-state // page)  # pages for each state that is kept
