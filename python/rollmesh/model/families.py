@@ -333,6 +333,7 @@ _QWEN3_5 = Family(
     o_bias=False,
     attention_gate=True,
     gate_in_q=True,
+    wq_rows="halves",
     layer_kinds=hybrid_layers,
     ropes=text_ropes,
     factors=_delta_net,
