@@ -217,31 +217,31 @@ def _read(
 
 def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the config as transformers has it, and the fields of ModelSpec that such a config
-    lacks. model: torchtitan's Qwen3Model.Config, Qwen35Model.Config or
-    Llama3Model.Config, or its ModelSpec."""
+    lacks. model: torchtitan's Qwen3Model.Config, Qwen35Model.Config or Llama3Model.Config, or its
+    ModelSpec."""
     kind = type(model)
     if kind.__qualname__ == "ModelSpec" and kind.__module__.split(".")[0] == "torchtitan":
         model = model.model
     faults: list[str] = []
     root = _read(model, "model", _ROOTS, faults)
-    kind = type(model).__qualname__.removesuffix("Model.Config")
-    block = f"{kind}TransformerBlock"
+    name = type(model).__qualname__.removesuffix("Model.Config")
+    block = f"{name}TransformerBlock"
     if not isinstance(root["layers"], (list, tuple)) or not root["layers"]:
         raise ConfigError(
             f"model.layers: expected a list of {block}.Config, got {shown(root['layers'])}"
         )
     layers = []
     for i, layer in enumerate(root["layers"]):
-        parts = [getattr(layer, part, None) for part in ("moe", "attention")]
+        moe, attention = (getattr(layer, part, None) for part in ("moe", "attention"))
         rules = _LLAMA
-        if kind != "Llama3":
-            qwen35 = _QWEN35_DELTA if parts[1] is None else _QWEN35_FULL
-            rules = (_QWEN if kind == "Qwen3" else qwen35) | (_EXPERTS if parts[0] else _DENSE)
+        if name != "Llama3":
+            qwen35 = _QWEN35_DELTA if attention is None else _QWEN35_FULL
+            rules = (_QWEN if name == "Qwen3" else qwen35) | (_EXPERTS if moe else _DENSE)
         where = f"model.layers[{i}]"
         layers.append(_layer(_read(layer, where, {block: rules}, faults), where, faults))
     values = _alike(layers, faults)
     values |= {
-        "model_type": {"Llama3": "llama", "Qwen3": "qwen3", "Qwen35": "qwen3_5_text"}[kind],
+        "model_type": {"Llama3": "llama", "Qwen3": "qwen3", "Qwen35": "qwen3_5_text"}[name],
         "vocab_size": root["vocab_size"],
         "hidden_size": root["dim"],
         "num_hidden_layers": len(layers),
@@ -249,7 +249,7 @@ def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "eos_token_id": None,
     }
     dense = [i for i, layer in enumerate(layers) if "num_experts" not in layer]
-    if kind == "Qwen35":
+    if name == "Qwen35":
         values["layer_types"] = [
             f"{'full' if 'head_dim' in layer else 'linear'}_attention" for layer in layers
         ]
