@@ -14,7 +14,8 @@ typedef enum form {
   ONE, // a parameter as it is
   TURNED, // q or k, with rows in the order of spec->wq_rows
   QKV, // q, k and v rows one after another
-  CONV, // the same, as [rows][1][cols]
+  CONV, // as [rows][1][cols]
+  CONV_QKV, // q, k and v rows one after another, as [rows][1][cols]
   QKVZ, // of a delta net: the rows of each key head one after another, and of the value heads with it
   BA, // likewise
   GATE_UP, // gate rows, then up rows
@@ -48,7 +49,7 @@ static const spelling spellings[] = {
     {"linear_attn.in_proj_qkvz.weight", QKVZ, RM_P_DELTA_Q},
     {"linear_attn.in_proj_ba.weight", BA, RM_P_DELTA_B},
     {"linear_attn.in_proj_qkv.weight", QKV, RM_P_DELTA_Q},
-    {"linear_attn.conv1d.weight", CONV, RM_P_CONV_Q},
+    {"linear_attn.conv1d.weight", CONV_QKV, RM_P_CONV_Q},
     {"mlp.gate_up_proj.weight", GATE_UP, RM_P_GATE},
     {"mlp.experts.#.gate_up_proj.weight", GATE_UP, RM_P_EXPERT_GATE},
     {"self_attn.kv_b_proj.weight", KV_B, RM_P_K_B},
@@ -73,6 +74,7 @@ static const spelling spellings[] = {
     {"moe.shared_experts.w1.weight", ONE, RM_P_SHARED_GATE},
     {"moe.shared_experts.w2.weight", ONE, RM_P_SHARED_DOWN},
     {"moe.shared_experts.w3.weight", ONE, RM_P_SHARED_UP},
+    {"moe.shared_experts.gate.weight", ONE, RM_P_SHARED_SWITCH},
     {"moe.experts.w1", EXPERTS, RM_P_EXPERT_GATE},
     {"moe.experts.w2", EXPERTS, RM_P_EXPERT_DOWN},
     {"moe.experts.w3", EXPERTS, RM_P_EXPERT_UP},
@@ -82,6 +84,25 @@ static const spelling spellings[] = {
     {"moe.routed_experts.inner_experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
     {"moe.routed_experts.inner_experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
     {"moe.routed_experts.inner_experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
+    {"attn.wq.weight", TURNED, RM_P_Q},
+    {"attn.wk.weight", TURNED, RM_P_K},
+    {"attn.wv.weight", ONE, RM_P_V},
+    {"attn.wo.weight", ONE, RM_P_O},
+    {"attn.q_norm.weight", ONE, RM_P_Q_NORM},
+    {"attn.k_norm.weight", ONE, RM_P_K_NORM},
+    {"attn.in_proj_q.weight", ONE, RM_P_DELTA_Q},
+    {"attn.in_proj_k.weight", ONE, RM_P_DELTA_K},
+    {"attn.in_proj_v.weight", ONE, RM_P_DELTA_V},
+    {"attn.in_proj_z.weight", ONE, RM_P_DELTA_Z},
+    {"attn.in_proj_b.weight", ONE, RM_P_DELTA_B},
+    {"attn.in_proj_a.weight", ONE, RM_P_DELTA_A},
+    {"attn.out_proj.weight", ONE, RM_P_DELTA_OUT},
+    {"attn.conv_q.weight", CONV, RM_P_CONV_Q},
+    {"attn.conv_k.weight", CONV, RM_P_CONV_K},
+    {"attn.conv_v.weight", CONV, RM_P_CONV_V},
+    {"attn.A_log", ONE, RM_P_A_LOG},
+    {"attn.dt_bias", ONE, RM_P_DT_BIAS},
+    {"attn.norm.weight", ONE, RM_P_DELTA_NORM},
     // the router's bias, which the choice of experts adds
     {"mlp.gate.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"mlp.router.expert_bias", ONE, RM_P_ROUTER_BIAS},
@@ -204,9 +225,9 @@ typedef struct members { // the kinds whose rows a tensor has, one kind after an
 } members;
 
 static members members_of(const rm_spec *spec, const spelling *s) {
-  static const int counts[] = {
-      [ONE] = 1,  [TURNED] = 1,  [QKV] = 3,     [CONV] = 3,    [QKVZ] = 4,           [BA] = 2,
-      [KV_B] = 2, [GATE_UP] = 2, [EXPERTS] = 1, [NOTHING] = 0, [EXPERTS_GATE_UP] = 2};
+  static const int counts[] = {[ONE] = 1,      [TURNED] = 1,  [QKV] = 3,     [CONV] = 1,
+                               [CONV_QKV] = 3, [QKVZ] = 4,    [BA] = 2,      [KV_B] = 2,
+                               [GATE_UP] = 2,  [EXPERTS] = 1, [NOTHING] = 0, [EXPERTS_GATE_UP] = 2};
   members out = {.n = counts[s->form],
                  .heads = s->form == KV_B ? spec->n_heads : spec->delta_k_heads};
   for (int i = 0; i < out.n; i++) out.kinds[i] = s->kind + i;
@@ -238,7 +259,8 @@ static int64_t alternate(const rm_params *params, const members *m, rm_target *o
 static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, int32_t expert,
                     rm_target *out, rm_error *err) {
   const members m = members_of(params->spec, s);
-  const int n = m.n, stacked = s->form == EXPERTS || s->form == EXPERTS_GATE_UP;
+  const int n = m.n, stacked = s->form == EXPERTS || s->form == EXPERTS_GATE_UP,
+            conv = s->form == CONV || s->form == CONV_QKV;
   const int64_t copies = stacked ? params->spec->n_experts : 1;
   int64_t rows = 0;
   if (s->form == NOTHING) return RM_OK;
@@ -253,9 +275,9 @@ static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, i
       const int64_t index = rm_params_find(params, m.kinds[i], layer, stacked ? e : expert);
       if (index < 0) return RM_E_UNEXPECTED_KEY;
       out->pieces[out->n_pieces++] = (rm_param_rows){.param = index,
-                                                     .outer = stacked           ? e
-                                                              : s->form == CONV ? -1
-                                                                                : 0,
+                                                     .outer = stacked ? e
+                                                              : conv  ? -1
+                                                                      : 0,
                                                      .row0 = rows};
       rows += rm_param_extent(&params->list[index]);
     }
@@ -268,10 +290,10 @@ static rm_code fill(const rm_params *params, const spelling *s, int32_t layer, i
   int64_t *shape = out->shape;
   if (stacked) *shape++ = copies;
   *shape++ = rows;
-  if (s->form == CONV) *shape++ = 1;
+  if (conv) *shape++ = 1;
   *shape = last->cols; // not used if the tensor is a vector
   if (stacked && params->spec->experts_interleaved) interleave(params, s, out, rows);
-  out->n_dims = last->n_dims + (stacked || s->form == CONV);
+  out->n_dims = last->n_dims + (stacked || conv);
   return RM_OK;
 }
 
@@ -300,10 +322,11 @@ static rm_code fail_absent(const rm_params *params, const char *name, const spel
                            int32_t layer, int32_t expert, rm_error *err) {
   const rm_spec *spec = params->spec;
   if (s->form == TURNED && spec->wq_rows == RM_WQ_NONE)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY,
-                   "%s: the order of its rows is known of Llama, Mistral and Qwen3; expected "
-                   "self_attn.%c_proj",
-                   name, s->kind == RM_P_Q ? 'q' : 'k');
+    return rm_fail(
+        err, RM_E_UNEXPECTED_KEY,
+        "%s: the order of its rows is known of Llama, Mistral, Qwen3 and Qwen3.5; expected "
+        "self_attn.%c_proj",
+        name, s->kind == RM_P_Q ? 'q' : 'k');
   if (layer >= spec->n_layers)
     return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %lld", name, layer,
                    (long long)spec->n_layers);
@@ -356,7 +379,8 @@ static int find_spelling(const rm_params *params, bare name, spelling *out, int3
 }
 
 static rm_code fail_unknown(const char *name, rm_error *err) {
-  static const char *const parts[] = {"visual.", "mtp."}; // of checkpoints of text models too
+  static const char *const parts[] = {"visual.", "vision_encoder.",
+                                      "mtp."}; // of checkpoints of text models too
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
     const char *at = strstr(name, parts[i]);
     if (at)

@@ -31,7 +31,9 @@ from titan_cpu import (
     llama3_registry,
     model_registry,
     moe,
+    qwen3_5_configs,
     qwen3_configs,
+    qwen35_registry,
     rope,
     token_dispatcher,
 )
@@ -43,11 +45,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
 
 Config = Any
 BOUND = 1e-5
+SPECIAL = ("image_id", "video_id")  # tokens that Qwen3.5 replaces where there is an image or video
 
 
 def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
     """Returns the config of a flavor ("llama3": its debug model), reduced to a few layers, with an
     attention that works on a CPU."""
+    if flavor.startswith("qwen3_5"):
+        return config35(flavor.removeprefix("qwen3_5_"))
     made = (
         llama3_registry("debugmodel", attn_backend="flex")
         if flavor == "llama3"
@@ -59,6 +64,20 @@ def config(flavor: str = "debugmodel_moe", layers: int = 2) -> Config:
     for layer in model.layers:
         layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     return model
+
+
+def config35(flavor: str = "debugmodel") -> Config:
+    """Returns the config of a flavor of Qwen3.5 with one layer of each kind and few tokens."""
+    model = copy.deepcopy(qwen35_registry(flavor, attn_backend="flex").model)
+    model.layers = model.layers[2:4]
+    model.layers[1].attention.inner_attention = attention.ScaledDotProductAttention.Config()
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = 500
+    return model
+
+
+def text_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the weights of the model of text in a state dict."""
+    return {name: tensor for name, tensor in state.items() if "vision_encoder" not in name}
 
 
 def in_float32(self: Any, x: Any, counts: Any) -> Any:
@@ -88,9 +107,11 @@ def built(model: Config) -> Any:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if "norm" in name:
                 tensor.uniform_(0.5, 1.5)
+                if hasattr(module, "vision_encoder") and not name.endswith(".attn.norm.weight"):
+                    tensor -= 1  # of OffsetRMSNorm
             elif "expert_bias" in name:
                 tensor.uniform_(-0.02, 0.02)
-            elif "gate" in name:
+            elif "gate" in name or "conv" in name:
                 tensor.normal_(std=0.3)
             elif "rope" not in name and "tokens_per_expert" not in name:
                 tensor.normal_(std=0.08)
@@ -102,22 +123,28 @@ def worst(model: Config, spec: rm.ModelSpec | None = None, module: Any = None) -
     config's."""
     module = built(model) if module is None else module
     ids = torch.randint(0, model.vocab_size, (1, 70), generator=torch.Generator().manual_seed(1))
+    inputs: dict[str, Any] = {}
+    if hasattr(module, "vision_encoder"):
+        inputs = {"positions": torch.arange(70)[None], "special_tokens": dict.fromkeys(SPECIAL, -1)}
     with torch.no_grad():
-        expected = module(ids)[0].numpy()
+        expected = module(ids, **inputs)[0].numpy()
     spec = rm.ModelSpec.from_torchtitan(model) if spec is None else spec
     with rm.Generator(
         spec, dtype="float32", max_model_len=128, kv_cache_gib=0.05, threads=1
     ) as generator:
-        generator.sync_weights(module.state_dict())
+        generator.sync_weights(text_of(module.state_dict()))
         [logits] = generator.logits([ids[0].tolist()])
     return float(np.abs(logits - expected).max() / np.abs(expected).max())
 
 
 # --------------------------------------------------------------------------------------- computed
 def test_every_flavor_of_the_registry() -> None:
-    for registry, flavor in [(model_registry, name) for name in qwen3_configs] + [
-        (llama3_registry, name) for name in llama3_configs
-    ]:
+    registries = {
+        model_registry: qwen3_configs,
+        llama3_registry: llama3_configs,
+        qwen35_registry: qwen3_5_configs,
+    }
+    for registry, flavor in [(get, name) for get, names in registries.items() for name in names]:
         spec = registry(flavor, attn_backend="flex")
         read = rm.ModelSpec.from_torchtitan(spec)
         assert read == rm.ModelSpec.from_torchtitan(spec.model)
@@ -125,7 +152,8 @@ def test_every_flavor_of_the_registry() -> None:
             module = spec.model.build()
         if read.tie_word_embeddings:
             module.lm_head.weight = module.tok_embeddings.weight
-        assert read.num_parameters == sum(p.numel() for p in module.parameters()), flavor
+        parameters = text_of(dict(module.named_parameters()))
+        assert read.num_parameters == sum(p.numel() for p in parameters.values()), flavor
         assert read.router_bias == any("expert_bias_E" in name for name in module.state_dict())
 
 
@@ -188,9 +216,13 @@ def wide_eps(model: Config) -> None:
     model.norm.eps = 0.1
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_moe", "llama3"])
+@pytest.mark.parametrize(
+    "flavor",
+    ["debugmodel", "debugmodel_moe", "llama3", "qwen3_5_debugmodel", "qwen3_5_debugmodel_moe"],
+)
 def test_logits_are_torchtitans(flavor: str) -> None:
-    assert worst(config(flavor)) < BOUND
+    # torchtitan's own float32 is 1.2e-5 off float64 in Qwen3.5's debug model with experts.
+    assert worst(config(flavor)) < (3 * BOUND if flavor == "qwen3_5_debugmodel_moe" else BOUND)
 
 
 def llama_with(**changes: Any) -> Config:
@@ -226,6 +258,103 @@ def test_logits_of_llama3_are_torchtitans(changes: dict[str, Any]) -> None:
         assert worst(model, rm.ModelSpec.from_torchtitan(plain), built(model)) > 1e-3, (
             "the setting does not show"
         )
+
+
+def eps_of_35(model: Config) -> None:
+    delta, full = model.layers
+    attends = full.attention
+    for norm in (
+        *(model.norm, delta.attention_norm, delta.ffn_norm, delta.delta_net.norm),
+        *(full.attention_norm, full.ffn_norm, attends.q_norm, attends.k_norm),
+    ):
+        norm.eps = 0.1
+
+
+def turns_half(model: Config) -> None:
+    attends = model.layers[1].attention
+    attends.rotary_dim = attends.rope.dim = 32
+
+
+def yarn_of_35(model: Config) -> None:
+    r = model.layers[1].attention.rope
+    r.theta, r.scaling, r.rope_factor, r.original_seq_len = 100.0, "yarn", 4.0, 16
+
+
+def heads_of_35(model: Config) -> None:
+    """One key head for six value heads of another size, and a shorter convolution."""
+    net = model.layers[0].delta_net
+    net.value_head_dim, net.conv_kernel_size = 24, 3
+    for part in (net.in_proj_q, net.in_proj_k):
+        part.out_features = 64
+    for part in (net.in_proj_v, net.in_proj_z):
+        part.out_features = net.out_proj.in_features = 6 * 24
+    net.in_proj_a.out_features = net.in_proj_b.out_features = 6
+    net.norm.dim = 24
+    for conv, channels in ((net.conv_q, 64), (net.conv_k, 64), (net.conv_v, 6 * 24)):
+        conv.in_channels = conv.out_channels = conv.groups = channels
+        conv.kernel_size = 3
+
+
+def plain_shared_expert(model: Config) -> None:
+    for layer in model.layers:
+        layer.moe.shared_experts = config("debugmodel", 1).layers[0].feed_forward
+
+
+def other_router(model: Config) -> None:
+    for change in (without_norm, sigmoid, scaled, no_bias):
+        change(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [eps_of_35, turns_half, yarn_of_35, heads_of_35, plain_shared_expert, other_router],
+    ids=lambda change: change.__name__,
+)
+def test_logits_of_other_settings_of_qwen3_5(change: Callable[[Config], None]) -> None:
+    flavor = "debugmodel_moe" if change in (plain_shared_expert, other_router) else "debugmodel"
+    model = config35(flavor)
+    change(model)
+    assert worst(model) < BOUND
+    if change in (eps_of_35, turns_half, yarn_of_35):
+        plain = rm.ModelSpec.from_torchtitan(config35(flavor))
+        assert worst(model, plain, built(model)) > 1e-3, "the setting does not show"
+
+
+def test_pushes_of_qwen3_5() -> None:
+    """By its own names and by to_hf, on one rank and on two."""
+    model = config35()
+    own, spec = built(model).state_dict(), rm.ModelSpec.from_torchtitan(model)
+    hf = qwen35_registry("debugmodel").state_dict_adapter(model, None).to_hf(own)
+    hf = {name: tensor for name, tensor in hf.items() if "visual" not in name}
+    digests = set()
+    for tp in (1, 2):
+        with rm.Generator(
+            spec, mesh=rm.Mesh(tp=tp), dtype="float32", max_model_len=64, kv_cache_gib=0.05
+        ) as generator:
+            digests |= {generator.sync_weights(state).digest for state in (text_of(own), hf)}
+            digests.add(generator.sync_weights(own, strict=False).digest)
+            assert generator.shard("layers.0.attn.conv_v.weight").shape == (256, 1, 4)
+            with pytest.raises(rm.UnexpectedKeyError, match=r"vision_encoder\."):
+                generator.sync_weights(own)
+    assert len(digests) == 1
+
+
+def test_to_hf_of_qwen3_5_transposes_experts() -> None:
+    model = config35("debugmodel_moe")
+    model.layers = model.layers[1:]
+    no_bias(model)  # to_hf drops it
+    own = text_of(built(model).state_dict())
+    hf = qwen35_registry("debugmodel_moe").state_dict_adapter(model, None).to_hf(own)
+    with (
+        rm.Generator(
+            rm.ModelSpec.from_torchtitan(model),
+            dtype="float32",
+            max_model_len=64,
+            kv_cache_gib=0.05,
+        ) as generator,
+        pytest.raises(rm.Error, match=r"gate_up_proj: expected .*8, 512, 256.* got .*8, 256, 512"),
+    ):
+        generator.sync_weights(hf)
 
 
 def test_pushes_of_llama3_by_its_own_names_and_by_to_hf_are_one() -> None:
@@ -473,6 +602,59 @@ def test_what_is_not_computed_of_llama3() -> None:
         rm.ModelSpec.from_torchtitan(model)
 
 
+REFUSED35: list[tuple[str, int, str, Any, str]] = [
+    ("debugmodel", 0, "delta_net.norm.eps", 1e-5, r"delta_net.norm.eps: expected 1e-06, got 1e-05"),
+    ("debugmodel", 0, "delta_net.conv_k.bias", True, r"conv_k.bias: expected False, got True"),
+    ("debugmodel", 0, "delta_net.conv_k.stride", 2, r"conv_k.stride: expected no such field, "),
+    ("debugmodel", 0, "delta_net.in_proj_a.bias", True, r"in_proj_a.bias: expected False"),
+    (
+        *("debugmodel", 0, "delta_net.key_head_dim", 0),
+        r"delta_net.key_head_dim: expected an integer > 0, got 0",
+    ),
+    (
+        *("debugmodel", 0, "delta_net.in_proj_v.out_features", None),
+        r"in_proj_v.out_features: expected an integer > 0, got None",
+    ),
+    (
+        *("debugmodel", 0, "delta_net", None),
+        r"layers\[0\].delta_net: expected torchtitan's GatedDeltaNet.Config, got builtins.NoneType",
+    ),
+    ("debugmodel", 1, "attention.rope.dim", 64, r"attention.rope.dim: expected 16, got 64"),
+    ("debugmodel", 1, "attention.rotary_dim", 15, r"rope.dim: expected 15, got 16"),
+    ("debugmodel", 1, "attention.head_dim", None, r"head_dim: expected an integer > 0, got None"),
+    ("debugmodel", 1, "attention.k_norm.eps", 1e-5, r"k_norm.eps: expected 1e-06, got 1e-05"),
+    ("debugmodel", 1, "attention.rope.scaling", "llama", r"scaling: expected 'none' or 'yarn'"),
+    ("debugmodel", 1, "ffn_norm", config().norm, r"ffn_norm: expected torchtitan's OffsetRMSNorm"),
+    (
+        *("debugmodel_moe", 1, "moe", None),
+        r"layers\[1\].feed_forward: expected torchtitan's FeedForward.Config",
+    ),
+]
+
+
+@pytest.mark.parametrize("flavor, layer, path, value, message", REFUSED35)
+def test_what_is_not_computed_of_qwen3_5(
+    flavor: str, layer: int, path: str, value: Any, message: str
+) -> None:
+    model = config35(flavor)
+    *parents, field = path.split(".")
+    node = model.layers[layer]
+    for name in parents:
+        node = getattr(node, name)
+    setattr(node, field, value)
+    with pytest.raises(rm.ConfigError, match=message):
+        rm.ModelSpec.from_torchtitan(model)
+
+
+def test_dense_layers_beside_experts_in_qwen3_5() -> None:
+    model = config35("debugmodel_moe")
+    model.layers[0] = config35().layers[0]
+    with pytest.raises(
+        rm.ConfigError, match=r"model.layers without experts: expected \[\], got \[0\]"
+    ):
+        rm.ModelSpec.from_torchtitan(model)
+
+
 @pytest.mark.parametrize("heads", [0, "16", None])
 def test_heads_that_are_no_number(heads: Any) -> None:
     model = config()
@@ -508,7 +690,8 @@ def test_all_that_is_refused_is_listed() -> None:
 def test_what_is_no_config_of_torchtitan(model: Any) -> None:
     with pytest.raises(
         rm.ConfigError,
-        match=r"model: expected torchtitan's Qwen3Model.Config or Llama3Model.Config, got ",
+        match=r"model: expected torchtitan's Qwen3Model.Config or Llama3Model.Config or "
+        r"Qwen35Model.Config, got ",
     ):
         rm.ModelSpec.from_torchtitan(model)
 

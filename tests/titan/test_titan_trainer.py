@@ -17,10 +17,11 @@ pytest.importorskip("monarch")
 
 import titan_cpu  # noqa: F401 (before rollmesh.titan)
 import torch
-from test_titan_spec import built, config, deepseeks, in_float32, yarn
+from test_titan_spec import built, config, config35, deepseeks, in_float32, yarn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torchtitan's, that torch was imported before
+    from rollmesh.titan.generator import read_spec
     from rollmesh.titan.trainer import Forward
 from torchtitan.components import loss
 from torchtitan.experiments.rl.losses import dapo
@@ -37,6 +38,22 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe.GroupedExperts, "forward", in_float32)
     for module in (loss, dapo):
         monkeypatch.setattr(module, "compute_logprobs", module.compute_logprobs)
+
+
+def gated_expert(model: Any) -> None:
+    for layer in model.layers:
+        layer.moe.shared_experts = config35("debugmodel_moe").layers[0].moe.shared_experts
+
+
+def test_qwen3_5_is_refused() -> None:
+    """TitanRL's PolicyTrainer does not compute it either."""
+    with pytest.raises(
+        rm.ConfigError, match=r"model_spec: expected Qwen3 or Llama 3 with TitanRL, got Qwen3.5"
+    ):
+        read_spec(config35())
+    model = built(config35())
+    with pytest.raises(TypeError, match="'NoneType' object is not subscriptable"):
+        model(torch.zeros(1, 5, dtype=torch.int64), positions=torch.arange(5)[None])
 
 
 def sequences(vocab_size: int) -> list[torch.Tensor]:
@@ -59,11 +76,14 @@ def logprobs_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "flavor",
-    ["debugmodel", "debugmodel_non_fused_qkv", "debugmodel_moe", "llama3", "yarn", "deepseeks"],
+    [
+        *("debugmodel", "debugmodel_non_fused_qkv", "debugmodel_moe", "llama3"),
+        *("yarn", "deepseeks", "gated_expert"),
+    ],
 )
 def test_forward_of_the_generator_backward_of_torch(flavor: str) -> None:
     # Sigmoid scores, groups, scaled gates, shared experts.
-    changes = {"yarn": yarn, "deepseeks": deepseeks}
+    changes = {"yarn": yarn, "deepseeks": deepseeks, "gated_expert": gated_expert}
     model = config("debugmodel_moe" if flavor in changes else flavor)
     if flavor in changes:
         changes[flavor](model)

@@ -140,6 +140,7 @@ _QWEN3_5 = Family(
         ("q", "self_attn.q_proj.query.weight"),
         ("attn_gate", "self_attn.q_proj.gate.weight"),
     ),
+    wq_rows="halves",
     layer_kinds=hybrid_layers,
     ropes=text_ropes,
     factors=delta_net_sizes,

@@ -269,15 +269,15 @@ class ModelSpec:
 
     @staticmethod
     def from_torchtitan(model: Any) -> ModelSpec:
-        """From torchtitan's Llama3Model.Config or Qwen3Model.Config, dense or with experts, or the
-        ModelSpec that has it (`model_registry(flavor)`).
+        """From torchtitan's Llama3Model.Config, Qwen3Model.Config or Qwen35Model.Config, dense or
+        with experts, or the ModelSpec that has it (`model_registry(flavor)`). Of a Qwen3.5 the
+        model of text is read.
 
         ConfigError names every setting that the engine does not compute (a window, settings that
         differ among layers, forced routing, …), and every class and field that was not in
-        torchtitan 0.3.0. Where load_balance_coeff is
-        set, every sync has to bring expert_bias_E: the module's own state_dict() has it,
-        torchtitan's to_hf drops it. End tokens are not in the config: give eos_token_ids to
-        Generator.
+        torchtitan 0.3.0. Where load_balance_coeff is set, every sync has to bring expert_bias_E:
+        the module's own state_dict() has it, torchtitan's to_hf drops it. End tokens are not in the
+        config: give eos_token_ids to Generator.
         """
         values, beyond = _torchtitan.hf_config(model)
         return replace(ModelSpec.from_hf(values), **beyond)

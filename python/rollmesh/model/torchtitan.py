@@ -1,4 +1,4 @@
-"""Reads a Qwen3 or a Llama of torchtitan: its config as a Hugging Face config, for
+"""Reads a Qwen3, a Qwen3.5 or a Llama of torchtitan: its config as a Hugging Face config, for
 ModelSpec.from_torchtitan.
 
 torchtitan's config is a tree of dataclasses whose classes select the modules, and it has settings
@@ -9,8 +9,8 @@ give wrong numbers without an error. The tables below therefore list every class
 * a field that is not listed must have its default;
 * one error lists everything that the engine does not compute.
 
-torchtitan itself is not imported. The tables follow torchtitan 0.3.0: models/qwen3, models/llama3,
-models/common.
+torchtitan itself is not imported. The tables follow torchtitan 0.3.0: models/qwen3, models/qwen3_5,
+models/llama3, models/common. Of a Qwen3.5 the model of text is read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _LINEAR_FIELDS = {"bias": False, "in_features": ANY, "out_features": READ}
 _LINEAR = _each("Linear RowParallelLinear", _LINEAR_FIELDS)
 # CastLinear is TitanRL's: logits in float32, as the engine's are in every dtype.
 _HEAD = {**_LINEAR, "CastLinear": {**_LINEAR_FIELDS, "compute_dtype": "float32"}}
+_OFFSET_NORM = {"OffsetRMSNorm": {"dim": ANY, "eps": READ}}
 _NORM = {"RMSNorm": {"elementwise_affine": True, "normalized_shape": ANY, "eps": READ}}
+_CONV = {"Conv1d": {**_each("in_channels out_channels kernel_size groups", ANY), "bias": False}}
 _MLP = _each("FeedForward AllGatherFusedFeedForward", _each("w1 w3 w2", _LINEAR))
 _HEADS = _each("head_dim n_heads n_kv_heads", ANY)
 _KERNEL = _each("block_size kernel_options", ANY)  # of FlexAttention
@@ -54,6 +56,10 @@ _ROPE = _each(
     "dim theta max_seq_len scaling rope_factor beta_fast beta_slow original_seq_len truncate "
     "low_freq_factor high_freq_factor original_max_position_embeddings scaling_factor"
 )
+_INNER = {
+    **_each("FlexAttention ScaledDotProductAttention", _KERNEL),
+    "VarlenAttention": {**_KERNEL, "window_size": (-1, 0)},
+}
 _ATTENTION = {
     **_each("n_heads dim n_kv_heads head_dim"),
     "qkv_linear": {
@@ -61,10 +67,7 @@ _ATTENTION = {
         **_each("FusedQKVLinear AllGatherFusedQKVLinear", {**_HEADS, "wqkv": _LINEAR}),
     },
     "wo": _LINEAR,
-    "inner_attention": {
-        **_each("FlexAttention ScaledDotProductAttention", _KERNEL),
-        "VarlenAttention": {**_KERNEL, "window_size": (-1, 0)},
-    },
+    "inner_attention": _INNER,
 }
 _DISPATCHER = {
     "top_k": READ,
@@ -99,7 +102,11 @@ _MOE = {
             },
         }
     },
-    "shared_experts": {None: {}, **_MLP},
+    "shared_experts": {
+        None: {},
+        **_MLP,
+        "SigmoidGatedFeedForward": _each("w1 w3 w2 gate", _LINEAR),
+    },
 }
 _NORMS = _each("attention_norm ffn_norm", _NORM)
 _LLAMA = {
@@ -112,21 +119,55 @@ _QWEN = {
     "attention": {"GQAttention": {**_ATTENTION, "rope": {"CosSinRoPE": _ROPE}, "qk_norm": _NORM}},
     **_NORMS,
 }
-_QWEN_DENSE = {**_QWEN, "moe": {None: {}}, "feed_forward": _MLP}
-_QWEN_MOE = {**_QWEN, "moe": {"MoE": _MOE}, "feed_forward": ANY}  # its feed_forward is not built
+_QWEN35_NORMS = _each("attention_norm ffn_norm", _OFFSET_NORM)
+_QWEN35_FULL = {
+    "attention": {
+        "Qwen35Attention": {
+            **_each("n_heads n_kv_heads head_dim rotary_dim"),
+            "rope": {"MRoPE": {**_ROPE, "mrope_section": ANY}},  # a text token has equal positions
+            **_each("wq wk wv wo", _LINEAR),
+            **_each("q_norm k_norm", _OFFSET_NORM),
+            "inner_attention": _INNER,
+        }
+    },
+    "delta_net": ANY,  # not built beside attention
+    **_QWEN35_NORMS,
+}
+_QWEN35_DELTA = {
+    "attention": None,
+    "delta_net": {
+        "GatedDeltaNet": {
+            **_each("key_head_dim value_head_dim conv_kernel_size"),
+            **_each("in_proj_q in_proj_k in_proj_v in_proj_z in_proj_a in_proj_b", _LINEAR),
+            **_each("conv_q conv_k conv_v", _CONV),
+            "kernel": {"GatedDeltaKernel": {"backend": ANY}},
+            "norm": {"RMSNormGated": {"dim": ANY, "eps": READ}},
+            "out_proj": _LINEAR,
+        }
+    },
+    **_QWEN35_NORMS,
+}
+_DENSE = {"moe": {None: {}}, "feed_forward": _MLP}
+_EXPERTS = {"moe": {"MoE": _MOE}, "feed_forward": ANY}  # its feed_forward is not built
 _ROOT = {
     **_each("layers vocab_size dim enable_weight_tying"),
     "norm": _NORM,
     "lm_head": _HEAD,
     "tok_embeddings": {"Embedding": _each("num_embeddings embedding_dim", ANY)},
 }
+_ROOTS = {
+    **_each("Qwen3Model Llama3Model", _ROOT),
+    "Qwen35Model": {**_ROOT, "norm": _OFFSET_NORM, "vision_encoder": ANY},
+}
 BEYOND_HF = (
+    "norm_topk_prob",
     "router_bias",
     "score_func",
     "n_group",
     "topk_group",
     "routed_scaling_factor",
     "shared_intermediate_size",
+    "shared_switch",
 )
 
 
@@ -176,38 +217,48 @@ def _read(
 
 def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the config as transformers has it, and the fields of ModelSpec that such a config
-    lacks. model: torchtitan's Qwen3Model.Config or Llama3Model.Config, or its ModelSpec."""
+    lacks. model: torchtitan's Qwen3Model.Config, Qwen35Model.Config or Llama3Model.Config, or its
+    ModelSpec."""
     kind = type(model)
     if kind.__qualname__ == "ModelSpec" and kind.__module__.split(".")[0] == "torchtitan":
         model = model.model
     faults: list[str] = []
-    root = _read(model, "model", _each("Qwen3Model Llama3Model", _ROOT), faults)
-    is_llama = type(model).__qualname__.startswith("Llama3")
-    block = f"{'Llama3' if is_llama else 'Qwen3'}TransformerBlock"
+    root = _read(model, "model", _ROOTS, faults)
+    name = type(model).__qualname__.removesuffix("Model.Config")
+    block = f"{name}TransformerBlock"
     if not isinstance(root["layers"], (list, tuple)) or not root["layers"]:
         raise ConfigError(
             f"model.layers: expected a list of {block}.Config, got {shown(root['layers'])}"
         )
     layers = []
     for i, layer in enumerate(root["layers"]):
-        has_experts = getattr(layer, "moe", None) is not None
-        rules = _LLAMA if is_llama else _QWEN_MOE if has_experts else _QWEN_DENSE
+        moe, attention = (getattr(layer, part, None) for part in ("moe", "attention"))
+        rules = _LLAMA
+        if name != "Llama3":
+            qwen35 = _QWEN35_DELTA if attention is None else _QWEN35_FULL
+            rules = (_QWEN if name == "Qwen3" else qwen35) | (_EXPERTS if moe else _DENSE)
         where = f"model.layers[{i}]"
         layers.append(_layer(_read(layer, where, {block: rules}, faults), where, faults))
     values = _alike(layers, faults)
     values |= {
-        "model_type": "llama" if is_llama else "qwen3",
+        "model_type": {"Llama3": "llama", "Qwen3": "qwen3", "Qwen35": "qwen3_5_text"}[name],
         "vocab_size": root["vocab_size"],
         "hidden_size": root["dim"],
         "num_hidden_layers": len(layers),
         "tie_word_embeddings": root["enable_weight_tying"],
         "eos_token_id": None,
     }
-    if "num_experts" in values:
-        values["model_type"] = "qwen3_moe"
-        values["mlp_only_layers"] = [
-            i for i, layer in enumerate(layers) if "num_experts" not in layer
+    dense = [i for i, layer in enumerate(layers) if "num_experts" not in layer]
+    if name == "Qwen35":
+        values["layer_types"] = [
+            f"{'full' if 'head_dim' in layer else 'linear'}_attention" for layer in layers
         ]
+        if len(dense) < len(layers):
+            values["model_type"] = "qwen3_5_moe_text"
+            _want("model.layers without experts", dense, [], faults)
+    elif "num_experts" in values:
+        values["model_type"] = "qwen3_moe"
+        values["mlp_only_layers"] = dense
     _want("model.norm.eps", root["norm"]["eps"], values["rms_norm_eps"], faults)
     if faults:
         rest = f"; and {len(faults) - 20} more" if len(faults) > 20 else ""
@@ -236,34 +287,60 @@ def _alike(layers: list[dict[str, Any]], faults: list[str]) -> dict[str, Any]:
     return values
 
 
+def _size(values: dict[str, Any], where: str, field: str) -> int:
+    """Returns a size from which others are computed."""
+    size = values[field]
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"{where}.{field}: expected an integer > 0, got {shown(size)}")
+    return size
+
+
 def _layer(layer: dict[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
-    attention, heads = layer["attention"], layer["attention"]["n_heads"]
-    head_dim, kv_heads = attention["head_dim"], attention["n_kv_heads"]
-    if head_dim is None:
-        for field in ("dim", "n_heads"):
-            if not isinstance(attention[field], int) or attention[field] < 1:
-                raise ConfigError(
-                    f"{where}.attention.{field}: expected an integer > 0, got "
-                    f"{shown(attention[field])}"
-                )
-        head_dim = attention["dim"] // heads
     eps = layer["attention_norm"]["eps"]
     _want(f"{where}.ffn_norm.eps", layer["ffn_norm"]["eps"], eps, faults)
-    if "qk_norm" in attention:
-        _want(f"{where}.attention.qk_norm.eps", attention["qk_norm"]["eps"], eps, faults)
-    is_llama = "moe" not in layer
+    kind = "delta_net" if layer.get("delta_net") else "attention"
+    for name, norm in layer[kind].items():
+        if name.endswith("norm"):
+            _want(f"{where}.{kind}.{name}.eps", norm["eps"], eps, faults)
+    read = _delta_net if kind == "delta_net" else _attention
     return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": head_dim,
         "rms_norm_eps": eps,
-        **_rope(attention["rope"], f"{where}.attention.rope", head_dim, is_llama, faults),
+        **read(layer[kind], f"{where}.{kind}", faults),
         **(
             _experts(layer["moe"], f"{where}.moe", faults)
             if layer.get("moe")
             else {"intermediate_size": layer["feed_forward"]["w1"]["out_features"]}
         ),
     }
+
+
+def _delta_net(net: dict[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+    sizes = {"linear_conv_kernel_dim": net["conv_kernel_size"]}
+    for name in ("key", "value"):
+        of_head, part = _size(net, where, f"{name}_head_dim"), f"in_proj_{name[0]}"
+        sizes[f"linear_{name}_head_dim"] = of_head
+        sizes[f"linear_num_{name}_heads"] = (
+            _size(net[part], f"{where}.{part}", "out_features") // of_head
+        )
+    return sizes
+
+
+def _attention(attention: dict[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+    heads, kv_heads = attention["n_heads"], attention["n_kv_heads"]
+    if "dim" in attention and attention["head_dim"] is None:
+        attention["head_dim"] = _size(attention, where, "dim") // _size(attention, where, "n_heads")
+    head_dim = _size(attention, where, "head_dim")
+    turned = attention.get("rotary_dim", head_dim)
+    is_llama = not any(name.endswith("norm") for name in attention)
+    values = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": head_dim,
+        **_rope(attention["rope"], f"{where}.rope", turned, is_llama, faults),
+    }
+    if "rotary_dim" in attention:
+        values["partial_rotary_factor"] = _size(attention, where, "rotary_dim") / head_dim
+    return values
 
 
 def _rope(
@@ -321,7 +398,7 @@ def _experts(moe: dict[str, Any], where: str, faults: list[str]) -> dict[str, An
     return {
         "num_experts": moe["num_experts"],
         "num_experts_per_tok": top_k,
-        "norm_topk_prob": router["route_norm"],
+        "norm_topk_prob": bool(router["route_norm"]),
         "moe_intermediate_size": experts["inner_experts"]["hidden_dim"],
         "router_bias": moe["load_balance_coeff"] is not None,
         "score_func": score,
@@ -329,4 +406,5 @@ def _experts(moe: dict[str, Any], where: str, faults: list[str]) -> dict[str, An
         "topk_group": 1 if groups is None else limit,
         "routed_scaling_factor": scale,
         "shared_intermediate_size": shared["w1"]["out_features"] if shared else 0,
+        "shared_switch": bool(shared) and "gate" in shared,
     }

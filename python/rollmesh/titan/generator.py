@@ -123,7 +123,7 @@ class RollmeshGenerator(Actor, Configurable):
         def spec_of(self, model: TitanSpec) -> rm.ModelSpec:
             """ConfigError if the generator does not compute this model, or not with these
             settings."""
-            spec = rm.ModelSpec.from_torchtitan(model)
+            spec = read_spec(model)
             if self.max_model_len is not None:
                 integer("generator.max_model_len", self.max_model_len, 1, model.model.max_seq_len)
             for name in ("device", "threads", "kv_cache_gib", "max_num_batched_tokens"):
@@ -265,6 +265,13 @@ class RollmeshGenerator(Actor, Configurable):
             )
         if not self._is_started:
             raise RuntimeError(f"{endpoint}: call start_engine_loop on all ranks first")
+
+
+def read_spec(model: TitanSpec) -> rm.ModelSpec:
+    spec = rm.ModelSpec.from_torchtitan(model)
+    if spec.layer_kinds:  # PolicyTrainer calls the model without special_tokens, which it needs
+        raise ConfigError("model_spec: expected Qwen3 or Llama 3 with TitanRL, got Qwen3.5")
+    return spec
 
 
 def _make_generator(

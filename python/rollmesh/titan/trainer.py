@@ -27,6 +27,7 @@ from rollmesh import ModelSpec
 from rollmesh.errors import ConfigError
 from rollmesh.model.families import FAMILIES
 from rollmesh.runtime.messages import shown
+from rollmesh.titan.generator import read_spec
 from rollmesh.torch import functions
 from rollmesh.torch.functions import Heads, How
 from rollmesh.torch.functions.attention import pairs_apart
@@ -40,7 +41,7 @@ class RollmeshTrainer(PolicyTrainer):
     def _build_model(
         self, model_spec: TitanSpec, config: PolicyTrainer.Config, device_type: str
     ) -> nn.Module:
-        spec = ModelSpec.from_torchtitan(model_spec)
+        spec = read_spec(model_spec)
         degrees = config.parallelism
         for name in ("tensor", "expert", "context", "pipeline"):
             degree = getattr(degrees, f"{name}_parallel_degree")
@@ -146,11 +147,11 @@ class Forward:
                 moe.tokens_per_expert_E.add_(
                     torch.bincount(made.ids.flatten(), minlength=spec.num_experts)
                 )
-        return (
-            made.out
-            if moe.shared_experts is None
-            else functions.add(made.out, self._mlp(moe.shared_experts, x, how), how=how)
-        )
+        shared = moe.shared_experts
+        if shared is None:
+            return made.out
+        switch = functions.linear(x, shared.gate.weight, how=how) if spec.shared_switch else None
+        return functions.add(made.out, self._mlp(shared, x, how), switch, how=how)
 
     def _sequences(self, positions: Tensor) -> Sequences:
         if self._rows is None or self._rows[0] is not positions:
