@@ -228,10 +228,11 @@ typedef struct rm_head_squares_args {
 // their slot. With norm_last it rotates first and then norms. If k or v of a head is not finite,
 // stores zeros instead and flags the row.
 //
-// Latent attention (value_dim > 0): qkv is T [rows][n_heads·q_dim + value_dim + rotary_dim], q, then
-// the latent, then the key. Of each head of q only the last rotary_dim elements are read; rotated,
-// they become the first of the head in q_out, whose other elements are not written. The only kv head
-// is the rotated key and then the latent, normed by k_weight [value_dim]; v is the normed latent.
+// Latent attention (value_dim > 0): qkv is T [rows][n_heads·q_dim + value_dim + rotary_dim], q,
+// then the latent, then the key. Of each head of q only the last rotary_dim elements are read;
+// rotated, they become the first of the head in q_out, whose other elements are not written. The
+// only kv head is the rotated key and then the latent, normed by k_weight [value_dim]; v is the
+// normed latent.
 typedef struct rm_qk_rope_kv_args {
   void *q_out; // T [rows][n_heads][head_dim]
   const void *qkv; // T [rows][(n_heads + 2·n_kv_heads)·head_dim], q then k then v
@@ -251,8 +252,8 @@ typedef struct rm_qk_rope_kv_args {
   rm_dtype dtype;
   int zero_centered; // multiplies by 1 + weight
   int norm_last; // never with squares
-  // With value_dim: head_dim = rotary_dim + value_dim, n_kv_heads = 1, q_dim ≥ rotary_dim, no squares
-  // and neither zero_centered nor norm_last.
+  // With value_dim: head_dim = rotary_dim + value_dim, n_kv_heads = 1, q_dim ≥ rotary_dim, no
+  // squares and neither zero_centered nor norm_last.
   int64_t value_dim, q_dim;
 } rm_qk_rope_kv_args;
 // Elements of a value.

@@ -1,9 +1,9 @@
-// latent.c: the kind "latent": multi-head latent attention (MLA) in the absorbed form, in prefill as
-// in decode, so that both have the same bits. The cache has one kv head of a token: the rotated key,
-// then the normed latent. A head of q without its rope part is multiplied by k_b, the head's part of
-// kv_b_proj, to a query for latents; attention's output is a latent of each head, which v_b turns
-// into the head's output. A page has the K of the kv head and then its V, the latents once more in
-// V's layout.
+// latent.c: the kind "latent": multi-head latent attention (MLA) in the absorbed form, in prefill
+// as in decode, so that both have the same bits. The cache has one kv head of a token: the rotated
+// key, then the normed latent. A head of q without its rope part is multiplied by k_b, the head's
+// part of kv_b_proj, to a query for latents; attention's output is a latent of each head, which v_b
+// turns into the head's output. A page has the K of the kv head and then its V, the latents once
+// more in V's layout.
 #include "model/layer_kinds.h"
 
 // transformers norms latents with this eps, whatever rms_norm_eps is.

@@ -88,8 +88,8 @@ typedef struct rm_spec {
   int64_t delta_k_heads, delta_v_heads, delta_k_dim, delta_v_dim, delta_kernel;
   int delta_alternates; // tensors of their inputs have the rows of one key head after another
   int qk_norm_last; // q and k are normed after rope; never with RM_QK_NORM_WHOLE
-  // Latent attention, in all layers or (kv_lora_rank 0) in none. The cache has one kv head: the key,
-  // rotary_dim elements, and the latent, so head_dim = rotary_dim + kv_lora_rank.
+  // Latent attention, in all layers or (kv_lora_rank 0) in none. The cache has one kv head: the
+  // key, rotary_dim elements, and the latent, so head_dim = rotary_dim + kv_lora_rank.
   int64_t kv_lora_rank;
   int64_t q_lora_rank; // 0: q is computed from a layer's input
   int64_t qk_nope_head_dim, v_head_dim; // the part of a head of q without rope; an output head

@@ -72,13 +72,16 @@ static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_
   return 1;
 }
 
-// The state of the row that ends a page is kept by the indexed page with these tokens.
-static void keep_state(rm_scheduler *scheduler, const rm_sequence *seq, int32_t page,
-                       int64_t position) {
-  const int64_t row = seq->first_row + seq->n_rows - 1 - (seq->kv_len - position);
-  if (page >= 0 && row >= seq->first_row && rm_keeps_state(scheduler, seq, position) &&
-      scheduler->plan.save_states[row] >= 0)
-    rm_kv_keep_state(scheduler->cache, page, scheduler->plan.save_states[row]);
+// The indexed page with these tokens keeps the state that is saved after their last row. Of the pages
+// of generated tokens only the last one keeps its state, besides those at the interval.
+static void keep_state(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index,
+                       int32_t page) {
+  const int64_t size = scheduler->options.limits.page_size, start = index * size,
+                row = seq->first_row + seq->n_rows - 1 - (seq->kv_len - start - size);
+  if (page < 0 || row < seq->first_row || scheduler->plan.save_states[row] < 0) return;
+  rm_kv_keep_state(scheduler->cache, page, scheduler->plan.save_states[row]);
+  if (start > seq->group->n_prompt && !rm_keeps_state(scheduler, seq, start))
+    rm_kv_drop_state(scheduler->cache, rm_block_table(scheduler, seq)[index - 1]);
 }
 
 static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
@@ -90,7 +93,7 @@ static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
     const int has_logprobs = fill_logprobs(scheduler, seq, i, table[i]);
     const int32_t page = rm_kv_index(scheduler->cache, table[i], scheduler->version,
                                      i ? table[i - 1] : -1, seq->ids + i * size, has_logprobs);
-    keep_state(scheduler, seq, page, (i + 1) * size);
+    keep_state(scheduler, seq, i, page);
   }
 }
 

@@ -133,11 +133,10 @@ static int32_t look_up(const rm_kv_cache *cache, uint64_t hash, int64_t version,
   return -1;
 }
 
-// The page no longer keeps its state.
-static void drop_state(rm_kv_cache *cache, rm_page *page) {
-  const int32_t id = page->state - 1;
+void rm_kv_drop_state(rm_kv_cache *cache, int32_t page) {
+  const int32_t id = cache->pages[page].state - 1;
   if (id < 0) return;
-  page->state = cache->states[id].page = 0;
+  cache->pages[page].state = cache->states[id].page = 0;
   if (cache->states[id].references) {
     cache->n_shared_states--;
     return;
@@ -149,7 +148,7 @@ static void drop_state(rm_kv_cache *cache, rm_page *page) {
 
 static void remove_from_index(rm_kv_cache *cache, int32_t id) {
   rm_page *page = &cache->pages[id];
-  drop_state(cache, page);
+  rm_kv_drop_state(cache, id);
   int32_t *at = &cache->buckets[page->hash & (cache->n_buckets - 1)];
   while (*at != id + 1) at = &cache->pages[*at - 1].chain;
   *at = page->chain;
@@ -196,7 +195,7 @@ static void add_write(rm_kv_cache *cache, rm_page_write write) {
 }
 
 void rm_kv_zero(rm_kv_cache *cache, int32_t id) {
-  drop_state(cache, &cache->pages[id]);
+  rm_kv_drop_state(cache, id);
   add_write(cache, (rm_page_write){id, -1});
 }
 
@@ -287,7 +286,7 @@ void rm_kv_reset(rm_kv_cache *cache) {
     free_push(cache, (int32_t)(page - cache->pages));
   }
   for (int64_t id = 0; id < cache->n_fresh; id++) {
-    drop_state(cache, &cache->pages[id]);
+    rm_kv_drop_state(cache, (int32_t)id);
     cache->pages[id].indexed = cache->pages[id].has_logprobs = 0;
     cache->pages[id].node = 0;
   }
@@ -310,7 +309,7 @@ int64_t rm_kv_shared_states(const rm_kv_cache *cache) { return cache->n_shared_s
 int32_t rm_kv_alloc_state(rm_kv_cache *cache) {
   if (!cache->free_state && !rm_list_empty(&cache->cached_states)) {
     const rm_state *oldest = (const rm_state *)cache->cached_states.next;
-    drop_state(cache, &cache->pages[oldest->page - 1]);
+    rm_kv_drop_state(cache, oldest->page - 1);
     cache->counts.state_evictions++;
   }
   const int32_t id = cache->free_state - 1;
@@ -343,8 +342,11 @@ void rm_kv_release_state(rm_kv_cache *cache, int32_t id) {
   cache->n_shared_states--;
 }
 
-int rm_kv_owns_state(const rm_kv_cache *cache, int32_t id) {
-  return id >= 0 && cache->states[id].references == 1 && !cache->states[id].page;
+int rm_kv_owns_state(rm_kv_cache *cache, int32_t id) {
+  if (id < 0 || cache->states[id].references != 1) return 0;
+  if (cache->states[id].page && !cache->n_available_states)
+    rm_kv_drop_state(cache, cache->states[id].page - 1);
+  return !cache->states[id].page;
 }
 
 void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t id) {

@@ -68,11 +68,13 @@ int64_t rm_kv_shared_states(const rm_kv_cache *cache); // held, and kept by a pa
 int32_t rm_kv_alloc_state(rm_kv_cache *cache);
 void rm_kv_retain_state(rm_kv_cache *cache, int32_t state);
 void rm_kv_release_state(rm_kv_cache *cache, int32_t state); // no effect on −1
-// Whether the caller's reference is the only one, and no page keeps the state.
-int rm_kv_owns_state(const rm_kv_cache *cache, int32_t state);
+// Whether the caller may overwrite the state: its reference is the only one, and no page keeps the
+// state. If no other state is free, a page gives it up.
+int rm_kv_owns_state(rm_kv_cache *cache, int32_t state);
 // Lets a page keep a held state, unless the page keeps one already.
 void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t state);
 int32_t rm_kv_state_of(const rm_kv_cache *cache, int32_t page); // −1: none
+void rm_kv_drop_state(rm_kv_cache *cache, int32_t page); // the page no longer keeps a state
 
 float *rm_kv_logprobs(rm_kv_cache *cache, int32_t page); // [page_size], view
 int16_t *rm_kv_routed(rm_kv_cache *cache, int32_t page); // [page_size][routed_per_token], view

@@ -14,8 +14,8 @@
 // In models with states a sequence's rows begin with the state that it holds and end with the state
 // that it holds next: the same one, if no other sequence and no page holds it, else a new one. The
 // old one is released after the step, so no state is read and written by two sequences in a step.
-// Pages at an interval, and the last full page of a prompt, keep the state at their end. A prefix
-// then ends with a page that keeps one.
+// Pages at an interval, the last full page of a prompt, and a sequence's last full page keep the
+// state at their end. A prefix then ends with a page that keeps one.
 #include <assert.h>
 
 #include "base/fields.h"

@@ -174,12 +174,12 @@ VEC void save_inputs(const unit *u, int64_t row) {
     rm_delta_save_inputs(&u->of, row, to, i * a->k_dim, i < 2 ? a->k_dim : a->v_dim);
 }
 
-VEC void run_unit(rm_dtype T, const unit *u, int64_t end) {
+VEC void run_unit(rm_dtype T, const unit *u, int64_t end, int has_other_taps) {
   const rm_delta_net_args *a = u->of.a;
   const float *from = u->of.loaded ? u->of.loaded : u->state, *left = from;
   if (!u->of.loaded)
     memset(u->state, 0, (size_t)rm_packed_elems(a->v_dim, a->k_dim) * sizeof *u->state);
-  load_taps(T, u);
+  if (has_other_taps) load_taps(T, u);
   for (int64_t row = u->of.first, n; row < end; row += n, from = left) {
     n = rm_min64(BLOCK_ROWS, end - row);
     for (int64_t r = 0; r < n; r++) {
@@ -200,16 +200,18 @@ VEC void run_unit(rm_dtype T, const unit *u, int64_t end) {
   }
 }
 
+// Sequences of one head follow each other, since they have the same taps.
 static void delta_task(void *arg, int thread, int n_threads) {
   (void)n_threads;
   delta_job *job = arg;
-  const int64_t heads = job->a->n_v_heads;
-  for (;;) {
-    const int64_t i = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
-    if (i >= job->n_runs * heads) return;
-    const int32_t *run = job->runs + i / heads;
-    const unit u = carve(job->a, job->workspace + thread * job->stride, run[0], i % heads);
-    SPECIALIZE(job->a->dtype, run_unit(T, &u, run[1]));
+  for (int64_t i, of_taps = -1;;) {
+    i = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
+    if (i >= job->n_runs * job->a->n_v_heads) return;
+    const int64_t head = i / job->n_runs;
+    const int32_t *run = job->runs + i % job->n_runs;
+    const unit u = carve(job->a, job->workspace + thread * job->stride, run[0], head);
+    SPECIALIZE(job->a->dtype, run_unit(T, &u, run[1], head != of_taps));
+    of_taps = head;
   }
 }
 

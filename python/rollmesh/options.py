@@ -131,8 +131,8 @@ class SharedOptions:
     state_interval: int = option(
         0,
         "in models with states of sequences: the prefix cache keeps a state every so many "
-        "positions, a multiple of block_size, and at the last full page of a prompt. 0: the "
-        "positions whose KV pages take as much memory as a state",
+        "positions, a multiple of block_size, and at the last full page of a prompt and of a "
+        "sequence. 0: the positions whose KV pages take as much memory as a state",
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt prefixes")
     enforce_eager: bool = option(

@@ -111,8 +111,37 @@ def test_a_prefix_ends_at_a_state(model: Any) -> None:
         assert gen.metrics()["cached_tokens"] - scored == 144
 
 
+def test_a_conversation_continues_at_its_last_page(model: Any) -> None:
+    """With the default interval of 160 positions. Of the generated pages only the last one keeps a
+    state."""
+    prompt = conversations(1)[0][:30]
+    params = rm.SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+    with generator(model, enable_prefix_caching=False) as gen:
+        (first,) = gen.generate([prompt], params, use_tqdm=False)
+        ids = prompt + first.outputs[0].token_ids.tolist()
+        wanted = ask(gen, [[*ids, 3, 4]])
+    with generator(model) as gen:
+        gen.generate([prompt], params, use_tqdm=False)
+        for end, hit in ((48, 16), (70, 64)):  # 16: the last full page of the prompt
+            before = gen.metrics()["cached_tokens"]
+            ask(gen, [ids[:end]], n=1, max_tokens=1)
+            assert gen.metrics()["cached_tokens"] - before == hit
+        assert ask(gen, [[*ids, 3, 4]]) == wanted
+
+
+def test_memory_fraction_counts_states(model: Any) -> None:
+    """A state for each sequence and one to fork; pages get the rest."""
+    with generator(
+        model, kv_cache_gib=None, memory_fraction=0.02, max_num_seqs=3, enable_prefix_caching=False
+    ) as gen:
+        stats = gen.metrics()
+        assert stats["states"] == 4
+        assert stats["kv_bytes"] == stats["kv_pages"] * PAGE_BYTES + 4 * STATE_BYTES
+        ask(gen, conversations(2))
+
+
 def test_new_weights_and_sleep(model: Any, seed: int) -> None:
-    """No state of an old version is used, and states survive nothing that pages do not."""
+    """Checks that states of an old version, or from before sleep, are not used."""
     other = family_models.draw(FAMILY, 300, seed + 1, **family_models.cuttable(FAMILY))
     prompts = conversations(6)
     with generator(model, enable_prefix_caching=False) as gen:

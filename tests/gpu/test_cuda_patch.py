@@ -25,7 +25,8 @@ from torch import Tensor
 
 import rollmesh as rm
 from rollmesh import ops
-from rollmesh.torch import arrays, packing, sequences
+from rollmesh.torch import arrays, functions, packing, sequences
+from rollmesh.torch.functions import delta
 
 IDS = torch.tensor([[5, 9, 2, 7, 1, 3], [4, 4, 8, 6, 0, 0], [0, 3, 1, 2, 9, 9]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
@@ -79,17 +80,18 @@ class Place:
 def place(simt_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("ROLLMESH_CUDA_LIBRARY", str(simt_library))
     made = Place()
-    functions = [
+    modules = [
         importlib.import_module(f"rollmesh.torch.functions.{name}")
-        for name in ("attention", "common", "dense", "logits", "moe")
+        for name in ("attention", "common", "delta", "dense", "logits", "moe")
     ]
-    for module in (*functions, packing, arrays):
+    for module in (*modules, packing, arrays):
         for name in ("array_of", "tensor_of", "empty_array", "in_turn"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(made, name))
         if hasattr(module, "weight_array"):
             monkeypatch.setattr(module, "weight_array", made.array_of)
-    monkeypatch.setattr(sequences, "device_name", lambda tensor: "cuda:0")
+    for module in (sequences, delta):
+        monkeypatch.setattr(module, "device_name", lambda tensor: "cuda:0")
     yield made
     made.there.clear()
     ops.release_devices()
@@ -129,6 +131,16 @@ def test_ops_on_a_simulated_device_give_the_cpus_bits(
     )
     assert all((a == b).all() for a, b in zip(there, here, strict=True))
     assert worst(its, mine) < 1e-5
+
+
+def test_a_delta_net_on_a_simulated_device(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, rows = functions.DeltaHeads(1, 2, 8, 20, 1e-6), sequences.Sequences(np.array([1, 12]))
+    shapes = [(13, sum(heads.widths)), (sum(heads.widths[:3]), 1, 4), (2,), (2,), (20,)]
+    given = [torch.randn(shape) for shape in shapes]
+    there = functions.delta_net(*given, rows, heads, how={"isa": None, "threads": 1})
+    assert place.turns == 1
+    monkeypatch.undo()
+    assert torch.equal(there, functions.delta_net(*given, rows, heads))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -91,6 +91,10 @@ LATENT: Config = {
     "kv_lora_rank": 32, "qk_nope_head_dim": 6, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "num_key_value_heads": 4,
 }  # fmt: skip
+DELTA: Config = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+}  # fmt: skip
 BASES: list[Config] = [
     helpers.tiny_config(),
     helpers.tiny_config(True),
@@ -161,6 +165,12 @@ BASES: list[Config] = [
         "glm4_moe_lite", q_lora_rank=8, mlp_layer_types=["dense", "sparse"], rope_interleave=False,
         **DEEPSEEK, **LATENT,
     ),
+    of_family("qwen3_5_text", attn_output_gate=True, **DELTA),
+    of_family(
+        "qwen3_next", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+        shared_expert_intermediate_size=24, layer_types=["linear_attention", "full_attention"],
+        **DELTA,
+    ),
 ]  # fmt: skip
 KNOWN = sorted(
     {key for base in BASES for key in base}
@@ -207,6 +217,8 @@ AKIN: dict[str, list[str]] = {
     "hidden_size": ["head_dim", "rotary_dim"],
     "num_attention_heads": ["head_dim", "num_key_value_heads", "rotary_dim"],
     "head_dim": ["num_attention_heads", "rotary_dim", *ROPE],
+    "linear_num_key_heads": ["linear_num_value_heads"],
+    "full_attention_interval": ["layer_types"],
     "kv_lora_rank": ["head_dim"],
     "qk_rope_head_dim": ["head_dim", "qk_head_dim", "num_attention_heads", *ROPE],
     "qk_nope_head_dim": ["qk_head_dim", "num_attention_heads"],
@@ -528,6 +540,15 @@ def check_spec(spec: rollmesh.ModelSpec, plant: int) -> None:
             )
             == (0, 0, 0, 0)
         )
+    nets = s.layer_kinds.count("delta_net")
+    heads = s.linear_num_key_heads, s.linear_num_value_heads
+    dims = s.linear_key_head_dim, s.linear_value_head_dim
+    if nets:
+        rules += [nets < s.num_hidden_layers, 1 <= heads[0] <= heads[1] <= 2**14]
+        rules += [heads[1] % heads[0] == 0, all(1 <= dim <= 128 for dim in dims)]
+        rules += [1 <= s.linear_conv_kernel_dim <= 64, s.activation == "silu"]
+    else:
+        rules.append((*heads, *dims, s.linear_conv_kernel_dim) == (0,) * 5)
     if s.kv_lora_rank:
         rules += [s.kv_lora_rank % 16 == 0, s.v_head_dim % 16 == 0, s.num_key_value_heads == 1]
         rules += [1 <= s.v_head_dim <= 1024, 1 <= s.qk_nope_head_dim <= 1024]
