@@ -126,7 +126,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return self._bytes_of_pages(self._cache_bytes() if given is None else int(given))
 
     def _bytes_of_pages(self, both: int) -> int:
-        size, num_seqs = self.model_config.dtype.itemsize, self.scheduler_config.max_num_seqs
+        size = int(self.model_config.dtype.itemsize)
+        num_seqs = int(self.scheduler_config.max_num_seqs)
         ranks = self._placements()
         state = state_bytes(self.spec, max(len(rank.delta_heads) for rank in ranks), size)
         if not state:
@@ -141,7 +142,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
                 f"max_num_seqs={num_seqs}: expected more than {(num_seqs + 1) * state} bytes of KV "
                 f"cache, a state of {state} bytes for each running request, got {both}"
             )
-        caching = bool(self.cache_config.enable_prefix_caching)
+        caching = int(self.cache_config.enable_prefix_caching)
         return left * interval * page // (interval * page + caching * state)
 
     def _cache_bytes(self) -> int:
