@@ -356,6 +356,15 @@ def test_states_at_the_end_of_pages(hybrid_engine: Any, hybrid_oracles: list[Any
     oracle = hybrid_oracles[0]
     wanted = oracle.generate([prompt], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False)[0]
     [token], pages = wanted.outputs[0].token_ids.tolist(), [1, 2, 3, 4]
+    first, second = add(engine, prompt[:20]), add(engine, prompt[:20])
+    before = engine.stats()["steps"]
+    tokens, *_, rows = step(engine, (first, 0, 20, [11, 12], True), (second, 16, 4, [11, 13], True))
+    assert tokens[0] == tokens[1]
+    assert rows == 24
+    assert engine.stats()["steps"] - before == 2, "the second one waits for the state"
+    for number in (first, second):
+        engine.abort(number)
+        engine.release(number)
     a, b, c, d, e = (add(engine, prompt) for _ in range(5))
     tokens, *_, rows = step(
         engine, (a, 0, 70, [*pages, 5], True), (b, 64, 6, [*pages, 6], True)
@@ -376,6 +385,29 @@ def test_states_at_the_end_of_pages(hybrid_engine: Any, hybrid_oracles: list[Any
     for number in (a, b, c, d, e):
         engine.abort(number)
         engine.release(number)
+
+
+def test_more_prefixes_than_states_to_spare(hybrid_oracles: list[Any]) -> None:
+    """With one state more than requests, two prefixes cannot both be held while all requests save a
+    state: some requests compute their prefix again."""
+    engine, oracle = make_engine("hybrid", external_pages=8), hybrid_oracles[0]
+    push(engine, 0, "hybrid")
+    assert engine.stats()["states"] == 7
+    prompts, wanted = [list(range(2, 22)), list(range(30, 50))], []
+    for page, prompt in enumerate(prompts):
+        [answer] = oracle.generate(
+            [prompt], rm.SamplingParams(max_tokens=1, seed=7), use_tqdm=False
+        )
+        wanted.append(answer.outputs[0].token_ids.tolist()[0])
+        number = add(engine, prompt)
+        assert step(engine, (number, 0, 20, [page, 2], True))[0].tolist() == wanted[-1:]
+        engine.abort(number)
+        engine.release(number)
+    parts = [(add(engine, prompts[i % 2]), 16, 4, [i % 2, 2 + i], True) for i in range(6)]
+    tokens, *_, rows = step(engine, *parts)
+    assert tokens.tolist() == wanted * 3
+    assert rows > 24
+    engine.close()
 
 
 def test_kv_that_slept_is_made_again(engine: Any, oracles: list[Any]) -> None:

@@ -141,7 +141,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
                 f"max_num_seqs={num_seqs}: expected more than {(num_seqs + 1) * state} bytes of KV "
                 f"cache, a state of {state} bytes for each running request, got {both}"
             )
-        caching = bool(self.cache_config.enable_prefix_caching)
+        caching = int(self.cache_config.enable_prefix_caching)
         return left * interval * page // (interval * page + caching * state)
 
     def _cache_bytes(self) -> int:
