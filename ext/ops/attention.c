@@ -103,6 +103,8 @@ static void rope_q_weight(rm_op_call *c, rm_op_argument *q_weight) {
 static void rope_check(rm_op_call *c) {
   rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
   a->rotary_dim = 2 * c->s.half;
+  if (!a->value_dim && a->q_dim)
+    rm_op_refuse(c, RM_E_SHAPE, "q_dim without value_dim", a->q_dim, "exactly", 0);
   if (a->value_dim && (a->n_kv_heads != 1 || a->head_dim != a->rotary_dim + a->value_dim ||
                        a->q_dim < a->rotary_dim || !a->k_weight || a->q_weight || a->q_squares ||
                        a->zero_centered || a->norm_last))
@@ -240,20 +242,29 @@ static void delta_sizes(rm_op_call *c) {
                              rm_delta_head_bytes(a->k_dim, a->v_dim, a->kernel, c->dtype) / 4);
 }
 
-// No row may save to a slot that another row saves to, or that a sequence loads before its rows.
+// The rows of a sequence are adjacent. No row may save to a slot that another row saves to, or that
+// a sequence loads before its rows.
 static void delta_slots(rm_op_call *c) {
   const rm_delta_net_args *a = &c->a.delta_net;
   const int32_t *seqs = a->seq_of_row;
   c->limits =
       (rm_limits){.max_rows = a->rows, .k_dim = a->k_dim, .v_dim = a->v_dim, .kernel = a->kernel};
-  for (int64_t r = 0; r < a->rows; r++)
-    for (int64_t i = 0; i < a->rows && a->save_slots[r] >= 0 && !c->failed; i++)
-      if (i != r && (a->save_slots[i] == a->save_slots[r] ||
-                     (a->load_slots[seqs[i]] == a->save_slots[r] && (i > r || seqs[i] != seqs[r]))))
+  for (int64_t r = 0; r < a->rows; r++) {
+    const int starts = r && seqs[r] != seqs[r - 1];
+    const int32_t slot = a->save_slots[r];
+    for (int64_t i = 0; i < a->rows && (starts || slot >= 0) && !c->failed; i++)
+      if (starts && i < r && seqs[i] == seqs[r])
+        rm_op_raise(c, RM_E_REQUEST,
+                    "seq_of_row: expected adjacent rows of sequence %d, got rows %lld and %lld",
+                    seqs[r], (long long)i, (long long)r);
+      else if (slot >= 0 && i != r &&
+               (a->save_slots[i] == slot ||
+                (a->load_slots[seqs[i]] == slot && (i > r || seqs[i] != seqs[r]))))
         rm_op_raise(
             c, RM_E_REQUEST,
             "save_slots: expected a slot that no other row uses, got %d in rows %lld and %lld",
-            a->save_slots[r], (long long)r, (long long)i);
+            slot, (long long)r, (long long)i);
+  }
 }
 
 static const rm_op_argument delta_net[] = {

@@ -138,6 +138,8 @@ def test_slots_that_clash(rng: np.random.Generator) -> None:
     ):
         with pytest.raises(errors.RequestError, match="save_slots: expected a slot that no other"):
             layer.run([0, 1, 2], states, load, save, seqs)
+    with pytest.raises(errors.RequestError, match="expected adjacent rows of sequence 0, got"):
+        layer.run([0, 1, 2], states, i32(0, -1), i32(-1, -1, -1), i32(0, 1, 0))
     layer.run([0, 1, 2], states, i32(0, 1), i32(2, 0, 1), seqs)
     with pytest.raises(errors.ShapeError, match=r"conv.shape\[0\] - v_heads \* v_dim"):
         ops.delta_net(

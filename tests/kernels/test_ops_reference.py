@@ -546,6 +546,11 @@ def test_rows_of_latent_attention(dtype: str, rng: np.random.Generator) -> None:
             qkv, None, weight, *rope, positions, slots, k_cache, v_cache, num_heads=heads,
             value_dim=rank, q_dim=q_dim, norm_last=True, **args,
         )  # fmt: skip
+    with pytest.raises(errors.ShapeError, match="q_dim without value_dim: expected exactly 0"):
+        ops.qk_rope_kv(
+            normal(rng, (5, 3 * head_dim), dtype), None, None, *rope, positions, slots, k_cache,
+            k_cache.copy(), num_heads=1, q_dim=q_dim, **args,
+        )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- mixture of experts

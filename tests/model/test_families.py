@@ -469,6 +469,29 @@ def test_the_text_model_of_a_multimodal_checkpoint(tmp_path: Path, seed: int) ->
         rm.ModelSpec.from_hf(config)
 
 
+def test_keys_beside_the_text_model(seed: int) -> None:
+    """An option that is not in text_config is refused by its name too."""
+    from transformers import Qwen3_5Config
+
+    text = cut("qwen3_5_text", seed).config.to_dict()
+    config = {**Qwen3_5Config(text_config=text).to_dict(), "text_config": text}
+    config["tie_word_embeddings"] = text["tie_word_embeddings"]
+    assert rm.ModelSpec.from_hf(config) == rm.ModelSpec.from_hf(text)
+    for key, value, message in (
+        ("quantization_config", {"quant_method": "fp8"}, "quantized weights are not supported"),
+        (
+            "rope_scaling",
+            {"rope_type": "yarn", "factor": 4.0},
+            "text_config.rope_scaling: expected",
+        ),
+        ("new_option", 3, r"unknown config keys: new_option=3"),
+        ("hidden_size", 8, r"text_config.hidden_size: expected hidden_size=8, got 96"),
+        ("text_config", text | {"model_type": "llama"}, "text_config.model_type: expected"),
+    ):
+        with pytest.raises(rm.ConfigError, match=message):
+            rm.ModelSpec.from_hf(config | {key: value})
+
+
 def _by_head(x: Any, heads: int, parts: list[int]) -> list[Any]:
     """Returns the parts of a tensor whose rows are the parts of one head after another."""
     each = x.reshape(heads, -1, *x.shape[1:]).split([part // heads for part in parts], 1)

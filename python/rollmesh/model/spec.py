@@ -93,6 +93,11 @@ _HIDDEN_ACT = {
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
 
+_OF_VISION = _keys(
+    "text_config vision_config image_token_id video_token_id vision_start_token_id "
+    "vision_end_token_id"
+)
+
 
 def _keys_of(family: Family) -> frozenset[str]:
     return _USED | _keys(f"{family.keys} {family.inert}") | {key for key, _ in family.fixed}
@@ -578,18 +583,23 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def text_config(values: dict[str, Any]) -> dict[str, Any]:
-    """The text model's config in that of a multimodal model."""
+    """The text model's config in that of a multimodal model, with this one's other keys."""
     text, kind = values.get("text_config"), values.get("model_type")
     if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in MULTIMODAL:
         return values
-    tied = [c["tie_word_embeddings"] for c in (text, values) if "tie_word_embeddings" in c]
-    if tied[1:] not in ([], tied[:1]):
-        raise ConfigError(
-            f"text_config.tie_word_embeddings: expected tie_word_embeddings={shown(tied[1])}, got "
-            f"{shown(tied[0])}"
-        )
-    ties = {"tie_word_embeddings": tied[0]} if tied else {}
-    return {**text, **ties, "model_type": MULTIMODAL[kind]}
+    others = {
+        key: value
+        for key, value in values.items()
+        if value is not None and key not in _IRRELEVANT | _OF_VISION
+    } | {"model_type": MULTIMODAL[kind]}
+    for key in others.keys() & (_READ | text.keys()):
+        default = others[key] if key in ("model_type", "tie_word_embeddings") else None
+        if text.get(key, default) != others[key]:
+            raise ConfigError(
+                f"text_config.{key}: expected {key}={shown(others[key])}, got "
+                f"{shown(text.get(key))}"
+            )
+    return {**text, **others}
 
 
 def _read_object(file: Path) -> dict[str, Any]:
