@@ -159,7 +159,7 @@ rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
   if (!options->kv_bytes && options->memory_fraction > 0) return left_room(worker, out, err);
   if (divide(options, (double)options->kv_bytes, (double)page, (double)state, out)) return RM_OK;
   return rm_fail(err, RM_E_CAPACITY,
-                 "kv_cache_gib: expected at least %llu bytes for a page%s, got %llu bytes",
-                 (unsigned long long)(page + 2 * state), state ? " and two states" : "",
-                 (unsigned long long)options->kv_bytes);
+                 "kv_cache_gib: expected at least %s%llu bytes%s, got %llu bytes",
+                 state ? "" : "a page of ", (unsigned long long)(page + 2 * state),
+                 state ? " for a page and two states" : "", (unsigned long long)options->kv_bytes);
 }
