@@ -42,7 +42,7 @@ enum {
   RM_VOCAB_BLOCK = 128, // vocabulary entries per (max, sum) partial
   RM_MAX_TOP_K = 64, // experts per token
   RM_MAX_EXPERT_GROUPS = 64, // expert groups of a router
-  RM_MAX_DELTA_DIM = 128, // rows or columns of a state of delta_net; a GPU keeps it in registers
+  RM_MAX_DELTA_DIM = 128, // rows or columns of a delta_net state, which a GPU has in registers
 };
 
 // ---------------------------------------------------------------------------------------- layouts
@@ -115,7 +115,7 @@ typedef struct rm_limits {
   int64_t group; // as in rm_attention_args
   int64_t max_positions; // longest context
   int64_t n_experts, top_k; // 0 in a dense model
-  int64_t k_dim, v_dim, kernel; // as in rm_delta_net_args; 0 in a model without it
+  int64_t k_dim, v_dim, kernel; // as in rm_delta_net_args; 0 in a model without delta nets
   int n_threads;
 } rm_limits;
 
@@ -229,10 +229,10 @@ typedef struct rm_head_squares_args {
 // stores zeros instead and flags the row.
 //
 // Latent attention (value_dim > 0): qkv is T [rows][n_heads·q_dim + value_dim + rotary_dim], q,
-// then the latent, then the key. Of each head of q only the last rotary_dim elements are read;
-// rotated, they become the first of the head in q_out, whose other elements are not written. The
-// only kv head is the rotated key and then the latent, normed by k_weight [value_dim]; v is the
-// normed latent.
+// then the latent, then the key. Only the last rotary_dim elements of each head of q are read. They
+// are rotated and become the first elements of the head in q_out, whose other elements are not
+// written. K of the only kv head is the rotated key, then the latent, normed by k_weight
+// [value_dim]. V is the normed latent.
 typedef struct rm_qk_rope_kv_args {
   void *q_out; // T [rows][n_heads][head_dim]
   const void *qkv; // T [rows][(n_heads + 2·n_kv_heads)·head_dim], q then k then v
@@ -256,7 +256,7 @@ typedef struct rm_qk_rope_kv_args {
   // squares and neither zero_centered nor norm_last.
   int64_t value_dim, q_dim;
 } rm_qk_rope_kv_args;
-// Elements of a value.
+// Returns the elements of a head of V.
 RM_INLINE int64_t rm_value_dim(int64_t value_dim, int64_t head_dim) {
   return value_dim ? value_dim : head_dim;
 }
@@ -285,21 +285,21 @@ typedef struct rm_attention_args {
   // T [n_heads]: for each query head a logit that takes part in the softmax without a key or value;
   // or NULL.
   const void *sinks;
-  float softcap; // scores are softcap · tanh(score / softcap); 0: as they are
-  int64_t value_dim; // of v and out, at most head_dim; 0: head_dim
+  float softcap; // scores become softcap · tanh(score / softcap); 0: no cap
+  int64_t value_dim; // elements of a head of V and out, at most head_dim; 0: head_dim
 } rm_attention_args;
 RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) {
   return group > 0 ? group : n_heads / n_kv_heads;
 }
 
-// The gated delta rule (docs/numerics.md §4): the rows of a sequence, in order, read and update the
-// sequence's state. Rows of a sequence are adjacent. A rank's value heads read k heads as query
+// The gated delta rule (docs/numerics.md §4): the rows of a sequence, adjacent and in order, read
+// and update the sequence's state one after another. Value heads of a rank read k heads as query
 // heads read kv heads in rm_attention_args, with the same group, head0 and n_k_heads.
 //
-// A slot holds a state: for each value head [k_dim][v_dim] float32, in the layout of packed weights
-// of [v_dim]×[k_dim], then the last inputs of its convolution, T [kernel − 1][2·k_dim + v_dim] (q,
-// k, v). A call must not read and write the same slot, except that the last row of a sequence may
-// be saved to the slot that the sequence is loaded from.
+// A slot holds a state. For each value head this is [k_dim][v_dim] float32, in the layout of packed
+// weights of [v_dim]×[k_dim], then the last inputs of the head's convolution (q, k, v), T
+// [kernel−1][2·k_dim + v_dim]. A call must not read and write the same slot, with one exception:
+// the last row of a sequence may be saved to the slot from which the sequence is loaded.
 typedef struct rm_delta_net_args {
   void *out; // T [rows][n_v_heads][v_dim]
   // T [rows][rm_delta_columns]: q and k of the k heads, v and z of the value heads, then b and a,
@@ -321,7 +321,7 @@ RM_INLINE int64_t rm_delta_columns(int64_t n_k_heads, int64_t n_v_heads, int64_t
                                    int64_t v_dim) {
   return 2 * (n_k_heads * k_dim + n_v_heads * v_dim + n_v_heads);
 }
-// Bytes of a value head's part of a state.
+// Returns the bytes of a value head's part of a state.
 RM_INLINE int64_t rm_delta_head_bytes(int64_t k_dim, int64_t v_dim, int64_t kernel,
                                       rm_dtype dtype) {
   return rm_packed_elems(v_dim, k_dim) * 4 +

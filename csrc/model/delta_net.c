@@ -1,5 +1,6 @@
 // delta_net.c: the kind "delta_net": linear attention by the gated delta rule, with one state for
-// each sequence. One gemm computes q, k, v, z, b and a of this rank's heads, and one op the rest.
+// each sequence. A gemm computes q, k, v, z, b and a of this rank's heads, the op delta_net
+// computes the block from the convolution to the gated norm, and a second gemm computes the output.
 #include "model/layer_kinds.h"
 
 size_t rm_delta_net_state_bytes(const rm_model *model, const rm_placement *here) {

@@ -1,16 +1,16 @@
-// latent.c: the kind "latent": multi-head latent attention (MLA) in the absorbed form, in prefill
-// as in decode, so that both have the same bits. The cache has one kv head of a token: the rotated
-// key, then the normed latent. A head of q without its rope part is multiplied by k_b, the head's
-// part of kv_b_proj, to a query for latents; attention's output is a latent of each head, which v_b
-// turns into the head's output. A page has the K of the kv head and then its V, the latents once
-// more in V's layout.
+// latent.c: the kind "latent": multi-head latent attention (MLA). Prefill and decode both compute
+// the absorbed form, so that they have the same bits. The cache has one kv head for all heads: the
+// rotated key, then the normed latent. For each head, k_b, a part of kv_b_proj, turns the part of q
+// without rope into a query for latents. Attention's output is a latent for each head, and v_b, the
+// other part, turns it into the head's output. A page has the K of the kv head and then its V,
+// which is the latent again, in V's layout.
 #include "model/layer_kinds.h"
 
-// transformers norms latents with this eps, whatever rms_norm_eps is.
+// transformers norms latents with this eps for every rms_norm_eps.
 static const float latent_eps = 1e-6f;
 
-// For each head: y[head] ← x[head] · the head's matrix of kind k_b or v_b, [n]×[k]. ldx, ldy:
-// elements of a row; x_step, y_step: of a head.
+// For each head: y[head] ← x[head] · the head's matrix [n]×[k] of kind k_b or v_b. ldx, ldy:
+// elements from one row to the next; x_step, y_step: elements from one head to the next.
 static void multiply_heads(const rm_pass *pass, rm_param_kind kind, rm_gemm_args args,
                            int64_t x_step, int64_t y_step) {
   rm_model *model = pass->model;
@@ -26,7 +26,7 @@ static void multiply_heads(const rm_pass *pass, rm_param_kind kind, rm_gemm_args
   }
 }
 
-// qkv ← q, the latent and the key of all rows.
+// qkv ← q, the latent and the key of all rows, side by side.
 static void project(const rm_pass *pass) {
   rm_model *model = pass->model;
   const char *weight = rm_weight(pass->weights, pass->layer, RM_P_Q_A_NORM), *from = model->x;

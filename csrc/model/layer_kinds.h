@@ -1,6 +1,6 @@
 // layer_kinds.h: the kinds of a layer's first block, the one that reads other tokens of a sequence.
-// A kind is one row of a table: what a sequence keeps in the cache, and the block's forward
-// function. The second block, an MLP or experts, is the same for all kinds (model.c).
+// A kind is one row of a table: the sizes of what a sequence keeps in the cache, and the block's
+// forward function. The second block, an MLP or experts, is the same for all kinds (model.c).
 #pragma once
 
 #include "model/model_internal.h"
@@ -18,7 +18,8 @@ typedef struct rm_layer_kind_ops {
   void (*page_bytes)(const rm_model *model, const rm_placement *here, size_t bytes[RM_PAGE_PARTS]);
   // Bytes of the state of one sequence in one layer, on the rank of `here`; NULL: no state.
   size_t (*state_bytes)(const rm_model *model, const rm_placement *here);
-  // Reads the kept rows of x. Writes the block's output as rm_complete_columns does.
+  // Reads this rank's kept rows of x (rm_kept_rows). Leaves the block's output as
+  // rm_complete_columns does.
   rm_code (*forward)(const rm_pass *pass, const rm_layer_cache *cache);
 } rm_layer_kind_ops;
 
@@ -32,7 +33,7 @@ rm_layer_cache rm_next_cache(const rm_pass *pass, rm_cache *rest);
 void rm_attention_page_bytes(const rm_model *model, const rm_placement *here,
                              size_t bytes[RM_PAGE_PARTS]);
 rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache);
-// Attention over the cache, of model->q to `out`, as latent.c shares it.
+// Writes attention of model->q over the cache to `out`. latent.c calls it too.
 void rm_attend(const rm_pass *pass, const rm_layer_cache *cache, char *out);
 // Completes attention's output, which is in model->qkv, and computes o_proj.
 rm_code rm_attention_output(const rm_pass *pass);

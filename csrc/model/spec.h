@@ -69,7 +69,7 @@ typedef struct rm_spec {
   float rope_scale; // attention_scaling of the rope type, 1 by default
   const float *inv_freq; // [rotary_dim/2]
   const rm_layer_spec *layers; // [n_layers]
-  int64_t n_moe_layers, n_attention_layers; // derived; the latter have KV pages
+  int64_t n_moe_layers, n_attention_layers; // derived: layers with experts; with KV pages
   int64_t shared_intermediate_size; // the shared expert of each MoE layer; 0: none
   int shared_switch; // the shared expert's output is scaled by sigmoid(x · w), w: [1][hidden]
   int sigmoid_scores; // the router uses sigmoid; else softmax
@@ -84,15 +84,16 @@ typedef struct rm_spec {
   int zero_centered_norms; // norms multiply by 1 + weight
   int attention_gate; // attention's output is multiplied by sigmoid(x · Wᵀ)
   int gate_in_q; // a tensor of q has the rows of the gate too, after those of q in each head
-  // Of layers with a delta net: heads and their sizes, positions of the convolution.
+  // Heads of a delta net and their sizes; positions that its convolution reads.
   int64_t delta_k_heads, delta_v_heads, delta_k_dim, delta_v_dim, delta_kernel;
-  int delta_alternates; // tensors of their inputs have the rows of one key head after another
+  int delta_alternates; // tensors of delta nets' inputs have the rows of one key head after another
   int qk_norm_last; // q and k are normed after rope; never with RM_QK_NORM_WHOLE
-  // Latent attention, in all layers or (kv_lora_rank 0) in none. The cache has one kv head: the
-  // key, rotary_dim elements, and the latent, so head_dim = rotary_dim + kv_lora_rank.
+  // Latent attention is in all layers, or with kv_lora_rank 0 in none. The cache has one kv head:
+  // the key (rotary_dim elements), then the latent, so head_dim = rotary_dim + kv_lora_rank.
   int64_t kv_lora_rank;
   int64_t q_lora_rank; // 0: q is computed from a layer's input
-  int64_t qk_nope_head_dim, v_head_dim; // the part of a head of q without rope; an output head
+  // Elements of a head of q that rope does not rotate; elements of a head of attention's output.
+  int64_t qk_nope_head_dim, v_head_dim;
   const float *local_inv_freq; // [rotary_dim/2] of layers that rotate by it; NULL: no such layer
   float local_rope_scale;
   rm_wq_rows wq_rows;
@@ -105,7 +106,7 @@ typedef struct rm_spec {
   const char *names[RM_N_PARAM_KIND];
 } rm_spec;
 
-// Value heads that read a key head, in a model with delta nets.
+// Returns how many value heads read one key head, in a model with delta nets.
 static inline int64_t rm_delta_group(const rm_spec *spec) {
   return spec->delta_v_heads / spec->delta_k_heads;
 }
@@ -114,7 +115,8 @@ static inline int64_t rm_delta_group(const rm_spec *spec) {
 // NULL.
 rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err);
 void rm_spec_destroy(rm_spec *spec);
-// The elements of a head of the q projection, and of attention's output, before o_proj.
+// Return the elements of a head of the q projection, and of a head of attention's output before
+// o_proj.
 static inline int64_t rm_q_dim(const rm_spec *spec) {
   return spec->kv_lora_rank ? spec->qk_nope_head_dim + spec->rotary_dim : spec->head_dim;
 }

@@ -6,10 +6,10 @@
 // of a layer are written before any row is read. So if two requests share a stale page, the first
 // recomputes it and the second reads it, in the same batch or a later one.
 //
-// In models with states the engine owns the states, which the external scheduler does not count. A
-// page may keep the state at its end. A request whose prefix was computed by others starts at the
-// last page of the prefix that keeps a state, and rows after it are computed again. A state is only
-// read in a later batch than the one that writes it.
+// In models with states, the states belong to the engine, and the external scheduler does not count
+// them. A page may keep the state at its end. A request whose prefix was computed by other requests
+// starts after the last page of the prefix that keeps a state; later rows of the prefix are
+// computed again. A state is read only in a later batch than the one that writes it.
 #include "scheduler/external_scheduler.h"
 
 // -------------------------------------------------------------------------------- checking a step
@@ -106,8 +106,9 @@ static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq, 
   return group->n_scored < group->n_targets ? rm_min64(from, group->n_scored) : from;
 }
 
-// Whether a page may keep a state that a sequence holds too. The sequence cannot write to it, so it
-// will need another one; then there must still be one for each sequence.
+// Returns whether a page may keep a state that a sequence also holds. The sequence then needs
+// another state for its next rows, so this is allowed only while there is still one for each
+// sequence.
 static int may_share_state(const rm_scheduler *scheduler) {
   return rm_kv_shared_states(scheduler->cache) <
          scheduler->n_states - scheduler->options.max_num_seqs;
@@ -119,8 +120,9 @@ static int is_planned(const rm_plan *plan, int32_t state) {
   return r < plan->n_rows;
 }
 
-// Lets a sequence hold the last known state of its first `from` positions, and returns the position
-// of the state. −1: the current plan saves it.
+// Lets a sequence hold the last available state of its first `from` positions. Returns the number
+// of positions that the state covers, or −1 if the current plan saves the state. Returns `from` in
+// models without states.
 static int64_t load_state(rm_scheduler *scheduler, rm_sequence *seq, int64_t from) {
   const int64_t size = scheduler->options.limits.page_size;
   const int32_t *table = rm_block_table(scheduler, seq);

@@ -1,14 +1,15 @@
-// kv_cache.h: the pages of the KV cache and the states of sequences, their reference counts, and the
-// prefix index. It does not have the contents, which are on the ranks. It lists the pages that the
+// kv_cache.h: the pages of the KV cache and the states of sequences, their reference counts, and
+// the prefix index. The contents are on the ranks, not here. This file lists the pages that the
 // ranks must zero or copy before they compute the next rows.
 //
 // A page is free, held (references > 0), or cached (no reference, but in the index until it is
 // needed). A full page is indexed by hash(weight version, parent, its tokens); a hit compares all
 // three, so a collision cannot serve wrong KV.
 //
-// In a model whose layers have states (model/layer_kinds.h), an indexed page, or one of an external
-// scheduler, may keep a state: the one after its last token. A state too is free, held, or cached:
-// kept by a page only. It is not written while another sequence or a page holds it.
+// In a model whose layers have states (model/layer_kinds.h), a page that is indexed or belongs to
+// an external scheduler may keep a state: the one after its last token. A state is free, held
+// (references > 0), or cached (no reference, but a page keeps it). A state that a page keeps, or
+// that several sequences hold, is not written.
 //
 // A page also has records of its tokens, their logprobs (if requested) and routed experts, so that
 // a hit returns the same results as a recomputation.
@@ -42,7 +43,7 @@ int32_t rm_kv_alloc(
 // Returns a copy with one reference. The ranks copy the contents; this copies the routing. Releases
 // `from`.
 int32_t rm_kv_copy(rm_kv_cache *cache, int32_t from);
-// The ranks zero the page, which keeps no state then.
+// Lists the page to be zeroed. The page no longer keeps a state.
 void rm_kv_zero(rm_kv_cache *cache, int32_t page);
 // Returns the *n writes since the last call, in order; views until the next write. Between two
 // calls a page is allocated or zeroed at most once.
@@ -63,13 +64,14 @@ void rm_kv_reset(rm_kv_cache *cache); // empties the index; held pages stay held
 void rm_kv_renew(rm_kv_cache *cache); // makes all pages zero (mapped again); all must be released
 
 int64_t rm_kv_free_states(const rm_kv_cache *cache); // free or cached
-int64_t rm_kv_shared_states(const rm_kv_cache *cache); // held, and kept by a page
+int64_t rm_kv_shared_states(const rm_kv_cache *cache); // held, and also kept by a page
 // Returns a state with one reference, with any content; −1: all are held.
 int32_t rm_kv_alloc_state(rm_kv_cache *cache);
 void rm_kv_retain_state(rm_kv_cache *cache, int32_t state);
 void rm_kv_release_state(rm_kv_cache *cache, int32_t state); // no effect on −1
-// Whether the caller may overwrite the state: its reference is the only one, and no page keeps the
-// state. If no other state is free, a page gives it up.
+// Returns whether the caller may overwrite the state: the caller has the only reference, and no
+// page keeps the state. If no other state is free, the page that keeps this state gives it up
+// first.
 int rm_kv_owns_state(rm_kv_cache *cache, int32_t state);
 // Lets a page keep a held state, unless the page keeps one already.
 void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t state);

@@ -11,11 +11,12 @@
 // they share the leader's pages and draw from the same row. The last, partly filled page is copied
 // on the first write, except by the last sequence that holds it.
 //
-// In models with states a sequence's rows begin with the state that it holds and end with the state
-// that it holds next: the same one, if no other sequence and no page holds it, else a new one. The
-// old one is released after the step, so no state is read and written by two sequences in a step.
-// Pages at an interval, the last full page of a prompt, and a sequence's last full page keep the
-// state at their end. A prefix then ends with a page that keeps one.
+// In models with states, the first row of a sequence reads the state that the sequence holds, and
+// the last row saves the state that it holds next. This is the same state if no other sequence
+// holds it and no page keeps it, else a new one. The old one is released after the step, so no
+// sequence writes a state that another one reads in the same step. The pages at an interval, the
+// last full page of a prompt, and the last full page of a sequence keep the state at their end. A
+// cached prefix ends with a page that keeps a state.
 #include <assert.h>
 
 #include "base/fields.h"
@@ -176,14 +177,15 @@ static void copy_page(rm_scheduler *scheduler, rm_sequence *seq, int64_t index) 
   *entry = rm_kv_copy(scheduler->cache, *entry);
 }
 
-// Whether the next positions up to n_positions end with a new state.
+// Returns whether computing the next positions up to n_positions needs a new state.
 static int needs_state(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t n_positions) {
   return scheduler->n_states && n_positions > seq->kv_len &&
          !rm_kv_owns_state(scheduler->cache, seq->state);
 }
 
 // Allocates and copies pages, so that the next positions up to n_positions can be written. Preempts
-// newer sequences if necessary, also for a state. Returns 0 if seq itself was preempted.
+// newer sequences until there are enough pages and, if a new state is needed, a free one. Returns 0
+// if seq itself was preempted.
 static int reserve(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_positions) {
   for (;;) {
     const int64_t shared = shared_page(scheduler, seq, n_positions);
@@ -233,9 +235,9 @@ static void take_logprobs(rm_scheduler *scheduler, rm_sequence_group *group, int
   }
 }
 
-// Gives back the last pages of a prefix, up to a page that keeps a state from which all missing rows
-// can be computed. Records of the pages are copied first: of what is given back too, since the
-// logprob of a page's last row is a record of the next page.
+// Releases the last pages of a prefix until it ends with a page that keeps a state from which all
+// missing rows can be computed. Logprobs are copied first, also from the pages to be released,
+// because the logprob of a page's last row is a record of the next page.
 static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_sequence_group *group = seq->group;
   const int64_t size = scheduler->options.limits.page_size, length = rm_sequence_length(seq);
@@ -252,8 +254,8 @@ static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-// Takes the cached pages of the longest cached prefix. Their records are copied later, when the
-// sequence is certain to start.
+// Takes the cached pages of the longest cached prefix. Except for what end_at_state copies, their
+// records are copied later, when the sequence is certain to start.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   int32_t *table = rm_change_table(scheduler, seq), parent = -1;
   const int64_t size = scheduler->options.limits.page_size, n = rm_sequence_length(seq) / size;
@@ -278,7 +280,7 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   if (scheduler->blocked == seq && scheduler->n_active &&
       rm_kv_free_pages(scheduler->cache) <= scheduler->blocked_free)
     return 0;
-  // One state may be the prefix's, another one is saved.
+  // The prefix may take one state, and the first rows save another one.
   if (scheduler->n_states && rm_kv_free_states(scheduler->cache) < 2) return 0;
   rm_link *next = seq->link.next;
   rm_list_remove(&seq->link);
@@ -344,8 +346,8 @@ static void join_siblings(rm_scheduler *scheduler, const rm_sequence *leader, in
   }
 }
 
-// Returns the state that is saved after position p of the rows up to `end`; −1: none. The caller's
-// plan holds it.
+// Returns the state that is saved after position p, for rows that end before position `end`; −1:
+// none. The caller's plan gets a reference to it.
 static int32_t state_after(rm_scheduler *scheduler, const rm_sequence *seq, int64_t p,
                            int64_t end) {
   rm_kv_cache *cache = scheduler->cache;
@@ -355,7 +357,7 @@ static int32_t state_after(rm_scheduler *scheduler, const rm_sequence *seq, int6
     rm_kv_retain_state(cache, seq->state);
     return seq->state;
   }
-  // Every active sequence may need one in this step.
+  // Leaves a free state for each active sequence, which may need one in this step.
   if (!is_last &&
       (!rm_keeps_state(scheduler, seq, p + 1) || rm_kv_free_states(cache) <= scheduler->n_active))
     return -1;

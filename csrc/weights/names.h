@@ -9,12 +9,12 @@
 // row0 + r, c) of the tensor, viewed as [outer][rows][cols]. In a 1-D tensor row0 is the first
 // element. If rope rotates adjacent elements in the tensor, row h·head_dim + i of the parameter is
 // the tensor's row h·head_dim + 2i, and row h·head_dim + turned/2 + i is the row after that. Then
-// row0 is a multiple of head_dim. If rows of gate and up alternate in the tensor, gate and up are
-// the two halves of one such head.
+// row0 is a multiple of head_dim. If rows of gate and up alternate in the tensor, the tensor is one
+// such head, with gate and up as its halves.
 //
-// If heads of several parameters alternate in the tensor, row h·head_dim + i of the parameter is the
-// tensor's row row0 + h·stride + i. If the parameter is transposed too (k_b in kv_b_proj), element
-// (h·head_dim + i, c) of it is element (h·stride + c, i) of the tensor, and row0 is 0.
+// If heads of several parameters alternate in the tensor, row h·head_dim + i of the parameter is
+// the tensor's row row0 + h·stride + i. If the parameter is also transposed (k_b in kv_b_proj), its
+// element (h·head_dim + i, c) is element (h·stride + c, i) of the tensor, and row0 is 0.
 typedef struct rm_param_rows {
   int64_t param; // index in params->list
   int64_t outer, row0; // outer −1: the tensor is [rows][1][cols]
@@ -22,11 +22,11 @@ typedef struct rm_param_rows {
   // on, are rotated. turned 0: the rows are in order.
   int64_t head_dim, turned;
   int64_t unturned; // elements of a head before the first that is rotated
-  int64_t stride; // the tensor's rows of a head of all parameters; 0: heads do not alternate
+  int64_t stride; // the tensor's rows from a parameter's head to its next; 0: not alternating
   int transposed; // rows of the tensor are its last dim
 } rm_param_rows;
-// The position of a parameter's row among the rotated rows of its head, in the order of the
-// parameter, negative before them; 0 if the rows are in order.
+// Returns the position of a parameter's row among the rotated rows of its head, in the order of the
+// parameter; negative for rows before the rotated ones, 0 if all rows are in order.
 static inline int64_t rm_place_in_head(const rm_param_rows *at, int64_t row) {
   return at->turned ? (at->row0 + row) % at->head_dim - at->unturned : 0;
 }
@@ -36,7 +36,7 @@ typedef struct rm_target { // not to be copied: pieces may point into it
   int64_t n_pieces;
   int64_t shape[4]; // the shape that the tensor must have
   int n_dims;
-  rm_param_rows few[4]; // q, k and v in one tensor: most names need no memory
+  rm_param_rows few[4]; // q, k, v and z in one tensor: most names need no memory
 } rm_target;
 
 enum { RM_NAME_MAX = 1024 };

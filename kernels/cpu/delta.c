@@ -1,17 +1,18 @@
-// delta.c: delta_net. A thread takes one value head of one run of rows. It computes the convolution
-// of a block of rows first; then a few tiles of the state's columns go through all rows of the
-// block, so that they stay in the L1 cache. A row reads the state where the row before left it, in
-// the slot or in the thread's memory, and writes it where it is needed next, so nothing is copied.
+// delta.c: delta_net. A thread takes one value head of the rows of one sequence (a run). For each
+// block of rows it first computes the convolution. Then a few tiles of the state's columns at a
+// time go through all rows of the block, so that the tiles stay in the L1 cache. Each row reads the
+// state from where the previous row left it, and writes it to the slot that the row is saved to, or
+// else to the thread's memory. States are not copied.
 #include "variant.h"
 
 enum {
   BLOCK_ROWS = 16,
-  TILES = RM_KEEP_SUMS ? 2 : 1, // tiles at a time: 8 chains of a sum, or 4 of two registers
+  TILES = RM_KEEP_SUMS ? 2 : 1, // tiles at a time: 8 chains of one register, or 4 of two
 };
 
 typedef struct delta_job {
   const rm_delta_net_args *a;
-  int32_t *runs; // [n_runs + 1] first rows of the runs
+  int32_t *runs; // [n_runs + 1] first rows of the runs; at the end `rows`
   float *workspace; // of all threads
   int64_t n_runs, stride; // floats of a thread
   _Atomic int64_t next;
@@ -54,7 +55,7 @@ VEC void load_taps(rm_dtype T, const unit *u) {
 
 VEC vf vf_silu(vf x) { return vf_div(x, vf_add(vf_set1(1.0f), vf_exp(vf_neg(x)))); }
 
-// The lanes after the end of q and k are overwritten; those after v become zeros.
+// Lanes after the end of q or k are overwritten by the next part; those after v become zeros.
 VEC void convolve(rm_dtype T, const unit *u, int64_t row, float *out) {
   const rm_delta_net_args *a = u->of.a;
   for (int64_t i = 0, n; i < u->of.n; i += n) {
@@ -104,7 +105,7 @@ VEC vf sum_of_chains(const vf *sum) {
     if (i + 2 < (n)) { STEP(i + 2, 2) } \
   } while (0)
 
-// A row's step on `tiles` tiles of the state: v becomes o.
+// Computes a row's step on `tiles` tiles of the state; o replaces v.
 VEC void step_tiles(int64_t k_dim, int tiles, const float *from, float *to, int is_saved,
                     const float *q, const float *k, float *v, const float *gates) {
   const int64_t tile = rm_packed_elems(RM_N_TILE, k_dim);
@@ -122,8 +123,8 @@ VEC void step_tiles(int64_t k_dim, int tiles, const float *from, float *to, int 
     delta[t] = vf_mul(vf_sub(vf_load(v + t * RM_N_TILE), known), beta);
     for (int c = 0; c < RM_DELTA_CHAINS; c++) sum[t][c] = vf_zero();
   }
-  // All tiles are loaded before one is stored: tiles are a multiple of 4 KB apart, and a load waits
-  // for a store whose address differs by such a multiple.
+  // Loads all tiles before it stores one: tiles are a multiple of 4 KB apart, and a load waits for
+  // an earlier store whose address differs by such a multiple.
 #define UPDATE(i, c) \
   const vf k_i = vf_set1(k[i]), q_i = vf_set1(q[i]); \
   vf s[TILES]; \
@@ -138,7 +139,7 @@ VEC void step_tiles(int64_t k_dim, int tiles, const float *from, float *to, int 
   for (int t = 0; t < tiles; t++) vf_store(v + t * RM_N_TILE, sum_of_chains(sum[t]));
 }
 
-// The rows [row, row + n) of a block on the tiles from column j on. Returns where the state is.
+// Computes rows [row, row + n) on the tiles from column j on. Returns where the state then is.
 VEC const float *block_tiles(const unit *u, int tiles, const float *from, int64_t row, int64_t n,
                              int64_t j) {
   const rm_delta_net_args *a = u->of.a;
@@ -200,7 +201,7 @@ VEC void run_unit(rm_dtype T, const unit *u, int64_t end, int has_other_taps) {
   }
 }
 
-// Sequences of one head follow each other, since they have the same taps.
+// The runs of one head are adjacent, because they have the same taps.
 static void delta_task(void *arg, int thread, int n_threads) {
   (void)n_threads;
   delta_job *job = arg;

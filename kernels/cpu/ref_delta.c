@@ -13,7 +13,7 @@ static void l2_norm(float *x, int64_t n, float factor) {
   for (int64_t i = 0; i < n; i++) x[i] = x[i] * scale * factor;
 }
 
-// Column j of the state times x.
+// Returns column j of the state times x.
 static float state_dot(const rm_delta_net_args *a, const float *state, int64_t j, const float *x) {
   float sum[RM_DELTA_CHAINS] = {0};
   for (int64_t i = 0; i < a->k_dim; i++)
@@ -22,7 +22,7 @@ static float state_dot(const rm_delta_net_args *a, const float *state, int64_t j
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// v becomes the output before the norm, in padded columns too.
+// The output before the norm replaces v, also in padded columns.
 static void step(const rm_delta_net_args *a, float *state, const float *q, const float *k, float *v,
                  const float *gates) {
   for (int64_t j = 0; j < rm_round_up(a->v_dim, RM_N_TILE); j++) {

@@ -1,18 +1,18 @@
 // delta.cu: delta_net. A block computes one value head of the rows of one sequence, with the state
-// in registers: four threads have a column, one for each chain of its sums, so that a sum is a
-// chain of k_dim / 4 steps and two shuffles. Columns do not depend on each other: between the
-// convolution and the norm of ROWS rows, warps do not wait for each other. The block reads its slot
-// once and writes a slot only where a row is saved. Rejected: several blocks for a head, because
-// the norm needs all columns; a batch of sequences fills the device. Loops outside the recurrence
-// are not unrolled, since the state needs the registers.
+// in registers. Four threads share a column, one for each chain of its sums, so that a sum takes
+// k_dim / 4 steps and two shuffles. Columns do not depend on each other: between the convolution
+// and the norm of ROWS rows, no warp waits for another. The block reads its slot once and writes a
+// slot only where a row is saved. Rejected: several blocks for a head, because the norm needs all
+// columns, and a batch of sequences fills the device. Loops outside the recurrence are not
+// unrolled, because the state needs the registers.
 #include "device.cuh"
 
 namespace {
 
 constexpr int ROWS = 8, CHAINS = RM_DELTA_CHAINS, LENGTH = RM_MAX_DELTA_DIM / CHAINS,
               COLUMNS = RM_WARP / CHAINS; // of a warp
-// q and k are in shared memory by chain: a thread reads four steps at a time, and the pitch puts
-// the chains in different banks.
+// Shared memory has q and k chain by chain, so that a thread reads four steps at a time. The pitch
+// puts the chains into different banks.
 constexpr int PITCH = LENGTH + 4, VECTOR = CHAINS * PITCH;
 __device__ int chain_at(int i) { return i % CHAINS * PITCH + i / CHAINS; }
 
@@ -49,7 +49,7 @@ __device__ void put_normed(const rm_delta_run &of, int64_t row, const float *o) 
   }
 }
 
-// The sum of the four chains of a column.
+// Returns the sum of the four chains of a column.
 __device__ float over_chains(float sum) {
   sum = sum + __shfl_xor_sync(RM_ALL_LANES, sum, COLUMNS);
   return sum + __shfl_xor_sync(RM_ALL_LANES, sum, 2 * COLUMNS);
@@ -92,7 +92,7 @@ __device__ void load_rows(const rm_delta_run &of, int64_t row, int n, float *row
 
 template <rm_dtype DTYPE, bool FULL>
 __global__ void __launch_bounds__(CHAINS *RM_MAX_DELTA_DIM, 1) delta_kernel(rm_delta_net_args a) {
-  RM_SHARED(shared); // ROWS times q, k and v, which o replaces; then decay and beta of the rows
+  RM_SHARED(shared); // ROWS times q, k and v (o replaces v); then decay and beta of the rows
   const int64_t first = blockIdx.x;
   const int32_t seq = a.seq_of_row[first];
   if (first > 0 && a.seq_of_row[first - 1] == seq) return; // the whole block

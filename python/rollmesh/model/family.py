@@ -1,4 +1,4 @@
-"""What describes a model family: the fields of an entry of families.py."""
+"""The description of a model family: the fields of an entry of families.py."""
 
 from __future__ import annotations
 
@@ -16,72 +16,76 @@ HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the 
 
 # The kinds of csrc/model/layer_kinds.c, in its order.
 LAYER_KINDS: tuple[str, ...] = ("attention", "latent", "delta_net")
+# Rows of tensors named wq and wk. "none": the family has no such tensors; "halves", "neighbours":
+# rope turns halves of a head, or neighbours.
 WQ_ROWS = (
     "none",
     "halves",
     "neighbours",
-)  # there are none; rope turns halves of a head, or neighbours
-# "head": each head of q and k; "whole": all heads of q, of k, together.
+)
+# Norms of q and k. "head": of each head; "whole": of all heads of q, or of k, together.
 QK_NORMS: tuple[str, ...] = ("none", "head", "whole")
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The mixtures of experts of a family. What is left out is Qwen3-MoE's."""
+    """The mixtures of experts of a family. The defaults are Qwen3-MoE's."""
 
-    # The key of their number, its least value, and the number where the config has none.
+    # The key of the number of experts, the least number, and the number where the config has none.
     number: tuple[str, int, int | None] = ("num_experts", 0, None)
-    top_k: int | None = None  # where the config has none; None: it has to
+    top_k: int | None = None  # where the config has none; None: the key is required
     top_k_key: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"  # the key
     renormalize: str | bool = (
-        # the chosen scores are divided by their sum: the key that says it, or always, or never
+        # The chosen scores are divided by their sum: the key of this option, or a bool.
         "norm_topk_prob"
     )
     renormalize_default: bool = False
     score_func: str = "softmax"
-    router_bias: bool = False  # every sync has to bring one
+    router_bias: bool = False  # every sync must bring one
     # The defaults of n_group and topk_group; None: they are not read.
     groups: tuple[int, int] | None = None
     scaling: str = ""  # the key of the factor of gates
     scaling_default: float = 1.0
-    min_sum: bool = False  # moe_norm_min is read: scores are divided by their sum or at least this
+    min_sum: bool = False  # moe_norm_min is read: the least divisor of scores
     shared_width: Callable[[Reader], int] = lambda c: 0
-    shared_switch: bool = False  # a row's sigmoid scales the shared expert
+    shared_switch: bool = False  # a sigmoid for each row scales the shared expert
     bias: bool = False  # the router's logits and the experts have biases
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family. What is left out is Llama's."""
+    """A family. The defaults are Llama's."""
 
     architecture: str  # transformers' class
-    keys: str = ""  # that its config has besides those of all (spec.py), separated by blanks
-    inert: str = ""  # likewise, without effect
+    # Keys that its config has besides those of all families (spec.py), separated by blanks: keys
+    # that are read, and keys without effect.
+    keys: str = ""
+    inert: str = ""
     head_dim: int = HIDDEN_BY_HEADS  # where the config has none
     num_key_value_heads: int | None = None  # where the key is missing; None: num_attention_heads
-    max_position_embeddings: int = 32768  # likewise, and the next ones
+    max_position_embeddings: int = 32768  # where the key is missing; likewise the next fields
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
-    eos_token_id: int | tuple[int, ...] | None = 2  # likewise, where the vocabulary has it
+    eos_token_id: int | tuple[int, ...] | None = 2  # of these, those in the vocabulary
     partial_rotary_factor: float | None = (
-        None  # of a family that turns the first elements of a head; None: it turns whole heads
+        None  # share of a head's elements that rope turns, from the first on; None: rope turns all
     )
     tied: bool = False
     qk_norm: str | Callable[[Reader], str] = "none"  # of QK_NORMS
     hidden_act: str = "silu"  # where the key is missing
     ungated: bool = False  # dense MLPs have no gate
     norm_before: bool = True  # norms of a block's input
-    norm_after: bool = False  # of its output, before it is added
+    norm_after: bool = False  # norms of a block's output, before it is added
     attention_bias: Switch = (
-        "attention_bias"  # of q, k and v: the key that says it, or always, or never
+        "attention_bias"  # q, k and v have biases: the key of this option, or a bool, or a rule
     )
-    o_bias: Switch = "attention_bias"
+    o_bias: Switch = "attention_bias"  # likewise for o
     layer_kinds: LayerKinds = attention_layers  # of LAYER_KINDS
     windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
-    # Configs from which rope tables are read, each with the path of its keys inside the model's
-    # table ("" if they are not nested): first the model's, then that of layers with a window, if
-    # they have another one.
+    # Returns the configs from which rope tables are read, each with the path of its keys inside the
+    # model's table ("" if they are not nested): first the config of the model's table, then that of
+    # the table of layers with a window, if it differs.
     ropes: Callable[[Mapping[str, Any]], Ropes] = lambda config: (("", config),)
     rope_layers: PerLayer = every  # 1 where rope turns q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
@@ -89,13 +93,13 @@ class Family:
     names: tuple[
         tuple[str, str], ...
     ] = ()  # (kind of csrc/model/params.c, what a checkpoint calls it instead)
-    rope_neighbours: bool = False  # rope turns neighbours of a head; else its halves
+    rope_neighbours: bool = False  # rope turns neighbours of a head, else halves of a head
     activation: str | None = None  # of all MLPs, whatever hidden_act is; None: hidden_act names it
     sinks: bool = False  # attention has a sink for each head
     mxfp4: bool = False  # checkpoints may have experts in MXFP4, which SafetensorsFolder converts
     # A tensor of all experts is transposed, and rows of gate and up alternate in it.
     experts_interleaved: bool = False
-    # of WQ_ROWS: what tensors with the names wq and wk hold, which Meta, Mistral and torchtitan use
+    # Of WQ_ROWS. Meta, Mistral and torchtitan use the names wq and wk.
     wq_rows: str = "none"
     activation_key: str = "hidden_act"
     zero_centered_norms: bool = False  # norms multiply by 1 + weight
@@ -103,15 +107,15 @@ class Family:
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
     # Latent attention in all layers: the keys of its sizes, with their defaults.
     latent: Mapping[str, int] | None = None
-    gate_in_q: bool = False  # its rows are in q_proj, after those of q in each head
+    gate_in_q: bool = False  # q_proj has the gate's rows too, after those of q in each head
     delta_alternates: bool = False  # in_proj_qkvz has the rows of one key head after another
     # Returns further fields of ModelSpec, such as factors and caps.
     factors: Callable[[Reader], dict[str, Any]] = lambda c: {}
     check: Callable[[Reader, int], None] | None = (
-        None  # a rule of this family alone, of its config and head_dim
+        None  # raises ConfigError by a rule of this family, from its config and head_dim
     )
-    # (key, value): transformers' code computes this value, whatever the config says. Another value,
-    # also one in a list, is refused.
+    # (key, value): transformers' code computes this value for every value in the config. Another
+    # value, also one in a list, is refused.
     fixed: tuple[tuple[str, Any], ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""Rules of families about factors, caps and other numbers of their configs."""
+"""Rules of families for factors, caps and other numbers of their configs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollmesh.runtime.messages import shown
 
 
 def olmoe_heads(c: Reader, head_dim: int) -> None:
-    """Its norms of q and k are as wide as hidden_size, whatever head_dim."""
+    """OLMoE: the norms of q and k are as wide as hidden_size, whatever head_dim is."""
     if c.given("clip_qkv"):
         raise ConfigError(
             f"clip_qkv={shown(c.values['clip_qkv'])}: clipped q, k and v are not supported"
@@ -42,7 +42,7 @@ def _cap(c: Reader, key: str, default: float | None) -> float | None:
 
 
 def gemma_factors(attention_cap: float | None, logit_cap: float | None) -> Callable[[Reader], Any]:
-    """Returns a Gemma's `factors`. The arguments are the defaults of its caps; attention_cap=None:
+    """Returns a Gemma's `factors`. The arguments are the defaults of its caps. attention_cap=None:
     the family has no cap of scores."""
 
     def factors(c: Reader) -> dict[str, Any]:

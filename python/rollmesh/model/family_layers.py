@@ -30,7 +30,7 @@ def latent_layers(c: Reader, layers: int) -> tuple[str, ...]:
 
 
 def hybrid_layers(c: Reader, layers: int) -> tuple[str, ...]:
-    """Qwen3-Next: as layer_types says, else attention in every full_attention_interval-th layer."""
+    """Qwen3-Next: layer_types, else attention in every full_attention_interval-th layer."""
     types = _layer_types(c, layers, kinds=("full_attention", "linear_attention"))
     if types is None:
         interval = c.integer("full_attention_interval", default=4)
@@ -41,7 +41,7 @@ def hybrid_layers(c: Reader, layers: int) -> tuple[str, ...]:
 
 
 def delta_net_sizes(c: Reader) -> dict[str, int]:
-    """Fields of ModelSpec; {} without delta nets."""
+    """Returns the fields of ModelSpec for delta nets; {} if the model has none."""
     if "delta_net" not in hybrid_layers(c, c.integer("num_hidden_layers")):
         return {}
     sizes = {"key_head_dim": 128, "value_head_dim": 128, "conv_kernel_dim": 4}
@@ -51,7 +51,7 @@ def delta_net_sizes(c: Reader) -> dict[str, int]:
 
 
 def silu_in_delta_nets(c: Reader, head_dim: int) -> None:
-    """The convolution has the activation of MLPs."""
+    """Refuses other activations than silu: the convolution of a delta net uses that of MLPs."""
     given = c.values.get("hidden_act", "silu")
     if delta_net_sizes(c) and given not in ("silu", "swish"):
         raise ConfigError(f"hidden_act: expected silu with linear attention, got {shown(given)}")
@@ -181,7 +181,7 @@ def patterned_windows(window: int, every: int, key: str = "") -> PerLayer:
 def num_experts(
     c: Reader, key: str = "num_experts", low: int = 0, default: int | None = None
 ) -> int:
-    """num_local_experts is transformers' other name for it."""
+    """Returns the number of experts: `key`, or num_local_experts, its other name."""
     both = [c.integer(name, low) for name in (key, "num_local_experts") if c.given(name)]
     if len(set(both)) > 1:
         raise ConfigError(f"{key}={both[0]} and num_local_experts={both[1]} differ")
@@ -189,7 +189,7 @@ def num_experts(
 
 
 def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
-    """Qwen's: every decoder_sparse_step-th layer, but for those in mlp_only_layers."""
+    """Qwen: every decoder_sparse_step-th layer, except for those in mlp_only_layers."""
     step, dense = (
         c.integer("decoder_sparse_step", default=1),
         c.values.get("mlp_only_layers") or [],

@@ -1,5 +1,6 @@
-"""The rope tables of families whose configs have them in their own way: functions of a config that
-return configs as rope.from_config reads them, each with its path in the given config."""
+"""Rope tables of families whose configs store them in other forms than a Llama's. Each function
+takes a config and returns configs that rope.from_config can read, each with its path in the given
+config."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ def phi3_ropes(config: Mapping[str, Any]) -> Ropes:
 
 
 def text_ropes(config: Mapping[str, Any]) -> Ropes:
-    """Qwen3.5: the three positions of a text token, which a multimodal model divides among the
-    frequencies, are equal."""
+    """Qwen3.5: a multimodal model divides the frequencies among three positions of a token. These
+    are equal for a token of text, so the keys of the division have no effect."""
     name, table = table_of(config)
     kept = {k: v for k, v in table.items() if k not in ("mrope_section", "mrope_interleaved")}
     return (("", {**config, name: kept}),)
 
 
 def gpt_oss_ropes(config: Mapping[str, Any]) -> Ropes:
-    """gpt-oss: a config without a rope table has this one."""
+    """gpt-oss: uses the table below if the config has none."""
     if any(config.get(name) is not None for name in ROPE_TABLES):
         return (("", config),)
     table = {
@@ -62,7 +63,7 @@ def _two_ropes(config: Mapping[str, Any], base: Any) -> Ropes:
         for kind in ("full", "sliding")
     )
     scaling = table_of({"rope_scaling": config.get("rope_scaling")})[1]
-    unread = {*ROPE_TABLES, "original_max_position_embeddings"}  # the latter counts in tables alone
+    unread = {*ROPE_TABLES, "original_max_position_embeddings"}  # the latter is read in tables only
     rest = {key: config[key] for key in config if key not in unread}
     name, path = ("rope_scaling", "") if scaling else ("rope_parameters", ".full_attention")
     return (

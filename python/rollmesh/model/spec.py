@@ -201,22 +201,22 @@ class ModelSpec:
     zero_centered_norms: bool = False  # norms multiply by 1 + weight
     qk_norm_last: bool = False  # q and k are normed after rope
     attention_gate: bool = False  # a sigmoid of a layer's input scales attention's output
-    # Latent attention (0: none): the cache has one kv head, the rotated key and then kv_lora_rank
-    # elements; head_dim is that of the cache. q_lora_rank 0: q is computed from a layer's input.
+    # Latent attention (kv_lora_rank 0: none). The cache has one kv head: the rotated key, then
+    # kv_lora_rank elements. head_dim is the sum. q_lora_rank 0: q is computed from a layer's input.
     kv_lora_rank: int = 0
     q_lora_rank: int = 0
-    qk_nope_head_dim: int = 0  # the part of a head of q that rope does not turn
-    v_head_dim: int = 0  # of a head of attention's output
-    rope_interleave: bool = True  # a family whose rope turns neighbours does so
+    qk_nope_head_dim: int = 0  # elements of a head of q that rope does not turn
+    v_head_dim: int = 0  # elements of a head of attention's output
+    rope_interleave: bool = True  # False: rope turns halves in a family that turns neighbours
     local_rope_settings: _rope.Rope | None = None  # of layers with a window
     attention_multiplier: float | None = None  # of attention's scores; None: head_dim ** -0.5
     attn_logit_softcapping: float | None = None  # scores are cap · tanh(score / cap); None: no cap
     final_logit_softcapping: float | None = None  # the same for logits
-    embedding_multiplier: float | None = None  # None: 1; so for the next two factors
+    embedding_multiplier: float | None = None  # None: 1, likewise for the next two factors
     rounds_embedding_multiplier: bool = False  # embedding_multiplier is rounded to the dtype
     residual_multiplier: float | None = None  # of blocks' outputs, before they are added
     logits_scaling: float | None = None  # logits are divided by it
-    # Of layers of the kind "delta_net", with the config's names; 0 without such layers.
+    # Sizes of layers of the kind "delta_net", under the config's names; 0 without such layers.
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -276,7 +276,7 @@ class ModelSpec:
     def from_torchtitan(model: Any) -> ModelSpec:
         """From torchtitan's Llama3Model.Config, Qwen3Model.Config or Qwen35Model.Config, dense or
         with experts, or the ModelSpec that has it (`model_registry(flavor)`). Of a Qwen3.5 the
-        model of text is read.
+        text model is read.
 
         ConfigError names every setting that the engine does not compute (a window, settings that
         differ among layers, forced routing, …), and every class and field that was not in
@@ -300,12 +300,12 @@ class ModelSpec:
 
     @property
     def value_dim(self) -> int:
-        """Elements of V of a kv head in the cache."""
+        """The number of elements of V of a kv head in the cache."""
         return self.kv_lora_rank or self.head_dim
 
     @property
     def attended_width(self) -> int:
-        """Elements of attention's output in a row."""
+        """The number of elements of attention's output in a row."""
         return self.num_attention_heads * (self.v_head_dim or self.head_dim)
 
     @property
@@ -583,7 +583,8 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def text_config(values: dict[str, Any]) -> dict[str, Any]:
-    """The text model's config in that of a multimodal model, with this one's other keys."""
+    """Returns the config of a multimodal model's text model, with the other keys of the multimodal
+    model's config. Returns any other config as it is."""
     text, kind = values.get("text_config"), values.get("model_type")
     if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in MULTIMODAL:
         return values
@@ -763,7 +764,7 @@ def _by_keys(message: str, experts: Experts) -> str:
 def _latent(
     c: Reader, defaults: Mapping[str, int], heads: int, kv_heads: int | None
 ) -> dict[str, Any]:
-    """Returns the sizes of latent attention. Other keys repeat some of them."""
+    """Returns the sizes of latent attention. Keys that repeat some of them must agree."""
     sizes = {key: c.integer(key, default=n) for key, n in defaults.items() if key != "q_lora_rank"}
     without = "q_lora_rank" in c.values and not c.given("q_lora_rank")
     rank = 0 if without else c.integer("q_lora_rank", default=defaults["q_lora_rank"])
@@ -784,7 +785,7 @@ def _latent(
 
 
 def _latent_scale(latent: Mapping[str, int], rope: _rope.Rope, rope_dim: int) -> float:
-    """The factor of scores, with YaRN's mscale."""
+    """Returns the factor of scores, with YaRN's mscale."""
     parameters = dict(rope.parameters)
     factor, weight = parameters.get("factor"), parameters.get("mscale_all_dim")
     mscale = 1.0

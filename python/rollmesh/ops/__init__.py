@@ -190,8 +190,8 @@ def rms_norm(
 ) -> Array:
     """Returns weight · residual / rms(residual) for each row, [rows, n], with 1 + weight if
     zero_centered; without a weight, the residual. With x, residual += x is stored to `residual`
-    first. With x_gate [rows], it is residual += sigmoid(x_gate) · x, with one factor for each row;
-    with x_scale, residual += x_scale · x."""
+    first. x_gate [rows]: adds sigmoid(x_gate) · x instead, with one factor for each row. x_scale:
+    adds x_scale · x instead."""
     if x_gate is not None and (x is None or x_scale is not None):
         raise ConfigError(
             f"x_gate: expected x beside it, got {'none' if x is None else 'x_scale too'}"
@@ -269,7 +269,7 @@ def kv_cache(
     device: str = "cpu",
 ) -> tuple[Array, Array]:
     """Returns the pages (k, v) of one layer's cache, filled with zeros. value_dim: elements of a
-    row of v; 0 stands for head_dim."""
+    head of v; 0 stands for head_dim."""
     op_device = op_device_on(device)
     pages, heads = size_of("num_pages", num_pages), size_of("num_kv_heads", num_kv_heads)
     positions, dim = size_of("page_size", page_size), size_of("head_dim", head_dim)
@@ -342,9 +342,10 @@ def qk_rope_kv(
     A k or v row that is not finite is stored as zeros and sets bit 0 of its row in row_flags.
 
     Latent attention (value_dim > 0): qkv is [rows, num_heads·q_dim + value_dim + 2·n], q, then the
-    latent, then the key. The last 2·n elements of a head of q, rotated, become the first of the
-    head in the result; its other value_dim elements are not written. The one kv head is the rotated
-    key and then the latent, normed by k_weight [value_dim], which is also v.
+    latent, then the key. The last 2·n elements of each head of q are rotated and become the
+    first elements of the head in the result; its other value_dim elements are not written. k of the
+    only kv head is the rotated key, then the latent normed by k_weight [value_dim]; v is the normed
+    latent.
     """
     if squares is not None and not (
         isinstance(squares, (tuple, list))
@@ -447,13 +448,13 @@ def delta_net(
     """Returns the gated delta rule (Qwen3-Next) over the rows of sequences, [rows, v_heads, v_dim].
     The rows of a sequence are adjacent and in order.
 
-    x: [rows, columns], q and k of the k heads, v and z of the value heads, then b and a, one number
-    for each value head. conv: [channels, kernel], the causal convolution of q, k and v. a_log,
-    dt_bias: float32 [v_heads]. norm: [v_dim]. states: from delta_states. load_slots: the slot of
-    each sequence's state before its first row, or −1 for zeros. save_slots [rows]: the slot to
-    which the state after the row is written, or −1. Only the last row of a sequence may be saved to
-    the slot that the sequence is loaded from. k_dim and v_dim are at most 128. group, head0: as in
-    attention, of value heads that read k heads.
+    x: [rows, columns], q and k of the k heads, v and z of the value heads, then b and a, which have
+    one number for each value head. conv: [channels, kernel], the causal convolution of q, k and v.
+    a_log, dt_bias: float32 [v_heads]. norm: [v_dim]. states: from delta_states. load_slots: the
+    slot of each sequence's state before its first row, or −1 for zeros. save_slots [rows]: the slot
+    to which the state after the row is written, or −1. Only the last row of a sequence may be saved
+    to the slot that the sequence is loaded from. k_dim and v_dim are at most 128. group, head0: as
+    in attention, with value heads in place of query heads and k heads in place of kv heads.
     """
     return run("delta_net", **locals())[0]
 
@@ -481,7 +482,7 @@ def router(
 
     `score`: "softmax" or "sigmoid" of the logits, to which logit_bias [num_experts] is added.
     `renormalize` divides the gates by their sum (with "sigmoid" by their sum + 1e-20, with
-    "softmax" by at least `min_sum`); then they are multiplied by `route_scale`. num_groups > 1
+    "softmax" at least by `min_sum`); then they are multiplied by `route_scale`. num_groups > 1
     (at most 64) divides the experts into groups of at least two consecutive experts. Only experts
     of `top_groups` groups are then chosen: those with the largest sums of their two largest
     score + bias (DeepSeek-V3, arXiv 2412.19437). Raises ConfigError for another score, or for a

@@ -1,5 +1,5 @@
-"""The forward pass of a transformers decoder layer by the generator's kernels, with the weights in
-the order in which the kernels take them."""
+"""The forward pass of transformers' decoder layers with the generator's kernels. Reorders weights
+whose rows are in another order than the kernels'."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def router_bias(mlp: Any, router: Any) -> Tensor | None:
 
 
 def query_and_gate(attention: Any, q: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """The weights of q and of attention's gate. q: the weight of q_proj, which may hold both."""
+    """Returns the weights of q and of attention's gate. q: the weight of q_proj, which may have the
+    rows of both."""
     if not FAMILIES[spec.model_type].gate_in_q:
         return q, weight_of(attention.gate_proj)
     of_head, of_gate = q.view(-1, 2, spec.head_dim, q.shape[1]).unbind(1)
@@ -52,7 +53,8 @@ def delta_heads(spec: ModelSpec) -> DeltaHeads:
 
 
 def delta_weights(net: Any, spec: ModelSpec) -> list[Tensor]:
-    """The weights of a delta net's q, k, v, z, b and a, one below the other."""
+    """Returns the weights of a delta net's q, k, v, z, b and a, as tensors whose rows follow each
+    other in this order."""
     if not FAMILIES[spec.model_type].delta_alternates:
         return [weight_of(getattr(net, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a")]
     heads = delta_heads(spec)
@@ -131,8 +133,8 @@ class Layers:
 
     # ------------------------------------------------------------------------------------- weights
     def in_halves(self, qkv: list[Tensor], turned: int) -> list[Tensor]:
-        """Weights or biases of q, k and v, with rows of q and k in the order that the kernels turn:
-        the first `turned` of each head."""
+        """Returns weights or biases of q, k and v. The first `turned` rows of each head of q and k
+        are in the order in which the kernels turn them."""
         spec = self.spec
         if not spec.rope_neighbours:
             return qkv

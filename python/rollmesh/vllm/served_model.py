@@ -61,9 +61,9 @@ class ServedModel(torch.nn.Module):
 
 
 class TextDecoder(torch.nn.Module):
-    """Describes a model to vLLM, which reads this class and makes no object. It replaces vLLM's
-    classes of hybrid models, for vLLM would manage their states; also, those classes import
-    packages that neither the scheduler nor the engine needs."""
+    """Describes a hybrid model to vLLM, which reads this class and creates no object of it. It
+    replaces vLLM's own classes of hybrid models, because with these vLLM would manage the states,
+    and because they import packages that neither the scheduler nor the engine needs."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         raise StateError("this class only describes a model; the engine runs it")

@@ -23,8 +23,8 @@ from rollmesh.torch.functions.common import (
 )
 from rollmesh.torch.sequences import Sequences
 
-CHUNK = 64  # steps that a backward pass computes by matmuls
-STEPS_AT_ONCE = 1 << 13  # of padded sequences in a backward pass
+CHUNK = 64  # steps that a backward pass computes together, by matmuls
+STEPS_AT_ONCE = 1 << 13  # of padded sequences that a backward pass computes together
 
 
 class DeltaHeads(NamedTuple):
@@ -100,7 +100,8 @@ class _DeltaNet(torch.autograd.Function):
 def _computed(
     heads: DeltaHeads, x: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, norm: Tensor
 ) -> Tensor:
-    """The layer over x [sequences, steps, columns], [sequences, steps, v_heads · v_dim]."""
+    """Computes the op in torch: [sequences, steps, v_heads · v_dim] from x [sequences, steps,
+    columns]."""
     *_, z, b, a = torch.split(x, heads.widths, 2)
     inputs = x[..., : len(conv)].mT
     mixed = F.silu(F.conv1d(inputs, conv, padding=conv.shape[2] - 1, groups=len(conv)))
@@ -120,9 +121,10 @@ def _computed(
 
 
 def _rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """The recurrence over [sequences, heads, steps, …], chunk by chunk. decay: the logarithm of a
-    step's factor. The deltas u of a chunk solve (1 + A) u = beta (v − e^decay k S), where A holds
-    the products of its keys and S is the state before it (arXiv 2412.06464)."""
+    """Computes the recurrence over [sequences, heads, steps, …], chunk by chunk. decay: the
+    logarithm of a step's factor. The deltas u of a chunk solve (1 + A) u = beta (v − e^decay k S),
+    where A has the products of the chunk's keys, S is the state before the chunk, and decay is
+    summed from the chunk's start (arXiv 2412.06464)."""
     steps = q.shape[2]
     more = -steps % CHUNK
     q, k, v = (torch.unflatten(F.pad(x, (0, 0, 0, more)), 2, (-1, CHUNK)) for x in (q, k, v))
@@ -154,9 +156,9 @@ def delta_net(
     *,
     how: How | None = None,
 ) -> Tensor:
-    """The gated delta rule of packed sequences, [rows, v_heads · v_dim]. x [rows, columns] is the
-    output of the projections: q, k, v, z, b and a side by side. conv [channels, 1, kernel], a_log
-    and dt_bias [v_heads], norm [v_dim]: as in ops.delta_net."""
+    """Returns the gated delta rule over packed sequences, [rows, v_heads · v_dim]. x [rows,
+    columns] is the output of the projections: q, k, v, z, b and a side by side. conv [channels, 1,
+    kernel], a_log and dt_bias [v_heads], norm [v_dim]: as in ops.delta_net."""
     x = rows_of("x", x, sum(heads.widths))
     if len(x) != rows.num_rows:
         raise ShapeError(f"x: expected {rows.num_rows} rows, those of the sequences, got {len(x)}")

@@ -37,7 +37,7 @@ class Latent(NamedTuple):
 
 
 class _PerHead(torch.autograd.Function):
-    """x [heads, rows, k] times the transpose of each head's weight [heads, n, k]."""
+    """Multiplies x [heads, rows, k] by the transpose of each head's weight [heads, n, k]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: How) -> Tensor:
@@ -59,8 +59,8 @@ class _PerHead(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """[heads, rows, rank] of queries for latents [heads, rows, rank] and qkv [rows, heads·(nope +
-    rope) + rank + rope]: q, the latent, and the key."""
+    """Attention of queries for latents [heads, rows, rank] over qkv [rows, heads·(nope + rope) +
+    rank + rope]: q, the latent, then the key. Returns [heads, rows, rank]."""
 
     @staticmethod
     def forward(
@@ -136,9 +136,9 @@ def latent_attention(
     interleaved: bool,
     how: How,
 ) -> Tensor:
-    """Causal latent attention of packed sequences x [rows, hidden]: [rows, num_heads · v]. heads:
-    one kv head, head_dim of the cache. rope: as in `attention`; interleaved: it turns neighbours in
-    the rows of q_b and kv_a, else halves."""
+    """Returns causal latent attention over packed sequences x [rows, hidden], [rows, num_heads ·
+    v]. heads: with one kv head, and with the head_dim of the cache. rope: as in `attention`.
+    interleaved: rope turns neighbours in the rows of q_b and kv_a, else halves."""
     turned, rank = 2 * rope[0].shape[1], len(weights.kv_a_norm)
     q_b, kv_a, low = weights.q_b, weights.kv_a, x
     q_dim = len(q_b) // heads.num_heads
