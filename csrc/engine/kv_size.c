@@ -1,9 +1,10 @@
 // kv_size.c: the number of pages of the KV cache, and of states in models that have them.
 //
 // There is a state for each running sequence, one to fork, and one for each state_interval positions
-// that half of the memory holds in pages; but states take at most half of the memory. By default a
-// state takes about as much as the pages of an interval. With pages of an external scheduler all of
-// these states are added to them, and vllm/worker/worker.py leaves memory for both.
+// that half of the memory holds in pages. States take at most half of the memory, but there are at
+// least two. By default a state takes about as much as the pages of an interval. With pages of an
+// external scheduler all of these states are added to them, and vllm/worker/worker.py leaves memory
+// for both.
 //
 // Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a
 // machine's RAM. With memory_fraction, after allocating everything but the caches, the ranks

@@ -139,7 +139,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if left < page:
             raise CapacityError(
                 f"max_num_seqs={num_seqs}: expected more than {(num_seqs + 1) * state} bytes of KV "
-                f"cache, a state of {state} bytes for each running request, got {both}"
+                f"cache, a state of {state} bytes for each running request and another one, got "
+                f"{both}"
             )
         caching = int(self.cache_config.enable_prefix_caching)
         return left * interval * page // (interval * page + caching * state)
