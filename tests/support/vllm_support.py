@@ -326,7 +326,14 @@ def engine(
             chosen["weight_transfer_config"] = WeightTransferConfig(
                 **chosen["weight_transfer_config"]
             )
-        llm = LLM(**chosen)
+        try:
+            llm = LLM(**chosen)
+        except Exception:  # vLLM keeps its process groups, and the next engine may need others
+            from vllm.distributed import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
+            raise
         try:
             assert llm.llm_engine.vllm_config.use_v2_model_runner == v2
             yield llm

@@ -650,18 +650,3 @@ def test_each_worker_has_a_device_of_its_own(
         assigned_physical_gpu_ids=assigned, data_parallel_rank_local=replica, local_world_size=2
     )
     assert config.cuda_ordinal(parallel, local_rank, devices) == ordinal
-
-
-def test_models_with_states_are_refused() -> None:
-    """vLLM's scheduler hands out pages only."""
-    from rollmesh.vllm.platforms import config
-
-    values = {
-        "model_type": "qwen3_5_text", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 32,
-        "num_hidden_layers": 4, "num_attention_heads": 4,
-    }  # fmt: skip
-    vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(hf_config=values))
-    with pytest.raises(rm.ConfigError, match="layer_types: expected attention in all layers under"):
-        config.model_spec(vllm_config)
-    values["layer_types"] = ["full_attention"] * 4
-    assert config.model_spec(vllm_config).num_attention_layers == 4
