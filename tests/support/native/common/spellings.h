@@ -108,11 +108,13 @@ static inline void book_attention(book *b, int l) {
     book_say(b, s, 1, 1, 0, "layers.%d.self_attn.%c_proj.weight", l, "qkv"[i]);
     book_say(b, s, 1, 1, 0, "layers.%d.attention.%s.weight", l, titan[i]);
     book_say(b, s, 1, 1, 0, "layers.%d.attention.qkv_linear.%s.weight", l, titan[i]);
+    book_say(b, s, 1, 1, 0, "layers.%d.attn.%s.weight", l, titan[i]);
   }
   book_say(b, first, 1, 3, 0, "layers.%d.self_attn.qkv_proj.weight", l);
   const int o = book_slot(b, 2, hidden, q, "model.layers.%d.self_attn.o_proj.weight", l);
   book_say(b, o, 1, 1, 0, "layers.%d.self_attn.o_proj.weight", l);
   book_say(b, o, 1, 1, 0, "layers.%d.attention.wo.weight", l);
+  book_say(b, o, 1, 1, 0, "layers.%d.attn.wo.weight", l);
   const int bias = b->n_slots;
   for (int i = m->attention_bias ? 0 : 3; i < (m->o_bias ? 4 : 3); i++) {
     const int s = book_slot(b, 1, 1,
@@ -128,6 +130,7 @@ static inline void book_attention(book *b, int l) {
         book_slot(b, 1, 1, m->head_dim, "model.layers.%d.self_attn.%c_norm.weight", l, "qk"[i]);
     book_say(b, s, 1, 1, 0, "layers.%d.self_attn.%c_norm.weight", l, "qk"[i]);
     book_say(b, s, 1, 1, 0, "layers.%d.attention.%c_norm.weight", l, "qk"[i]);
+    book_say(b, s, 1, 1, 0, "layers.%d.attn.%c_norm.weight", l, "qk"[i]);
   }
 }
 
