@@ -193,7 +193,8 @@ __global__ void __launch_bounds__(THREADS, tile<TILE>::BLOCKS) gemm_kernel(rm_ge
                 steps = rm_mma_steps(a.k);
   const int begin = a.group_rows ? a.group_rows[group] : 0,
             end = a.group_rows ? a.group_rows[group + 1] : static_cast<int>(a.m);
-  a.bias = rm_bias_of(RM_BF16, &a, group, SWIGLU);
+  // The largest tile has no register left for the bias of a swiglu.
+  a.bias = SWIGLU && TILE == 0 ? nullptr : rm_bias_of(RM_BF16, &a, group, SWIGLU);
   const int tile_rows = static_cast<int>(
       rm_min64(T::ROWS / RM_MMA_ROWS, rm_mma_tile_rows(rm_mma_w_rows(a.n, SWIGLU)) - first_tile));
   const uint4 *w = rm_mma_row(a.w, group * a.group_stride, first_tile, a.k);
@@ -251,7 +252,7 @@ int64_t rm_cuda_processors() {
 }
 
 void rm_cuda_gemm_mma_tiles(const rm_ctx *ctx, const rm_gemm_args *a, bool swiglu, int of) {
-  if (swiglu) launch_as<true>(ctx, a, of);
+  if (swiglu) launch_as<true>(ctx, a, a->bias && of == 0 ? 1 : of);
   else launch_as<false>(ctx, a, of);
 }
 void rm_cuda_mma_gemm(const rm_ctx *ctx, const rm_gemm_args *a) { gemm(ctx, a, false); }

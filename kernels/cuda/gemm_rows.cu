@@ -61,7 +61,7 @@ __device__ void few_rows(float *shared, const rm_gemm_args &a, int64_t w0, int64
 }
 
 template <rm_dtype DTYPE, bool SWIGLU, int ROWS>
-__global__ void __launch_bounds__(THREADS, 3) rows_kernel(rm_gemm_args a) {
+__global__ void __launch_bounds__(THREADS, DTYPE == RM_F32 ? 2 : 3) rows_kernel(rm_gemm_args a) {
   RM_SHARED(shared);
   const int64_t group = blockIdx.z;
   const auto [begin, end] = rm_rows_of_group(a, group);
