@@ -27,8 +27,8 @@ typedef struct rm_sequence {
   int64_t kv_len; // number of positions whose KV is in the pages, computed from ids[0 … kv_len)
   int64_t next; // first position to compute; < kv_len if a row is computed again for its logits
   int64_t first_row, n_rows; // rows in this step
-  // The state after kv_len positions, held while ACTIVE; −1: no row is computed yet. In models with
-  // states next is kv_len, so that no row is computed twice.
+  // Index of the state after kv_len positions, held while ACTIVE; −1: none. In models with
+  // states `next` equals kv_len: every row is computed once.
   int32_t state;
   // commit.c
   int64_t n_tokens; // number of generated tokens

@@ -99,7 +99,7 @@ def test_chunks_sequences_and_heads_do_not_change_a_bit(
         zeros = np.zeros(n, np.int32)
         out = layer.run(slice(first, first + n), states, i32(load), save, zeros, isa=isa)
         assert out.tobytes() == whole[first : first + n].tobytes()
-    # The second sequence goes on from the snapshot, the first begins again.
+    # The second sequence continues from the snapshot; the first starts from zeros.
     rows = [*range(8), *range(13, 20)]
     seqs, save = i32(*[1] * 8, *[0] * 7), np.full(15, -1, np.int32)
     save[7], save[14] = 3, 2
