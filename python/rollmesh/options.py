@@ -130,9 +130,9 @@ class SharedOptions:
     )
     state_interval: int = option(
         0,
-        "in models with states of sequences: the prefix cache keeps a state every so many "
-        "positions, a multiple of block_size, and at the last full page of a prompt and of a "
-        "sequence. 0: the positions whose KV pages take as much memory as a state",
+        "in models with delta nets: the prefix cache keeps a state every so many positions, a "
+        "multiple of block_size, and at the last full page of a prompt and of a sequence. 0: the "
+        "positions whose KV pages take as much memory as a state. No effect under vLLM",
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt prefixes")
     enforce_eager: bool = option(
