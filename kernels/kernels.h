@@ -293,16 +293,18 @@ RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_he
 }
 
 // The gated delta rule (docs/numerics.md §4): the rows of a sequence, adjacent and in order, read
-// and update the sequence's state one after another. Value heads of a rank read k heads as query
-// heads read kv heads in rm_attention_args, with the same group, head0 and n_k_heads.
+// and update the sequence's state one after another. Value heads of a rank read key heads just as
+// query heads read kv heads in rm_attention_args, with group, head0 and n_k_heads.
 //
 // A slot holds a state. For each value head this is [k_dim][v_dim] float32, in the layout of packed
 // weights of [v_dim]×[k_dim], then the last inputs of the head's convolution (q, k, v), T
-// [kernel−1][2·k_dim + v_dim]. A call must not read and write the same slot, with one exception:
-// the last row of a sequence may be saved to the slot from which the sequence is loaded.
+// [kernel−1][2·k_dim + v_dim]. A call must not read and write the same slot, with two exceptions.
+// The last row of a sequence may be saved to the slot from which the sequence is loaded. Padding
+// rows, which are never saved and whose results are ignored, may load a slot that a sequence
+// saves.
 typedef struct rm_delta_net_args {
   void *out; // T [rows][n_v_heads][v_dim]
-  // T [rows][rm_delta_columns]: q and k of the k heads, v and z of the value heads, then b and a,
+  // T [rows][rm_delta_columns]: q and k of the key heads, v and z of the value heads, then b and a,
   // one number for each value head
   const void *x;
   const void *conv; // T [2·n_k_heads·k_dim + n_v_heads·v_dim][kernel], of q, k and v

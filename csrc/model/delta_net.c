@@ -1,6 +1,8 @@
 // delta_net.c: the kind "delta_net": linear attention by the gated delta rule, with one state for
 // each sequence. A gemm computes q, k, v, z, b and a of this rank's heads, the op delta_net
 // computes the block from the convolution to the gated norm, and a second gemm computes the output.
+// Padding rows have the number of a real sequence (step/forward.c). They read its state, but do not
+// save one, so the result of the sequence does not change.
 #include "model/layer_kinds.h"
 
 size_t rm_delta_net_state_bytes(const rm_model *model, const rm_placement *here) {

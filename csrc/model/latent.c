@@ -1,9 +1,9 @@
 // latent.c: the kind "latent": multi-head latent attention (MLA). Prefill and decode both compute
 // the absorbed form, so that they have the same bits. The cache has one kv head for all heads: the
-// rotated key, then the normed latent. For each head, k_b, a part of kv_b_proj, turns the part of q
-// without rope into a query for latents. Attention's output is a latent for each head, and v_b, the
-// other part, turns it into the head's output. A page has the K of the kv head and then its V,
-// which is the latent again, in V's layout.
+// rotated key, then the normed latent. kv_b_proj has two parts for each head, k_b and v_b. The part
+// of q without rope, multiplied by k_b, is a query for latents. Attention's output is a weighted
+// sum of latents for each head, and multiplied by v_b it is the head's output. A page has the K of
+// the kv head and then its V, which is the latent again, in V's layout.
 #include "model/layer_kinds.h"
 
 // transformers norms latents with this eps for every rms_norm_eps.

@@ -25,6 +25,7 @@ static void cache_bytes(const rm_model *model, const rm_placement *here, size_t 
   }
 }
 
+// The same on the rank of the tp group where they are largest.
 static void most_bytes(const rm_model *model, size_t *page, size_t *state) {
   *page = *state = 0;
   for (int r = 0; r < model->shard.size; r++) {

@@ -40,14 +40,14 @@ typedef struct rm_batch {
   const int32_t *positions; // [n_rows]
   const int32_t *seq_of_row; // [n_rows]
   const int64_t *slots; // [n_rows]
-  // In models with states. The state that is loaded before the first row of a sequence, −1: zeros;
-  // [max seq_of_row + 1]. The state that is saved after a row, −1: none; [n_rows].
+  // In models with states: the state that is loaded before the first row of a sequence, −1: zeros,
+  // [max seq_of_row + 1]; the state to which a row is saved, −1: none, [n_rows].
   const int32_t *load_states, *save_states;
   const int32_t *block_tables; // [max seq_of_row + 1][max_pages]
   int64_t n_out;
   const int32_t *out_rows; // [n_out] rows whose hidden state is requested, ascending
   int16_t *routed; // [n_rows][n_moe_layers][top_k], out; NULL in a dense model
-  uint8_t *row_flags; // [n_rows], out: ops or their flags into it
+  uint8_t *row_flags; // [n_rows], out: ops set flags in it
 } rm_batch;
 
 // Views of what sequences keep between steps, in the device's memory, layer by layer: for a layer

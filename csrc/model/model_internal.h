@@ -22,8 +22,8 @@ struct rm_model {
   size_t block_bytes;
   float *cos, *sin; // [max_positions][rotary_dim/2]; then the local table, if there is one
   char *residual, *x; // T [max_rows][hidden]
-  // T [max_rows][(heads + 2·kv_heads)·head_dim] of this rank; then attention's output. Or the inputs
-  // of a delta net.
+  // T [max_rows][rm_qkv_width]: q, k and v of this rank; then attention's output. Or
+  // [max_rows][rm_delta_width]: the inputs of a delta net.
   char *qkv;
   // Only for RM_QK_NORM_WHOLE: sums of squares of q's heads, then of k's.
   float *squares; // [max_rows][heads + kv_heads] of this rank
@@ -108,10 +108,10 @@ rm_code rm_complete_rows(const rm_pass *pass);
 // parallelism only the home rows, in `home`.
 rm_code rm_complete_columns(const rm_pass *pass, char *matrix, char *home);
 
-// linear.c. y ← x · the layer's matrix `kind` (q: q, k and v), for this rank's columns of y; the
-// matrix y has all columns, but for q, k and v, for attention's gate and for the inputs of a delta
-// net only this rank's.
-// For the gate of an MLP the matrix is gate and up, and y ← activation(gate) · up.
+// linear.c. y ← x · the layer's matrix `kind`, for this rank's columns. y has room for the columns
+// of all ranks. Only q, k and v (kind: q), attention's gate, the inputs of a delta net and those of
+// latent attention have this rank's columns alone. For the gate of an MLP the matrix is gate and
+// up, and y ← activation(gate) · up.
 void rm_linear(const rm_pass *pass, rm_param_kind kind, const void *x, char *y);
 // Elements of q, k and v of one token on this rank; in latent attention of q, the latent and the
 // key.

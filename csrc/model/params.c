@@ -157,7 +157,7 @@ static int has_kind(const rm_spec *s, const rm_layer_spec *layer, rm_param_kind 
   }
 }
 
-// The number of kinds from this one on that are one matrix.
+// The number of kinds, from this one on, that share one matrix.
 static int n_fused(rm_param_kind kind) {
   if (kind == RM_P_DELTA_Q) return 6;
   if (kind == RM_P_Q || kind == RM_P_Q_BIAS || kind == RM_P_CONV_Q) return 3;

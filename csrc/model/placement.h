@@ -31,8 +31,8 @@ typedef struct rm_placement { // of one rank
 
 enum { RM_SHARD_WIDTH = 32, RM_SHARD_VOCAB = 128 };
 
-// RM_E_CONFIG: tp does not divide the heads or the value heads of delta nets, ep does not divide the experts, or ep > 1 in a model
-// without experts.
+// RM_E_CONFIG: tp does not divide the heads or the value heads of delta nets, ep does not divide
+// the experts, or ep > 1 in a model without experts.
 rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err);
 // The placement of one rank of a mesh that rm_placement_check has accepted.
 rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t rank);

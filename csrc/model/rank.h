@@ -41,10 +41,11 @@ static inline rm_rank rm_rank_alone(void) { return (rm_rank){.mesh = {.tp = 1, .
 // the device's queue (rm_comm_wait), with their timeout.
 rm_code rm_rank_wait(const rm_rank *rank, const rm_device *device, int event, rm_error *err);
 
-// Set the version of the weights that this rank serves (a rank with another version fails at its
-// next exchange), and abort all groups, since another rank may wait for this one in a group that
-// did not fail: ranks that wait for it get an error.
+// Sets the version of the weights that this rank serves. A rank with another version fails at its
+// next exchange.
 void rm_rank_set_epoch(const rm_rank *rank, int64_t version);
+// Aborts all groups, since another rank may wait for this one in a group that did not fail. Ranks
+// that wait get an error.
 void rm_rank_abort(const rm_rank *rank, rm_code why);
 typedef struct rm_traffic { // of all groups since creation
   uint64_t bytes; // sent to other ranks

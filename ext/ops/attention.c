@@ -222,7 +222,7 @@ static const rm_op_argument attention[] = {
 // -------------------------------------------------------------------------------------- delta_net
 #undef OP
 #define OP a.delta_net
-// The k heads follow from the channels of conv, which are those of q, k and v.
+// The number of key heads follows from the channels of conv, which are those of q, k and v.
 static void delta_sizes(rm_op_call *c) {
   rm_delta_net_args *a = &c->a.delta_net;
   const int64_t of_q_k = c->s.width - rm_op_product(c, "norm", a->n_v_heads, a->v_dim),

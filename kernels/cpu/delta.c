@@ -1,8 +1,8 @@
 // delta.c: delta_net. A thread takes one value head of the rows of one sequence (a run). For each
 // block of rows it first computes the convolution. Then a few tiles of the state's columns at a
 // time go through all rows of the block, so that the tiles stay in the L1 cache. Each row reads the
-// state from where the previous row left it, and writes it to the slot that the row is saved to, or
-// else to the thread's memory. States are not copied.
+// state from where the previous row left it. It writes the state to the slot to which the row is
+// saved, or else to the thread's memory. States are not copied.
 #include "variant.h"
 
 enum {
@@ -21,10 +21,10 @@ typedef struct delta_job {
 typedef struct unit {
   rm_delta_run of;
   int64_t width; // of a row's inputs, v padded to tiles
-  float *taps; // [kernel][n]
-  float *inputs; // [BLOCK_ROWS][width]: q, k and v; o replaces v
-  float *gates; // [BLOCK_ROWS][2]
-  float *state; // of the thread
+  float *taps; // [kernel][n], the weights of the convolution
+  float *inputs; // [BLOCK_ROWS][width]: q, k and v; o (before the norm) replaces v
+  float *gates; // [BLOCK_ROWS][2]: decay and beta
+  float *state; // the thread's memory for a state
 } unit;
 
 static int64_t width_of(int64_t k_dim, int64_t v_dim) {
@@ -139,7 +139,8 @@ VEC void step_tiles(int64_t k_dim, int tiles, const float *from, float *to, int 
   for (int t = 0; t < tiles; t++) vf_store(v + t * RM_N_TILE, sum_of_chains(sum[t]));
 }
 
-// Computes rows [row, row + n) on the tiles from column j on. Returns where the state then is.
+// Computes rows [row, row + n) on the tiles from column j on. Returns the address of the state
+// after these rows.
 VEC const float *block_tiles(const unit *u, int tiles, const float *from, int64_t row, int64_t n,
                              int64_t j) {
   const rm_delta_net_args *a = u->of.a;

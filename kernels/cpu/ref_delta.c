@@ -57,7 +57,7 @@ static void save(const rm_delta_run *of, int64_t row, const float *state) {
   for (int64_t i = 0; i < of->n; i++) rm_delta_save_inputs(of, row, to, i, 1);
 }
 
-// Returns the row after the run.
+// Computes the rows of one sequence (a run) and returns the first row after them.
 static int64_t run_head(const rm_delta_run *of, float *state) {
   const rm_delta_net_args *a = of->a;
   const int64_t elems = rm_packed_elems(a->v_dim, a->k_dim);

@@ -1,7 +1,7 @@
 // moe.h: the mixture-of-experts block of one layer, in four steps: route (experts and gates of each
 // row), dispatch (rows to the ranks of their experts, sorted by expert), experts (two grouped gemms
-// with SwiGLU between), combine (gate-weighted sum on the token's home rank). On one rank dispatch
-// is a permutation in memory. Several ranks use one of two forms:
+// with the activation between), combine (gate-weighted sum on the token's home rank). On one rank
+// dispatch is a permutation in memory. Several ranks use one of two forms:
 //
 //   replicated   every rank of the tp group has all rows; outputs are exchanged. `disabled` (each
 //                expert is sharded over tp by columns) and `local_allreduce` (a rank has whole

@@ -17,7 +17,7 @@ HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the 
 # The kinds of csrc/model/layer_kinds.c, in its order.
 LAYER_KINDS: tuple[str, ...] = ("attention", "latent", "delta_net")
 # Rows of tensors named wq and wk. "none": the family has no such tensors; "halves", "neighbours":
-# rope turns halves of a head, or neighbours.
+# rope rotates halves of a head, or neighbours.
 WQ_ROWS = (
     "none",
     "halves",
@@ -58,8 +58,8 @@ class Family:
     """A family. The defaults are Llama's."""
 
     architecture: str  # transformers' class
-    # Keys that its config has besides those of all families (spec.py), separated by blanks: keys
-    # that are read, and keys without effect.
+    # Keys that its config has besides those of all families (spec.py), separated by blanks: `keys`
+    # are read, `inert` have no effect.
     keys: str = ""
     inert: str = ""
     head_dim: int = HIDDEN_BY_HEADS  # where the config has none
@@ -69,7 +69,7 @@ class Family:
     rms_norm_eps: float = 1e-6
     eos_token_id: int | tuple[int, ...] | None = 2  # of these, those in the vocabulary
     partial_rotary_factor: float | None = (
-        None  # share of a head's elements that rope turns, from the first on; None: rope turns all
+        None  # share of a head's elements that rope rotates, from the first on; None: all of them
     )
     tied: bool = False
     qk_norm: str | Callable[[Reader], str] = "none"  # of QK_NORMS
@@ -87,13 +87,13 @@ class Family:
     # model's table ("" if they are not nested): first the config of the model's table, then that of
     # the table of layers with a window, if it differs.
     ropes: Callable[[Mapping[str, Any]], Ropes] = lambda config: (("", config),)
-    rope_layers: PerLayer = every  # 1 where rope turns q and k
+    rope_layers: PerLayer = every  # 1 where rope rotates q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
     names: tuple[
         tuple[str, str], ...
     ] = ()  # (kind of csrc/model/params.c, what a checkpoint calls it instead)
-    rope_neighbours: bool = False  # rope turns neighbours of a head, else halves of a head
+    rope_neighbours: bool = False  # rope rotates neighbours of a head, else halves of a head
     activation: str | None = None  # of all MLPs, whatever hidden_act is; None: hidden_act names it
     sinks: bool = False  # attention has a sink for each head
     mxfp4: bool = False  # checkpoints may have experts in MXFP4, which SafetensorsFolder converts

@@ -132,7 +132,7 @@ def one_switched_window(c: Reader, layers: int) -> tuple[int, ...]:
 
 
 def one_window(default: int | None) -> PerLayer:
-    """Mistral, Mixtral: sliding_window in all layers; None: full attention."""
+    """Mistral, Mixtral: sliding_window in all layers. default: of the key; None: full attention."""
     return lambda c, layers: (_window(c, default),) * layers
 
 
@@ -142,14 +142,14 @@ def windows_where(has_window: Callable[[Reader, int], bool], default: int = 4096
 
 
 def rope_in_windows(windows: PerLayer) -> PerLayer:
-    """EXAONE-4: rope turns q and k in layers with a window, or in all layers if sliding_window is
+    """EXAONE-4: rope rotates q and k in layers with a window; in all layers if sliding_window is
     None."""
     return lambda c, layers: tuple(int(w > 0 or not _window(c, 4096)) for w in windows(c, layers))
 
 
 def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
-    """SmolLM3: no_rope_layers has a 1 where rope turns q and k; else all but every
-    no_rope_layer_interval-th do."""
+    """SmolLM3: no_rope_layers has a 1 for each layer with rope; without this key all layers have
+    rope, except every no_rope_layer_interval-th."""
     given = c.values.get("no_rope_layers")
     if given is None:
         interval = c.integer("no_rope_layer_interval", default=4)

@@ -404,9 +404,9 @@ def from_config(
 ) -> Rope:
     """The settings as transformers standardizes them: `rope_scaling` (4.x) before `rope_parameters`
     (5.x), values inside before values beside, default_theta when there is none. default_partial:
-    the partial_rotary_factor of a family that turns the first elements of a head when the key is
-    missing; None: the family turns whole heads. Raises ConfigError for whatever it would not use or
-    could not."""
+    the partial_rotary_factor, where the key is missing, of a family that rotates the first elements
+    of a head; None: the family rotates whole heads. Raises ConfigError for every setting that rope
+    does not compute."""
     name, given = table_of(config)
     if unknown := unknown_keys(config):
         raise ConfigError(f"{name}: expected keys of the rope types, got {listed(unknown)}")

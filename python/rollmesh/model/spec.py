@@ -126,7 +126,7 @@ class EngineValues:
     experts_interleaved: bool
     activation: int
     rope_scale: float
-    inv_freq: NDArray[np.float32]  # half of the elements of a head that rope turns
+    inv_freq: NDArray[np.float32]  # half of the elements of a head that rope rotates
     # [num_hidden_layers][is MoE, rope of q and k (0: none, 1: rope_settings, 2:
     # local_rope_settings), window (0: none), kind]
     layers: NDArray[np.int64]
@@ -177,7 +177,7 @@ class ModelSpec:
     max_position_embeddings: int
     rope_settings: _rope.Rope
     is_moe_layer: tuple[bool, ...]  # of each layer
-    rope_layers: tuple[bool, ...]  # of each layer: rope turns its q and k
+    rope_layers: tuple[bool, ...]  # of each layer: rope rotates its q and k
     sliding_windows: tuple[int, ...]  # of each layer, positions; 0: full attention
     eos_token_ids: tuple[int, ...]
     router_bias: bool = False
@@ -205,9 +205,10 @@ class ModelSpec:
     # kv_lora_rank elements. head_dim is the sum. q_lora_rank 0: q is computed from a layer's input.
     kv_lora_rank: int = 0
     q_lora_rank: int = 0
-    qk_nope_head_dim: int = 0  # elements of a head of q that rope does not turn
+    qk_nope_head_dim: int = 0  # elements of a head of q that rope does not rotate
     v_head_dim: int = 0  # elements of a head of attention's output
-    rope_interleave: bool = True  # False: rope turns halves in a family that turns neighbours
+    # False: rope rotates halves, in a family whose rope rotates neighbours.
+    rope_interleave: bool = True
     local_rope_settings: _rope.Rope | None = None  # of layers with a window
     attention_multiplier: float | None = None  # of attention's scores; None: head_dim ** -0.5
     attn_logit_softcapping: float | None = None  # scores are cap · tanh(score / cap); None: no cap
@@ -295,7 +296,7 @@ class ModelSpec:
 
     @property
     def rope_neighbours(self) -> bool:
-        """Whether rope turns neighbouring elements in the rows of q and k of a checkpoint."""
+        """Whether rope rotates neighbouring elements in the rows of q and k of a checkpoint."""
         return FAMILIES[self.model_type].rope_neighbours and self.rope_interleave
 
     @property

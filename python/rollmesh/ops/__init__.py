@@ -448,13 +448,14 @@ def delta_net(
     """Returns the gated delta rule (Qwen3-Next) over the rows of sequences, [rows, v_heads, v_dim].
     The rows of a sequence are adjacent and in order.
 
-    x: [rows, columns], q and k of the k heads, v and z of the value heads, then b and a, which have
-    one number for each value head. conv: [channels, kernel], the causal convolution of q, k and v.
-    a_log, dt_bias: float32 [v_heads]. norm: [v_dim]. states: from delta_states. load_slots: the
-    slot of each sequence's state before its first row, or −1 for zeros. save_slots [rows]: the slot
-    to which the state after the row is written, or −1. Only the last row of a sequence may be saved
-    to the slot that the sequence is loaded from. k_dim and v_dim are at most 128. group, head0: as
-    in attention, with value heads in place of query heads and k heads in place of kv heads.
+    x: [rows, columns], q and k of the key heads, v and z of the value heads, then b and a, which
+    have one number for each value head. conv: [channels, kernel], the causal convolution of q, k
+    and v. a_log, dt_bias: float32 [v_heads]. norm: [v_dim]. states: from delta_states. load_slots:
+    the slot of each sequence's state before its first row, or −1 for zeros. save_slots [rows]: the
+    slot to which the state after the row is written, or −1. Only the last row of a sequence may be
+    saved to the slot that the sequence is loaded from. k_dim and v_dim are at most 128. group,
+    head0: as in attention, with value heads in place of query heads and key heads in place of kv
+    heads.
     """
     return run("delta_net", **locals())[0]
 

@@ -26,7 +26,8 @@ EPS = 1e-6  # of the norms of latents, as in transformers
 
 
 class Latent(NamedTuple):
-    """The weights of a layer up to o_proj. q_a and q_a_norm are None where q_b takes x."""
+    """The weights of a layer up to o_proj. q_a and q_a_norm are None where q_b takes x. In shapes,
+    nope, rope, rank and v are qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank and v_head_dim."""
 
     q_a: Tensor | None
     q_a_norm: Tensor | None
@@ -138,7 +139,7 @@ def latent_attention(
 ) -> Tensor:
     """Returns causal latent attention over packed sequences x [rows, hidden], [rows, num_heads ·
     v]. heads: with one kv head, and with the head_dim of the cache. rope: as in `attention`.
-    interleaved: rope turns neighbours in the rows of q_b and kv_a, else halves."""
+    interleaved: rope rotates neighbours in the rows of q_b and kv_a, else halves."""
     turned, rank = 2 * rope[0].shape[1], len(weights.kv_a_norm)
     q_b, kv_a, low = weights.q_b, weights.kv_a, x
     q_dim = len(q_b) // heads.num_heads
