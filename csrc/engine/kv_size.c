@@ -44,12 +44,13 @@ static double share_of(const claim *c) { return c->fraction * (double)c->availab
 // and the records of pages count too.
 static claim claim_of(const rm_worker *worker) {
   const rm_device *device = worker->device;
+  const rm_cache_bytes cache = rm_model_cache_bytes(worker->model);
   const size_t available = device->available(device->self);
   claim c = {.memory = worker->memory,
              .available = available == SIZE_MAX ? UINT64_MAX : available,
              .fixed = 2 * worker->params->bytes + rm_staging_bytes(&worker->store->staging),
-             .page = rm_model_page_bytes(worker->model),
-             .state = rm_model_state_bytes(worker->model),
+             .page = cache.page,
+             .state = cache.state,
              .fraction = worker->engine->options.memory_fraction};
   if (device->on_host) c.fixed += rm_runner_workspace(&worker->runner);
   if (device->on_host && worker->runner.options.keeps_records) { // the scheduler, for its replica
@@ -138,8 +139,8 @@ static rm_code left_room(const rm_worker *worker, rm_kv_room *out, rm_error *err
 
 rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
   const rm_engine_options *options = &worker->engine->options;
-  const uint64_t page = rm_model_page_bytes(worker->model),
-                 state = rm_model_state_bytes(worker->model);
+  const rm_cache_bytes cache = rm_model_cache_bytes(worker->model);
+  const uint64_t page = cache.page, state = cache.state;
   const int64_t pages_of_state = (int64_t)rm_max64(1, (int64_t)((state + page - 1) / page));
   *out = (rm_kv_room){
       .n_pages = options->external_pages,

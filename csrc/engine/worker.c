@@ -61,8 +61,9 @@ static rm_code create_team(rm_worker *worker) {
 static rm_code create_cache(rm_worker *worker) {
   const rm_code code = rm_kv_size(worker, &worker->room, &worker->err);
   if (code) return code;
-  worker->kv_bytes = (size_t)worker->room.n_pages * rm_model_page_bytes(worker->model) +
-                     (size_t)worker->room.n_states * rm_model_state_bytes(worker->model);
+  const rm_cache_bytes bytes = rm_model_cache_bytes(worker->model);
+  worker->kv_bytes =
+      (size_t)worker->room.n_pages * bytes.page + (size_t)worker->room.n_states * bytes.state;
   return rm_worker_map_cache(worker);
 }
 
@@ -74,7 +75,8 @@ rm_code rm_worker_map_cache(rm_worker *worker) {
   if (code) return code;
   cache->n_pages = room->n_pages;
   cache->n_states = room->n_states;
-  cache->states = (char *)cache->pages + (size_t)room->n_pages * rm_model_page_bytes(worker->model);
+  cache->states =
+      (char *)cache->pages + (size_t)room->n_pages * rm_model_cache_bytes(worker->model).page;
   return RM_OK;
 }
 

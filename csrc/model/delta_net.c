@@ -3,10 +3,11 @@
 // computes the block from the convolution to the gated norm, and a second gemm computes the output.
 #include "model/layer_kinds.h"
 
-size_t rm_delta_net_state_bytes(const rm_model *model, const rm_placement *here) {
+rm_layer_bytes rm_delta_net_bytes(const rm_model *model, const rm_placement *here) {
   const rm_spec *spec = model->spec;
-  return (size_t)rm_delta_state_bytes(here->delta_heads.n, spec->delta_k_dim, spec->delta_v_dim,
-                                      spec->delta_kernel, model->options.dtype);
+  return (rm_layer_bytes){.state = (size_t)rm_delta_state_bytes(
+                              here->delta_heads.n, spec->delta_k_dim, spec->delta_v_dim,
+                              spec->delta_kernel, model->options.dtype)};
 }
 
 rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache) {

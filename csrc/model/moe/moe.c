@@ -95,14 +95,14 @@ void rm_moe_route(rm_moe *moe, const rm_moe_rows *at, int32_t *ids) {
 
 static rm_gemm_args grouped(const rm_moe *moe, const rm_moe_rows *at, rm_param_kind kind,
                             rm_param_kind bias, const int32_t *group_rows, int64_t m) {
-  const int64_t k = moe->params->sizes[rm_kinds[kind].cols];
+  const int64_t k = moe->params->whole.dims[rm_kinds[kind].cols].n;
   return (rm_gemm_args){.w = rm_weight(at->weights, at->layer, kind),
                         .bias = rm_weight(at->weights, at->layer, bias),
                         .group_rows = group_rows,
                         .n_groups = moe->here->experts.n,
                         .group_stride = at->layer->of[kind].elems / moe->here->experts.n,
                         .m = m,
-                        .n = moe->params->here[rm_kinds[kind].rows].n,
+                        .n = moe->params->placement.dims[rm_kinds[kind].rows].n,
                         .k = k,
                         .ldx = k,
                         .activation = moe->spec->activation,
