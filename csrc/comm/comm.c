@@ -299,18 +299,18 @@ rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int
 int rm_comm_can_be_captured(const rm_comm *comm) { return comm->transport.waits_in_queue; }
 
 static rm_code judge_account(const rm_comm *comm, int other, const account *theirs, rm_error *err) {
-  const unsigned long long n = comm->sequence;
+  const uint64_t n = comm->sequence;
   const int me = comm->rank;
   if (theirs->calls != comm->sequence)
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has made %llu calls, rank %d %llu",
-                   other, (unsigned long long)theirs->calls, me, n);
+    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has made %lu calls, rank %d %lu", other,
+                   theirs->calls, me, n);
   if (theirs->epoch != comm->epoch)
     return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                   "after call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld", n,
-                   other, (long long)theirs->epoch, me, (long long)comm->epoch);
+                   "after call %lu: rank %d has weights of epoch %ld, rank %d of epoch %ld", n,
+                   other, theirs->epoch, me, comm->epoch);
   if (theirs->digest != comm->taken[other])
     return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                   "after call %llu: rank %d has made other calls than rank %d, or sends other "
+                   "after call %lu: rank %d has made other calls than rank %d, or sends other "
                    "sizes to it than it expects",
                    n, other, me);
   return RM_OK;

@@ -83,8 +83,8 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
   }
   for (int64_t i = 0; i < options->n_eos; i++)
     if (options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size)
-      return rm_fail(err, RM_E_CONFIG, "eos_token_id: expected 0 to %lld, got %d",
-                     (long long)spec->vocab_size - 1, options->eos_ids[i]);
+      return rm_fail(err, RM_E_CONFIG, "eos_token_id: expected 0 to %ld, got %d",
+                     spec->vocab_size - 1, options->eos_ids[i]);
   return RM_OK;
 }
 
@@ -120,12 +120,12 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
                    "external_pages: expected one rank in each process, got %d in this one", world);
   if ((code = check_ranges(spec, options, err))) return code;
   if (options->page_size % 16)
-    return rm_fail(err, RM_E_CONFIG, "block_size: expected a multiple of 16, got %lld",
-                   (long long)options->page_size);
+    return rm_fail(err, RM_E_CONFIG, "block_size: expected a multiple of 16, got %ld",
+                   options->page_size);
   if (options->state_interval % options->page_size)
     return rm_fail(err, RM_E_CONFIG,
-                   "state_interval: expected a multiple of block_size=%lld, got %lld",
-                   (long long)options->page_size, (long long)options->state_interval);
+                   "state_interval: expected a multiple of block_size=%ld, got %ld",
+                   options->page_size, options->state_interval);
   return RM_OK;
 }
 

@@ -150,8 +150,8 @@ rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
   if (out->n_pages && (uint64_t)out->n_pages > SIZE_MAX / 2 / page)
     return rm_fail(
         err, RM_E_CAPACITY,
-        "external_pages: expected pages that fit into the address space, got %lld of %llu bytes",
-        (long long)out->n_pages, (unsigned long long)page);
+        "external_pages: expected pages that fit into the address space, got %ld of %lu bytes",
+        out->n_pages, page);
   if (out->n_pages && state)
     out->n_states =
         options->max_num_seqs + 1 +
@@ -160,8 +160,7 @@ rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
   out->n_pages = out->n_states = MOST_PAGES;
   if (!options->kv_bytes && options->memory_fraction > 0) return left_room(worker, out, err);
   if (divide(options, (double)options->kv_bytes, (double)page, (double)state, out)) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY,
-                 "kv_cache_gib: expected at least %s%llu bytes%s, got %llu bytes",
-                 state ? "" : "a page of ", (unsigned long long)(page + 2 * state),
-                 state ? " for a page and two states" : "", (unsigned long long)options->kv_bytes);
+  return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: expected at least %s%lu bytes%s, got %lu bytes",
+                 state ? "" : "a page of ", page + 2 * state,
+                 state ? " for a page and two states" : "", options->kv_bytes);
 }

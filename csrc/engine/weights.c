@@ -13,9 +13,9 @@ static void on_all(rm_engine *engine, void (*call)(rm_store *)) {
 // ------------------------------------------------------------------------------------------- sync
 static rm_code refuse_unfinished(const rm_engine *engine, const char *sync, const char *instead,
                                  rm_error *err) {
-  const long long n = rm_engine_unfinished(engine);
+  const int64_t n = rm_engine_unfinished(engine);
   if (!n) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "unfinished requests: expected none %s, got %lld; %s", sync, n,
+  return rm_fail(err, RM_E_STATE, "unfinished requests: expected none %s, got %ld; %s", sync, n,
                  instead);
 }
 

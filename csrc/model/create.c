@@ -89,8 +89,8 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   if (spec->n_moe_layers) n_fields += rm_moe_fields(&model->moe, fields + n_fields);
   model->block_bytes = rm_fields_bytes(fields, n_fields);
   char what[96];
-  snprintf(what, sizeof what, "activations (%lld rows a step, %lld positions)",
-           (long long)options->max_rows, (long long)options->max_positions);
+  snprintf(what, sizeof what, "activations (%ld rows a step, %ld positions)", options->max_rows,
+           options->max_positions);
   const rm_code code = rm_device_alloc(model->device, model->block_bytes, what, &model->block, err);
   if (!code) rm_fields_place(fields, n_fields, model->block);
   return code;

@@ -250,10 +250,9 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
   const int64_t per_expert = (spec->moe_bias ? 6 : 3) * spec->n_experts * spec->n_moe_layers;
   if (per_expert > MAX_PARAMS)
     return rm_fail(err, RM_E_CONFIG,
-                   "num_experts: expected at most %d expert tensors, got %lld (num_experts=%lld in "
-                   "%lld layers)",
-                   MAX_PARAMS, (long long)per_expert, (long long)spec->n_experts,
-                   (long long)spec->n_moe_layers);
+                   "num_experts: expected at most %d expert tensors, got %ld (num_experts=%ld in "
+                   "%ld layers)",
+                   MAX_PARAMS, per_expert, spec->n_experts, spec->n_moe_layers);
   rm_params *params = rm_alloc(1, sizeof *params);
   if (!params) goto no_memory;
   params->spec = spec;

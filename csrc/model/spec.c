@@ -33,8 +33,8 @@ static rm_code check_bounds(const bound list[], size_t n, rm_error *err) {
 
 static rm_code check_even(const char *name, int64_t value, rm_error *err) {
   if (value % 2 == 0) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s: expected an even number (rope rotates pairs), got %lld",
-                 name, (long long)value);
+  return rm_fail(err, RM_E_CONFIG, "%s: expected an even number (rope rotates pairs), got %ld",
+                 name, value);
 }
 
 static rm_code check_positive(const char *name, float value, rm_error *err) {
@@ -46,22 +46,22 @@ static rm_code check_attention(const rm_spec *s, rm_error *err) {
   rm_code code;
   if (s->n_heads % s->n_kv_heads)
     return rm_fail(err, RM_E_CONFIG,
-                   "num_key_value_heads: expected a divisor of num_attention_heads=%lld, got %lld",
-                   (long long)s->n_heads, (long long)s->n_kv_heads);
+                   "num_key_value_heads: expected a divisor of num_attention_heads=%ld, got %ld",
+                   s->n_heads, s->n_kv_heads);
   if ((code = check_even("head_dim", s->head_dim, err)) ||
       (code = rm_check_range(err, RM_E_CONFIG, "rotary_dim", s->rotary_dim, 0, s->head_dim)) ||
       (code = check_even("rotary_dim", s->rotary_dim, err)))
     return code;
   if (s->n_heads * s->head_dim > MAX_WIDTH)
-    return rm_fail(err, RM_E_CONFIG, "num_attention_heads·head_dim: expected at most %d, got %lld",
-                   MAX_WIDTH, (long long)(s->n_heads * s->head_dim));
+    return rm_fail(err, RM_E_CONFIG, "num_attention_heads·head_dim: expected at most %d, got %ld",
+                   MAX_WIDTH, s->n_heads * s->head_dim);
   return RM_OK;
 }
 
 static rm_code check_tiles(const char *name, int64_t value, rm_error *err) {
   if (value > 0 && value % RM_N_TILE == 0) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s: expected a multiple of %d, got %lld", name, RM_N_TILE,
-                 (long long)value);
+  return rm_fail(err, RM_E_CONFIG, "%s: expected a multiple of %d, got %ld", name, RM_N_TILE,
+                 value);
 }
 
 // Latent attention is in all layers: pages of all layers have parts of the same sizes. The matrices
@@ -73,8 +73,8 @@ static rm_code check_latent(const rm_spec *s, rm_error *err) {
         (is_latent && s->layers[i].rotates != 1))
       return rm_fail(err, RM_E_CONFIG,
                      "layer_kinds: expected latent and rope in all layers with kv_lora_rank > 0, "
-                     "else no latent, got another layer %lld with kv_lora_rank=%lld",
-                     (long long)i, (long long)s->kv_lora_rank);
+                     "else no latent, got another layer %ld with kv_lora_rank=%ld",
+                     i, s->kv_lora_rank);
   if (!is_latent) return RM_OK;
   const int64_t of_cache = s->kv_lora_rank + s->rotary_dim;
   const bound bounds[] = {
@@ -102,12 +102,11 @@ static rm_code check_latent(const rm_spec *s, rm_error *err) {
 static rm_code check_frequencies(const char *name, const float *inv_freq, int64_t n,
                                  rm_error *err) {
   if (!inv_freq)
-    return rm_fail(err, RM_E_CONFIG, "%s: expected rotary_dim/2=%lld values, got none", name,
-                   (long long)n);
+    return rm_fail(err, RM_E_CONFIG, "%s: expected rotary_dim/2=%ld values, got none", name, n);
   for (int64_t i = 0; i < n; i++)
     if (!(isfinite(inv_freq[i]) && inv_freq[i] >= 0))
-      return rm_fail(err, RM_E_CONFIG, "%s[%lld]: expected a finite number ≥ 0, got %g", name,
-                     (long long)i, (double)inv_freq[i]);
+      return rm_fail(err, RM_E_CONFIG, "%s[%ld]: expected a finite number ≥ 0, got %g", name, i,
+                     (double)inv_freq[i]);
   return RM_OK;
 }
 
@@ -144,14 +143,14 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
       return rm_fail(
           err, RM_E_CONFIG,
           "num_experts_per_tok, moe_intermediate_size: expected 0 and 0 with num_experts=0, got "
-          "%lld and %lld",
-          (long long)s->top_k, (long long)s->moe_intermediate_size);
+          "%ld and %ld",
+          s->top_k, s->moe_intermediate_size);
     return RM_OK;
   }
   if (s->top_k > s->n_experts)
     return rm_fail(err, RM_E_CONFIG,
-                   "num_experts_per_tok: expected at most num_experts=%lld, got %lld",
-                   (long long)s->n_experts, (long long)s->top_k);
+                   "num_experts_per_tok: expected at most num_experts=%ld, got %ld", s->n_experts,
+                   s->top_k);
   const bound bounds[] = {
       {"num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K},
       {"n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS},
@@ -165,10 +164,9 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
   if (s->n_groups > 1 &&
       (s->n_experts % s->n_groups || each < 2 || s->top_groups * each < s->top_k))
     return rm_fail(err, RM_E_CONFIG,
-                   "n_group=%lld, topk_group=%lld: expected groups of equal size, at least 2 of "
-                   "num_experts=%lld in each, with num_experts_per_tok=%lld in topk_group of them",
-                   (long long)s->n_groups, (long long)s->top_groups, (long long)s->n_experts,
-                   (long long)s->top_k);
+                   "n_group=%ld, topk_group=%ld: expected groups of equal size, at least 2 of "
+                   "num_experts=%ld in each, with num_experts_per_tok=%ld in topk_group of them",
+                   s->n_groups, s->top_groups, s->n_experts, s->top_k);
   return check_positive("routed_scaling_factor", s->route_scale, err);
 }
 
@@ -185,30 +183,27 @@ static rm_code check_delta_net(const rm_spec *s, rm_error *err) {
   if (s->delta_v_heads % s->delta_k_heads)
     return rm_fail(
         err, RM_E_CONFIG,
-        "linear_num_value_heads: expected a multiple of linear_num_key_heads=%lld, got %lld",
-        (long long)s->delta_k_heads, (long long)s->delta_v_heads);
+        "linear_num_value_heads: expected a multiple of linear_num_key_heads=%ld, got %ld",
+        s->delta_k_heads, s->delta_v_heads);
   return RM_OK;
 }
 
 static rm_code check_layers(const rm_spec *s, int64_t *n_moe, int64_t *n_attention, rm_error *err) {
   if (!s->layers)
-    return rm_fail(err, RM_E_CONFIG, "layers: expected num_hidden_layers=%lld entries, got none",
-                   (long long)s->n_layers);
+    return rm_fail(err, RM_E_CONFIG, "layers: expected num_hidden_layers=%ld entries, got none",
+                   s->n_layers);
   for (int64_t i = 0; i < s->n_layers; i++) {
     if (s->layers[i].window < 0)
-      return rm_fail(err, RM_E_CONFIG,
-                     "sliding_window of layer %lld: expected at least 0, got %lld", (long long)i,
-                     (long long)s->layers[i].window);
+      return rm_fail(err, RM_E_CONFIG, "sliding_window of layer %ld: expected at least 0, got %ld",
+                     i, s->layers[i].window);
     if (s->layers[i].kind < 0 || s->layers[i].kind >= RM_N_LAYER_KIND)
-      return rm_fail(err, RM_E_CONFIG, "kind of layer %lld: expected 0 to %d, got %d", (long long)i,
+      return rm_fail(err, RM_E_CONFIG, "kind of layer %ld: expected 0 to %d, got %d", i,
                      RM_N_LAYER_KIND - 1, (int)s->layers[i].kind);
     if (s->layers[i].rotates == 2 && !s->local_inv_freq)
-      return rm_fail(err, RM_E_CONFIG, "layer %lld: expected local_inv_freq, got none",
-                     (long long)i);
+      return rm_fail(err, RM_E_CONFIG, "layer %ld: expected local_inv_freq, got none", i);
     if (s->layers[i].is_moe && s->n_experts == 0)
       return rm_fail(err, RM_E_CONFIG,
-                     "layer %lld: expected a dense MLP with num_experts=0, got experts",
-                     (long long)i);
+                     "layer %ld: expected a dense MLP with num_experts=0, got experts", i);
     *n_moe += s->layers[i].is_moe != 0;
     *n_attention += s->layers[i].kind != RM_LAYER_DELTA_NET;
   }

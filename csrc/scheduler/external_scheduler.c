@@ -22,28 +22,28 @@ static rm_sequence *sequence_of(const rm_scheduler *scheduler, uint64_t id, rm_e
 static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
                           const rm_external_step *step, int64_t i, const int32_t *pages,
                           rm_error *err) {
-  const long long id = (long long)step->ids[i], size = scheduler->options.limits.page_size,
-                  most = scheduler->options.limits.n_pages;
-  const long long end = step->computed[i] + step->rows[i], known = rm_sequence_length(seq);
-  const long long n_pages =
+  const int64_t id = step->ids[i], size = scheduler->options.limits.page_size,
+                most = scheduler->options.limits.n_pages;
+  const int64_t end = step->computed[i] + step->rows[i], known = rm_sequence_length(seq);
+  const int64_t n_pages =
       step->page_counts[i] + (step->replace[i] || seq->status != RM_ACTIVE ? 0 : seq->n_pages);
   REFUSE_UNLESS(seq->external_step != scheduler->external_steps,
-                "request %lld: expected one part in a step, got two", id);
+                "request %ld: expected one part in a step, got two", id);
   REFUSE_UNLESS(
       step->computed[i] >= 0 && step->rows[i] >= 1 && end <= known,
-      "request %lld: expected at most its %lld tokens, got %lld computed positions and %lld rows",
-      id, known, (long long)step->computed[i], (long long)step->rows[i]);
+      "request %ld: expected at most its %ld tokens, got %ld computed positions and %ld rows", id,
+      known, step->computed[i], step->rows[i]);
   REFUSE_UNLESS(
       end < known || seq->n_tokens < seq->group->capacity,
-      "request %lld: expected at most %lld generated tokens, got a step that draws one more", id,
-      (long long)seq->group->capacity);
+      "request %ld: expected at most %ld generated tokens, got a step that draws one more", id,
+      seq->group->capacity);
   REFUSE_UNLESS(n_pages <= scheduler->max_pages && n_pages * size >= end,
-                "request %lld: expected pages for %lld positions, at most %lld pages, got %lld of "
-                "%lld positions",
-                id, end, (long long)scheduler->max_pages, n_pages, size);
+                "request %ld: expected pages for %ld positions, at most %ld pages, got %ld of "
+                "%ld positions",
+                id, end, scheduler->max_pages, n_pages, size);
   for (int64_t p = 0; p < step->page_counts[i]; p++)
-    REFUSE_UNLESS(pages[p] >= 0 && pages[p] < most,
-                  "request %lld: expected pages 0 to %lld, got %d", id, most - 1, pages[p]);
+    REFUSE_UNLESS(pages[p] >= 0 && pages[p] < most, "request %ld: expected pages 0 to %ld, got %d",
+                  id, most - 1, pages[p]);
   return RM_OK;
 }
 
@@ -67,12 +67,11 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
     n_drawn += seq->external_last && seq->group->external_draws;
   }
   REFUSE_UNLESS(n_started <= scheduler->n_free_table_rows,
-                "max_num_seqs: expected at most %lld requests at once, got %lld",
-                (long long)scheduler->options.max_num_seqs,
-                (long long)(scheduler->n_active + n_started));
+                "max_num_seqs: expected at most %ld requests at once, got %ld",
+                scheduler->options.max_num_seqs, scheduler->n_active + n_started);
   REFUSE_UNLESS(n_drawn <= step->n_logits,
-                "logits: expected room for %lld requests with external_draws, got room for %lld",
-                (long long)n_drawn, (long long)step->n_logits);
+                "logits: expected room for %ld requests with external_draws, got room for %ld",
+                n_drawn, step->n_logits);
   return RM_OK;
 }
 
@@ -233,8 +232,8 @@ rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error
   const rm_sequence *seq = sequence_of(scheduler, id, err);
   if (!seq) return RM_E_REQUEST;
   if (seq->status == RM_ACTIVE && seq->external_row >= 0) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "request %llu: expected logits that wait for a draw, got none",
-                 (unsigned long long)id);
+  return rm_fail(err, RM_E_STATE, "request %lu: expected logits that wait for a draw, got none",
+                 id);
 }
 
 void rm_external_drawn(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn,
@@ -284,13 +283,13 @@ rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *
   if (!seq) return RM_E_REQUEST;
   if (seq->status == RM_DONE) return RM_OK;
   REFUSE_UNLESS(n <= seq->n_tokens,
-                "request %llu: expected at most its %lld generated tokens, got %lld",
-                (unsigned long long)id, (long long)seq->n_tokens, (long long)n);
+                "request %lu: expected at most its %ld generated tokens, got %ld", id,
+                seq->n_tokens, n);
   const int32_t *mine = seq->ids + seq->group->n_prompt;
   for (int64_t i = 0; i < n; i++)
     REFUSE_UNLESS(tokens[i] == mine[i],
-                  "request %llu: expected generated token %lld to be %d, got %d",
-                  (unsigned long long)id, (long long)i, mine[i], tokens[i]);
+                  "request %lu: expected generated token %ld to be %d, got %d", id, i, mine[i],
+                  tokens[i]);
   if (!n && seq->n_tokens)
     // The records are returned again, of the version that serves then.
     seq->group->n_scored = seq->group->n_prompt_routed = 0;
@@ -302,15 +301,14 @@ rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *
 // ---------------------------------------------------------------------------------------- records
 rm_code rm_external_top(const rm_scheduler *scheduler, const uint64_t *ids, int64_t n, int64_t k,
                         int32_t *top_ids, float *top_logprobs, rm_error *err) {
-  REFUSE_UNLESS(k >= 1, "k: expected at least 1, got %lld", (long long)k);
+  REFUSE_UNLESS(k >= 1, "k: expected at least 1, got %ld", k);
   for (int64_t i = 0; i < n; i++, top_ids += k, top_logprobs += k) {
     const rm_sequence *seq = sequence_of(scheduler, ids[i], err);
     if (!seq) return RM_E_REQUEST;
     const int64_t n_top = seq->group->top_logprobs, from = (seq->n_tokens - 1) * n_top;
-    REFUSE_UNLESS(
-        n_top >= k && seq->n_tokens,
-        "request %llu: expected a token with %lld logprobs, got %lld tokens with %lld each",
-        (unsigned long long)ids[i], (long long)k, (long long)seq->n_tokens, (long long)n_top);
+    REFUSE_UNLESS(n_top >= k && seq->n_tokens,
+                  "request %lu: expected a token with %ld logprobs, got %ld tokens with %ld each",
+                  ids[i], k, seq->n_tokens, n_top);
     memcpy(top_ids, seq->top_ids + from, (size_t)k * sizeof *top_ids);
     memcpy(top_logprobs, seq->top_logprobs + from, (size_t)k * sizeof *top_logprobs);
   }

@@ -104,7 +104,7 @@ rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t s
 void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish);
 // Finishes all sequences of a group that are not DONE.
 void rm_finish_sequence_group(rm_scheduler *scheduler, rm_sequence_group *group, rm_finish finish);
-void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position,
+void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, int64_t position,
                             const char *what); // with RM_E_NUMERICS
 
 // ------------------------------------------------------ scheduler.c, for the files of this folder

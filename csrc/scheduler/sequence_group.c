@@ -13,11 +13,10 @@ enum { MAX_SAMPLES = 16384 };
 
 rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab,
                            rm_error *err) {
-  REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %lld, got none", what,
-                (long long)n);
+  REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %ld, got none", what, n);
   for (int64_t i = 0; i < n; i++)
-    REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%lld]: expected 0 to %lld, got %d", what,
-                  (long long)i, (long long)vocab - 1, ids[i]);
+    REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%ld]: expected 0 to %ld, got %d", what, i,
+                  vocab - 1, ids[i]);
   return RM_OK;
 }
 
@@ -51,12 +50,12 @@ static rm_code check_kept(const rm_request *request, int64_t vocab, rm_error *er
                 "kept_tokens=True: expected a generation, got a score; score without kept_tokens");
   REFUSE_UNLESS(
       request->top_k >= 1 && request->top_k < vocab,
-      "kept_tokens=True: expected top_k in [1, %lld), got %d; set top_k, which bounds the tokens "
+      "kept_tokens=True: expected top_k in [1, %ld), got %d; set top_k, which bounds the tokens "
       "kept",
-      (long long)vocab, request->top_k);
+      vocab, request->top_k);
   REFUSE_UNLESS(request->min_tokens == 0,
-                "kept_tokens=True: expected min_tokens=0, got %lld; leave one of the two out",
-                (long long)request->min_tokens);
+                "kept_tokens=True: expected min_tokens=0, got %ld; leave one of the two out",
+                request->min_tokens);
   REFUSE_UNLESS(
       !request->external_draws,
       "kept_tokens=True: expected draws of the engine, got external_draws=True; leave kept_tokens "
@@ -66,17 +65,15 @@ static rm_code check_kept(const rm_request *request, int64_t vocab, rm_error *er
 
 static rm_code check_lengths(const rm_request *request, const rm_request_limits *limits,
                              rm_error *err) {
-  const long long n_prompt = request->n_prompt, longest = limits->max_model_len;
+  const int64_t n_prompt = request->n_prompt, longest = limits->max_model_len;
   REFUSE_UNLESS(n_prompt >= 1 && request->prompt, "prompt: expected 1 token or more, got none");
   if (request->kind == RM_SCORE) {
-    REFUSE_UNLESS(n_prompt <= longest,
-                  "prompt: expected at most max_model_len=%lld tokens, got %lld", longest,
-                  n_prompt);
+    REFUSE_UNLESS(n_prompt <= longest, "prompt: expected at most max_model_len=%ld tokens, got %ld",
+                  longest, n_prompt);
     return RM_OK;
   }
-  REFUSE_UNLESS(n_prompt < longest,
-                "prompt: expected fewer tokens than max_model_len=%lld, got %lld", longest,
-                n_prompt);
+  REFUSE_UNLESS(n_prompt < longest, "prompt: expected fewer tokens than max_model_len=%ld, got %ld",
+                longest, n_prompt);
   rm_code code = rm_check_range(err, RM_E_REQUEST, "n", request->n, 1, MAX_SAMPLES);
   if (!code)
     code = rm_check_range(err, RM_E_REQUEST, "max_tokens", request->max_tokens, 1, INT64_MAX);
@@ -102,10 +99,9 @@ static rm_code check_capacity(const rm_request *request, const rm_request_limits
   const int64_t n_pages = (n_positions + limits->page_size - 1) / limits->page_size;
   if (n_pages <= limits->n_pages) return RM_OK;
   return rm_fail(err, RM_E_CAPACITY,
-                 "KV cache: expected a request of at most %lld pages of %lld positions, got one of "
-                 "%lld pages (%lld tokens)",
-                 (long long)limits->n_pages, (long long)limits->page_size, (long long)n_pages,
-                 (long long)n_positions);
+                 "KV cache: expected a request of at most %ld pages of %ld positions, got one of "
+                 "%ld pages (%ld tokens)",
+                 limits->n_pages, limits->page_size, n_pages, n_positions);
 }
 
 rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits,
@@ -291,8 +287,8 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
     rm_free(group);
     return rm_fail(
         err, RM_E_REQUEST,
-        "min_tokens: expected 0, since every token of the vocabulary is a stop token, got %lld",
-        (long long)request->min_tokens);
+        "min_tokens: expected 0, since every token of the vocabulary is a stop token, got %ld",
+        request->min_tokens);
   }
   if (request->n_banned)
     memcpy(group->banned + group->n_early, request->banned,

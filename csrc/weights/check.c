@@ -11,8 +11,8 @@ rm_dims_text rm_show_dims(const int64_t *shape, int n_dims) {
   rm_dims_text out = {"["};
   size_t used = 1;
   for (int i = 0; i < n_dims && used < sizeof out.text; i++)
-    used += (size_t)snprintf(out.text + used, sizeof out.text - used, "%s%lld", i ? ", " : "",
-                             (long long)shape[i]);
+    used +=
+        (size_t)snprintf(out.text + used, sizeof out.text - used, "%s%ld", i ? ", " : "", shape[i]);
   if (used < sizeof out.text - 1) memcpy(out.text + used, "]", 2);
   return out;
 }
@@ -102,10 +102,10 @@ static rm_code check_layout(const rm_tensor *tensor, const char *name, rm_error 
   if (before > tensor->span_lo || after > tensor->span_hi)
     return rm_fail(
         err, RM_E_LAYOUT,
-        "%s: strides %s of shape %s reach bytes [-%lld, %lld) of a buffer that is [-%lld, %lld)",
-        name, rm_show_dims(tensor->strides, tensor->n_dims).text,
-        rm_show_dims(tensor->shape, tensor->n_dims).text, (long long)before, (long long)after,
-        (long long)tensor->span_lo, (long long)tensor->span_hi);
+        "%s: strides %s of shape %s reach bytes [-%ld, %ld) of a buffer that is [-%ld, %ld)", name,
+        rm_show_dims(tensor->strides, tensor->n_dims).text,
+        rm_show_dims(tensor->shape, tensor->n_dims).text, before, after, tensor->span_lo,
+        tensor->span_hi);
   return RM_OK;
 }
 

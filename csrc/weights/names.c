@@ -315,11 +315,11 @@ static rm_code fail_absent(const rm_params *params, const char *name, const spel
         "self_attn.%c_proj",
         name, s->kind == RM_P_Q ? 'q' : 'k');
   if (layer >= spec->n_layers)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %lld", name, layer,
-                   (long long)spec->n_layers);
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %ld", name, layer,
+                   spec->n_layers);
   if (expert >= 0 && spec->layers[layer].is_moe && expert >= spec->n_experts)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, expert,
-                   (long long)spec->n_experts);
+    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %ld", name, expert,
+                   spec->n_experts);
   const int is_moe = layer >= 0 && spec->layers[layer].is_moe;
   const char *why = "is not a parameter of this model";
   if (layer >= 0 && s->kind >= RM_P_Q && s->kind < RM_P_GATE &&

@@ -36,13 +36,12 @@ static int was_pushed(const rm_store *store, int64_t index) {
 // ------------------------------------------------------------------------------------------ begin
 static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
   if (*version == -1 && !rm_add_i64(store->last_version, 1, version))
-    return rm_fail(err, RM_E_VERSION, "version %lld is the last number there is",
-                   (long long)store->last_version);
-  if (*version < 0)
-    return rm_fail(err, RM_E_VERSION, "version %lld is negative", (long long)*version);
+    return rm_fail(err, RM_E_VERSION, "version %ld is the last number there is",
+                   store->last_version);
+  if (*version < 0) return rm_fail(err, RM_E_VERSION, "version %ld is negative", *version);
   if (*version <= store->last_version)
-    return rm_fail(err, RM_E_VERSION, "version %lld does not exceed %lld, the last one",
-                   (long long)*version, (long long)store->last_version);
+    return rm_fail(err, RM_E_VERSION, "version %ld does not exceed %ld, the last one", *version,
+                   store->last_version);
   return RM_OK;
 }
 
@@ -419,8 +418,8 @@ static rm_code check_complete(const rm_store *store, rm_error *err) {
   int64_t n = 0;
   for (int64_t i = 0; i < store->params->n; i++) n += is_absent(store, i);
   if (!n) return RM_OK;
-  rm_fail(err, RM_E_INCOMPLETE_SYNC, "version %lld lacks %lld of %lld parameters",
-          (long long)store->options.version, (long long)n, (long long)store->params->n);
+  rm_fail(err, RM_E_INCOMPLETE_SYNC, "version %ld lacks %ld of %ld parameters",
+          store->options.version, n, store->params->n);
   const char *before = ": ";
   int only_biases = 1;
   for (int64_t i = 0; i < store->params->n; i++) {
@@ -449,10 +448,9 @@ static rm_code check_biases(const rm_store *store, rm_error *err) {
       continue;
     return rm_fail(
         err, RM_E_MISSING_KEY,
-        "%s: version %lld had this router bias and version %lld has none (allow_bias_removal=True "
+        "%s: version %ld had this router bias and version %ld has none (allow_bias_removal=True "
         "makes it zeros)",
-        rm_param_name(store->params, param).text, (long long)store->last_version,
-        (long long)store->options.version);
+        rm_param_name(store->params, param).text, store->last_version, store->options.version);
   }
   return RM_OK;
 }

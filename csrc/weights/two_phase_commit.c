@@ -38,14 +38,14 @@ static rm_code open_ballot(const rm_store *store, const rm_mesh *mesh, ballot *b
 static rm_code tally(const ballot *b, int me, rm_error *err) {
   for (int r = 0; r < b->size; r++)
     if (b->votes[r].code)
-      return rm_fail(err, RM_E_SYNC_ABORTED, "rank %d could not take version %lld: %s: %s", r,
-                     (long long)b->votes[r].version, rm_code_name((rm_code)b->votes[r].code),
+      return rm_fail(err, RM_E_SYNC_ABORTED, "rank %d could not take version %ld: %s: %s", r,
+                     b->votes[r].version, rm_code_name((rm_code)b->votes[r].code),
                      b->votes[r].message);
   for (int r = 0; r < b->size; r++)
     if (b->votes[r].version != b->votes[me].version)
       return rm_fail(err, RM_E_MESH_MISMATCH,
-                     "version: expected %lld on all ranks, got %lld on rank %d",
-                     (long long)b->votes[me].version, (long long)b->votes[r].version, r);
+                     "version: expected %ld on all ranks, got %ld on rank %d", b->votes[me].version,
+                     b->votes[r].version, r);
   return RM_OK;
 }
 

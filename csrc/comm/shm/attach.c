@@ -234,13 +234,12 @@ static rm_code gather(attaching *a, rm_error *err) {
 static void end_for_options(attaching *a, const rm_region_head *head) {
   const rm_region_options *o = &a->region->options;
   end_gathering(
-      a,
-      rm_region_set_error(
-          a->region, a->rank, RM_E_MESH_MISMATCH,
-          "rank %d of \"%s\": expected world=%llu, n_groups=%llu, buffer_bytes=%llu as on rank 0, "
-          "got world=%d, n_groups=%d, buffer_bytes=%zu",
-          a->rank, a->name, (unsigned long long)head->world, (unsigned long long)head->n_groups,
-          (unsigned long long)head->buffer_bytes, o->world, o->n_groups, o->buffer_bytes));
+      a, rm_region_set_error(
+             a->region, a->rank, RM_E_MESH_MISMATCH,
+             "rank %d of \"%s\": expected world=%lu, n_groups=%lu, buffer_bytes=%lu as on rank 0, "
+             "got world=%d, n_groups=%d, buffer_bytes=%zu",
+             a->rank, a->name, head->world, head->n_groups, head->buffer_bytes, o->world,
+             o->n_groups, o->buffer_bytes));
 }
 
 static rm_code attach(attaching *a, rm_error *err) {

@@ -41,9 +41,9 @@ rm_code rm_dispatch_create(const rm_moe *moe, int64_t max_rows, rm_dispatch *out
   const int64_t top_k = moe->spec->top_k;
   if (max_rows * top_k * n_ranks > INT32_MAX)
     return rm_fail(err, RM_E_LIMIT,
-                   "max_rows: expected at most %d choices in all, got max_rows=%lld on %d ranks "
-                   "with top_k=%lld",
-                   INT32_MAX, (long long)max_rows, n_ranks, (long long)top_k);
+                   "max_rows: expected at most %d choices in all, got max_rows=%ld on %d ranks "
+                   "with top_k=%ld",
+                   INT32_MAX, max_rows, n_ranks, top_k);
   *out = (rm_dispatch){.ep = ep,
                        .n_ranks = n_ranks,
                        .me = me,
