@@ -45,8 +45,15 @@ typedef struct rm_error {
 
 #define RM_ERROR_INIT {RM_OK, 0}
 
+// Returns the code of a call that fails from the function.
+#define RM_TRY(call) \
+  do { \
+    const rm_code rm_failed = (call); \
+    if (rm_failed) return rm_failed; \
+  } while (0)
+
 // Replaces code and message and returns code, so that a function can `return rm_fail(err, …)`. err
-// may be NULL.
+// may be NULL. Messages print an int64_t by %ld, since it is a long on 64-bit Linux.
 rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 // Fails with RM_E_MEMORY: `bytes` for `what` could not be allocated. 0: some bytes.

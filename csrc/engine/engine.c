@@ -77,9 +77,8 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
     if (option->attribute.type == RM_ATTR_I32) value = *(const int *)member;
     else if (option->attribute.type == RM_ATTR_I64) value = *(const int64_t *)member;
     else continue;
-    const rm_code code = rm_check_range(err, RM_E_CONFIG, option->attribute.name, value,
-                                        option->least, (int64_t)option->most);
-    if (code) return code;
+    RM_TRY(rm_check_range(err, RM_E_CONFIG, option->attribute.name, value, option->least,
+                          (int64_t)option->most));
   }
   for (int64_t i = 0; i < options->n_eos; i++)
     if (options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size)
@@ -91,8 +90,7 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
 // Whether the mesh fits the model and the dispatcher.
 static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
   const rm_mesh *mesh = &options->mesh;
-  const rm_code code = rm_placement_check(spec, mesh, err);
-  if (code) return code;
+  RM_TRY(rm_placement_check(spec, mesh, err));
   if (mesh->tp > RM_MAX_TP)
     return rm_fail(err, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP, mesh->tp);
   if (mesh->ep > 1 && options->dispatcher == RM_DISPATCH_DISABLED)
@@ -118,7 +116,7 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   if (options->external_pages > 0 && !ends && world > 1)
     return rm_fail(err, RM_E_CONFIG,
                    "external_pages: expected one rank in each process, got %d in this one", world);
-  if ((code = check_ranges(spec, options, err))) return code;
+  RM_TRY(check_ranges(spec, options, err));
   if (options->page_size % 16)
     return rm_fail(err, RM_E_CONFIG, "block_size: expected a multiple of 16, got %ld",
                    options->page_size);
@@ -134,12 +132,12 @@ static rm_code connect_threads(rm_engine *engine, rm_error *err) {
   const int n = engine->n_workers;
   const rm_region_options region = {
       .world = n, .n_groups = N_GROUPS, .buffer_bytes = RM_GROUP_BUFFER_BYTES, .timeout = 600};
-  rm_code code = rm_team_create(n, &engine->team, err);
-  if (!code) code = rm_region_create(&region, &engine->region, err);
-  for (int i = 0; i < n * N_GROUPS && !code; i++)
-    code = rm_groups_comm(engine->region, &engine->options.mesh, i % N_GROUPS, i / N_GROUPS,
-                          &engine->workers[i / N_GROUPS].groups[i % N_GROUPS], err);
-  return code;
+  RM_TRY(rm_team_create(n, &engine->team, err));
+  RM_TRY(rm_region_create(&region, &engine->region, err));
+  for (int i = 0; i < n * N_GROUPS; i++)
+    RM_TRY(rm_groups_comm(engine->region, &engine->options.mesh, i % N_GROUPS, i / N_GROUPS,
+                          &engine->workers[i / N_GROUPS].groups[i % N_GROUPS], err));
+  return RM_OK;
 }
 
 static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
@@ -158,10 +156,9 @@ static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
       .prefix_caching = options->prefix_caching,
       .external_pages = options->external_pages,
   };
-  rm_code code = RM_OK;
-  for (int d = 0; d < engine->n_replicas && !code; d++)
-    code = rm_scheduler_create(&engine->schedulers[d], &scheduler, err);
-  return code;
+  for (int d = 0; d < engine->n_replicas; d++)
+    RM_TRY(rm_scheduler_create(&engine->schedulers[d], &scheduler, err));
+  return RM_OK;
 }
 
 // GPUs of different architectures round differently. Processes compare families when they connect.
@@ -204,25 +201,24 @@ static rm_code allocate(rm_engine *engine, rm_error *err) {
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_endpoints *ends = engine->options.endpoints;
   const rm_kv_room *room = &engine->workers[0].room;
-  rm_code code = create_schedulers(engine, err);
-  if (!code && ends) {
+  RM_TRY(create_schedulers(engine, err));
+  if (ends) {
     rm_comm *const groups[N_GROUPS] = {ends->tp, ends->ep, ends->world};
     memcpy(engine->workers[0].groups, groups, sizeof groups);
-  } else if (!code && engine->n_workers > 1) {
-    code = connect_threads(engine, err);
+  } else if (engine->n_workers > 1) {
+    RM_TRY(connect_threads(engine, err));
   }
-  if (!code)
-    code = rm_ready_streams_init(&engine->ready_streams, engine->options.cuda_library, err);
-  if (!code) code = rm_run_workers(engine, rm_worker_create, NULL, err);
-  if (!code) code = check_families(engine, err);
-  for (int d = 0; d < engine->n_replicas && !code; d++)
-    code = rm_scheduler_open_pages(&engine->schedulers[d], room->n_pages, room->n_states,
-                                   room->state_interval, err);
-  for (int w = engine->n_workers - 1; w >= 0 && !code; w--) {
+  RM_TRY(rm_ready_streams_init(&engine->ready_streams, engine->options.cuda_library, err));
+  RM_TRY(rm_run_workers(engine, rm_worker_create, NULL, err));
+  RM_TRY(check_families(engine, err));
+  for (int d = 0; d < engine->n_replicas; d++)
+    RM_TRY(rm_scheduler_open_pages(&engine->schedulers[d], room->n_pages, room->n_states,
+                                   room->state_interval, err));
+  for (int w = engine->n_workers - 1; w >= 0; w--) {
     const rm_device *gpu = &engine->workers[w].gpu;
     if (gpu->self && gpu->ordinal < RM_MAX_GPUS) engine->ready_streams.own[gpu->ordinal] = gpu;
   }
-  return code;
+  return RM_OK;
 }
 
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out,
@@ -231,8 +227,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   *out = NULL;
   if (!mine.mesh.tp) mine.mesh = rm_rank_alone().mesh;
   if (!mine.cuda_library && !mine.kernels) mine.kernels = rm_kernels_best();
-  rm_code code = check_options(spec, &mine, err);
-  if (code) return code;
+  RM_TRY(check_options(spec, &mine, err));
   if (!mine.cuda_library && !mine.kernels)
     return rm_fail(err, RM_E_CONFIG, "RM_ISA: expected an instruction set of this build, got %.40s",
                    getenv("RM_ISA") ? getenv("RM_ISA") : "");
@@ -246,7 +241,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   engine->per_replica = ends ? 1 : mine.mesh.tp;
   engine->own = ends ? rm_mesh_coords(&mine.mesh, ends->index).dp : 0;
   engine->next_id = 1;
-  code = allocate(engine, err);
+  rm_code code = allocate(engine, err);
   if (!code) code = create_parts(engine, err);
   if (!code) {
     *out = engine;

@@ -2,11 +2,9 @@
 #include "mesh/mesh.h"
 
 rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, rm_mesh *out, rm_error *err) {
-  rm_code code;
-  if ((code = rm_check_range(err, RM_E_CONFIG, "tp", tp, 1, RM_MAX_WORLD)) ||
-      (code = rm_check_range(err, RM_E_CONFIG, "dp", dp, 1, RM_MAX_WORLD)) ||
-      (code = rm_check_range(err, RM_E_CONFIG, "ep", ep, 1, RM_MAX_WORLD)))
-    return code;
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "tp", tp, 1, RM_MAX_WORLD));
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "dp", dp, 1, RM_MAX_WORLD));
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "ep", ep, 1, RM_MAX_WORLD));
   if (tp * dp > RM_MAX_WORLD)
     return rm_fail(err, RM_E_CONFIG, "dp*tp: expected at most %d ranks, got %ld (dp=%ld, tp=%ld)",
                    RM_MAX_WORLD, tp * dp, dp, tp);

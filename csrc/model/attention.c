@@ -34,11 +34,10 @@ static rm_code gather_squares(const rm_pass *pass, const float **q, const float 
   *q = shard->comm ? model->all_squares : model->squares;
   *k = shard->comm ? k_all : k_part;
   const int64_t n_new = model->params->placement.dims[RM_DIM_NEW_KV_HEADS].n;
-  const rm_code code = rm_shard_gather_part(shard, RM_DIM_HEADS, sizeof(float), model->squares,
-                                            here->heads.n, model->all_squares, rows, pass->err);
-  return code ? code
-              : rm_shard_gather_part(shard, RM_DIM_NEW_KV_HEADS, sizeof(float),
-                                     k_part + kv_heads - n_new, kv_heads, k_all, rows, pass->err);
+  RM_TRY(rm_shard_gather_part(shard, RM_DIM_HEADS, sizeof(float), model->squares, here->heads.n,
+                              model->all_squares, rows, pass->err));
+  return rm_shard_gather_part(shard, RM_DIM_NEW_KV_HEADS, sizeof(float), k_part + kv_heads - n_new,
+                              kv_heads, k_all, rows, pass->err);
 }
 
 rm_code rm_write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
@@ -47,8 +46,7 @@ rm_code rm_write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
   const rm_spec *spec = model->spec;
   const rm_placement *here = &model->params->placement;
   const float *q_squares, *k_squares;
-  const rm_code code = gather_squares(pass, &q_squares, &k_squares);
-  if (code) return code;
+  RM_TRY(gather_squares(pass, &q_squares, &k_squares));
   const int is_latent = spec->kv_lora_rank > 0, rope = spec->layers[pass->index].rotates;
   const int64_t table = rope > 1 ? rm_rope_elems(model) : 0;
   const rm_qk_rope_kv_args args = {
@@ -131,10 +129,9 @@ static void gate_output(const rm_pass *pass) {
 rm_code rm_attention_output(const rm_pass *pass) {
   rm_model *model = pass->model;
   rm_shard *shard = &model->shard;
-  const rm_code code = rm_shard_gather_part(shard, RM_DIM_Q, shard->elem, model->qkv,
-                                            model->params->placement.dims[RM_DIM_Q].n,
-                                            model->attended, pass->rows, pass->err);
-  if (code) return code;
+  RM_TRY(rm_shard_gather_part(shard, RM_DIM_Q, shard->elem, model->qkv,
+                              model->params->placement.dims[RM_DIM_Q].n, model->attended,
+                              pass->rows, pass->err));
   rm_linear(pass, RM_P_O, shard->comm ? model->attended : model->qkv, model->x);
   return rm_complete_columns(pass, model->x, model->home);
 }
@@ -142,10 +139,9 @@ rm_code rm_attention_output(const rm_pass *pass) {
 // Attention's output is written to qkv, which is free by then.
 rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   rm_model *model = pass->model;
-  rm_code code = rm_complete_rows(pass);
-  if (code) return code;
+  RM_TRY(rm_complete_rows(pass));
   rm_linear(pass, RM_P_Q, model->x, model->qkv);
-  if ((code = rm_write_kv(pass, cache))) return code;
+  RM_TRY(rm_write_kv(pass, cache));
   rm_attend(pass, cache, model->qkv);
   if (model->spec->attention_gate) gate_output(pass);
   return rm_attention_output(pass);

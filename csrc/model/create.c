@@ -91,9 +91,9 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   char what[96];
   snprintf(what, sizeof what, "activations (%ld rows a step, %ld positions)", options->max_rows,
            options->max_positions);
-  const rm_code code = rm_device_alloc(model->device, model->block_bytes, what, &model->block, err);
-  if (!code) rm_fields_place(fields, n_fields, model->block);
-  return code;
+  RM_TRY(rm_device_alloc(model->device, model->block_bytes, what, &model->block, err));
+  rm_fields_place(fields, n_fields, model->block);
+  return RM_OK;
 }
 
 static void make_rope_table(const rm_model *model, float *cos, float *sin) {
@@ -141,10 +141,10 @@ static rm_code create_indices(rm_model *model, rm_error *err) {
   };
   const size_t n = sizeof fields / sizeof *fields;
   if (!model->shard.comm) return RM_OK;
-  const rm_code code = rm_mirrored_create(model->device, rm_fields_bytes(fields, n), "indices",
-                                          &model->indices, err);
-  if (!code) rm_fields_place(fields, n, model->indices.host);
-  return code;
+  RM_TRY(rm_mirrored_create(model->device, rm_fields_bytes(fields, n), "indices", &model->indices,
+                            err));
+  rm_fields_place(fields, n, model->indices.host);
+  return RM_OK;
 }
 
 static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
@@ -153,16 +153,13 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   const rm_limits limits = limits_of(model->params, options, rm_team_threads(team));
   char *workspace;
   const size_t workspace_bytes = model->kernels->workspace_bytes(&limits);
-  rm_code code = rm_shard_create(spec, options->rank, options->dtype, &model->shard, err);
-  if (code) return code;
-  if (spec->n_moe_layers &&
-      (code = rm_moe_create(&model->moe, model->params, model->device, options->rank, &model->shard,
-                            &model->ctx, options->max_rows, err)))
-    return code;
-  if ((code = create_buffers(model, &workspace, workspace_bytes, err)) ||
-      (code = create_indices(model, err)))
-    return code;
-  if (model->params->plain && (code = rm_open_vendor_gemm(model, err))) return code;
+  RM_TRY(rm_shard_create(spec, options->rank, options->dtype, &model->shard, err));
+  if (spec->n_moe_layers)
+    RM_TRY(rm_moe_create(&model->moe, model->params, model->device, options->rank, &model->shard,
+                         &model->ctx, options->max_rows, err));
+  RM_TRY(create_buffers(model, &workspace, workspace_bytes, err));
+  RM_TRY(create_indices(model, err));
+  if (model->params->plain) RM_TRY(rm_open_vendor_gemm(model, err));
   model->ctx = (rm_ctx){.workspace = workspace,
                         .workspace_bytes = workspace_bytes,
                         .n_threads = rm_team_threads(team),

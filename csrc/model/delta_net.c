@@ -17,8 +17,7 @@ rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   const rm_placement *here = &model->params->placement;
   const int64_t group = rm_delta_group(spec), width = here->delta_heads.n * spec->delta_v_dim;
   rm_shard *shard = &model->shard;
-  rm_code code = rm_complete_rows(pass);
-  if (code) return code;
+  RM_TRY(rm_complete_rows(pass));
   const rm_delta_net_args args = {
       .out = model->q,
       .x = model->qkv,
@@ -44,9 +43,8 @@ rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   };
   rm_linear(pass, RM_P_DELTA_Q, model->x, model->qkv);
   if (pass->rows) model->kernels->delta_net(&model->ctx, &args);
-  if ((code = rm_shard_gather_part(shard, RM_DIM_DELTA_V, shard->elem, model->q, width,
-                                   model->attended, pass->rows, pass->err)))
-    return code;
+  RM_TRY(rm_shard_gather_part(shard, RM_DIM_DELTA_V, shard->elem, model->q, width, model->attended,
+                              pass->rows, pass->err));
   rm_linear(pass, RM_P_DELTA_OUT, shard->comm ? model->attended : model->q, model->x);
   return rm_complete_columns(pass, model->x, model->home);
 }

@@ -48,8 +48,7 @@ rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   rm_model *model = pass->model;
   const rm_spec *spec = model->spec;
   const int64_t heads = model->params->placement.heads.n, rank = spec->kv_lora_rank;
-  rm_code code = rm_complete_rows(pass);
-  if (code) return code;
+  RM_TRY(rm_complete_rows(pass));
   project(pass);
   const rm_gemm_args to_latents = {.y = model->q + (size_t)spec->rotary_dim * model->shard.elem,
                                    .x = model->qkv,
@@ -58,7 +57,7 @@ rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache) {
                                    .ldx = rm_qkv_width(model->params),
                                    .ldy = heads * spec->head_dim};
   multiply_heads(pass, RM_P_K_B, to_latents, rm_q_dim(spec), spec->head_dim);
-  if ((code = rm_write_kv(pass, cache))) return code;
+  RM_TRY(rm_write_kv(pass, cache));
   rm_attend(pass, cache, model->latents);
   const rm_gemm_args to_heads = {.y = model->qkv,
                                  .x = model->latents,

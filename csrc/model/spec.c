@@ -24,11 +24,10 @@ typedef struct bound {
 } bound;
 
 static rm_code check_bounds(const bound list[], size_t n, rm_error *err) {
-  rm_code code = RM_OK;
-  for (size_t i = 0; i < n && !code; i++)
-    code =
-        rm_check_range(err, RM_E_CONFIG, list[i].name, list[i].value, list[i].least, list[i].most);
-  return code;
+  for (size_t i = 0; i < n; i++)
+    RM_TRY(
+        rm_check_range(err, RM_E_CONFIG, list[i].name, list[i].value, list[i].least, list[i].most));
+  return RM_OK;
 }
 
 static rm_code check_even(const char *name, int64_t value, rm_error *err) {
@@ -43,15 +42,13 @@ static rm_code check_positive(const char *name, float value, rm_error *err) {
 }
 
 static rm_code check_attention(const rm_spec *s, rm_error *err) {
-  rm_code code;
   if (s->n_heads % s->n_kv_heads)
     return rm_fail(err, RM_E_CONFIG,
                    "num_key_value_heads: expected a divisor of num_attention_heads=%ld, got %ld",
                    s->n_heads, s->n_kv_heads);
-  if ((code = check_even("head_dim", s->head_dim, err)) ||
-      (code = rm_check_range(err, RM_E_CONFIG, "rotary_dim", s->rotary_dim, 0, s->head_dim)) ||
-      (code = check_even("rotary_dim", s->rotary_dim, err)))
-    return code;
+  RM_TRY(check_even("head_dim", s->head_dim, err));
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "rotary_dim", s->rotary_dim, 0, s->head_dim));
+  RM_TRY(check_even("rotary_dim", s->rotary_dim, err));
   if (s->n_heads * s->head_dim > MAX_WIDTH)
     return rm_fail(err, RM_E_CONFIG, "num_attention_heads·head_dim: expected at most %d, got %ld",
                    MAX_WIDTH, s->n_heads * s->head_dim);
@@ -85,18 +82,16 @@ static rm_code check_latent(const rm_spec *s, rm_error *err) {
       {"head_dim (kv_lora_rank + qk_rope_head_dim)", s->head_dim, of_cache, of_cache},
       {"num_key_value_heads of latent attention", s->n_kv_heads, 1, 1},
   };
-  rm_code code = check_tiles("kv_lora_rank", s->kv_lora_rank, err);
-  if (!code) code = check_tiles("v_head_dim", s->v_head_dim, err);
-  if (!code) code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
-  if (!code)
-    code = rm_check_range(err, RM_E_CONFIG, "num_attention_heads·(elements of a head)",
-                          s->n_heads * rm_max64(rm_q_dim(s), s->v_head_dim), 1, MAX_WIDTH);
-  if (!code &&
-      (s->attention_bias || s->qk_norm || s->attention_gate || s->sinks || s->zero_centered_norms))
+  RM_TRY(check_tiles("kv_lora_rank", s->kv_lora_rank, err));
+  RM_TRY(check_tiles("v_head_dim", s->v_head_dim, err));
+  RM_TRY(check_bounds(bounds, sizeof bounds / sizeof *bounds, err));
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "num_attention_heads·(elements of a head)",
+                        s->n_heads * rm_max64(rm_q_dim(s), s->v_head_dim), 1, MAX_WIDTH));
+  if (s->attention_bias || s->qk_norm || s->attention_gate || s->sinks || s->zero_centered_norms)
     return rm_fail(err, RM_E_CONFIG,
                    "attention_bias, qk_norm, attention_gate, sinks, zero_centered_norms: expected "
                    "none of them with latent attention");
-  return code;
+  return RM_OK;
 }
 
 static rm_code check_frequencies(const char *name, const float *inv_freq, int64_t n,
@@ -111,12 +106,11 @@ static rm_code check_frequencies(const char *name, const float *inv_freq, int64_
 }
 
 static rm_code check_rope(const rm_spec *s, rm_error *err) {
-  rm_code code = check_positive("rope_scale", s->rope_scale, err);
-  if (!code) code = check_frequencies("inv_freq", s->inv_freq, s->rotary_dim / 2, err);
-  if (code || !s->local_inv_freq) return code;
-  code = check_positive("local_rope_scale", s->local_rope_scale, err);
-  return code ? code
-              : check_frequencies("local_inv_freq", s->local_inv_freq, s->rotary_dim / 2, err);
+  RM_TRY(check_positive("rope_scale", s->rope_scale, err));
+  RM_TRY(check_frequencies("inv_freq", s->inv_freq, s->rotary_dim / 2, err));
+  if (!s->local_inv_freq) return RM_OK;
+  RM_TRY(check_positive("local_rope_scale", s->local_rope_scale, err));
+  return check_frequencies("local_inv_freq", s->local_inv_freq, s->rotary_dim / 2, err);
 }
 
 static rm_code check_factors(const rm_spec *s, rm_error *err) {
@@ -128,13 +122,12 @@ static rm_code check_factors(const rm_spec *s, rm_error *err) {
       {"logits_softcap", s->logits_softcap},     {"embed_scale", s->embed_scale},
       {"embed_scale_bf16", s->embed_scale_bf16}, {"residual_scale", s->residual_scale},
       {"logits_scale", s->logits_scale}};
-  rm_code code = RM_OK;
-  for (size_t i = 0; i < sizeof factors / sizeof *factors && !code; i++)
-    if (factors[i].value != 0) code = check_positive(factors[i].name, factors[i].value, err);
-  if (!code && s->qk_norm_last && s->qk_norm == RM_QK_NORM_WHOLE)
+  for (size_t i = 0; i < sizeof factors / sizeof *factors; i++)
+    if (factors[i].value != 0) RM_TRY(check_positive(factors[i].name, factors[i].value, err));
+  if (s->qk_norm_last && s->qk_norm == RM_QK_NORM_WHOLE)
     return rm_fail(err, RM_E_CONFIG,
                    "qk_norm_last: expected false with norms over all heads, got true");
-  return code;
+  return RM_OK;
 }
 
 static rm_code check_experts(const rm_spec *s, rm_error *err) {
@@ -158,8 +151,7 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
       {"moe_intermediate_size", s->moe_intermediate_size, 1, MAX_WIDTH},
       {"shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH},
   };
-  const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
-  if (code) return code;
+  RM_TRY(check_bounds(bounds, sizeof bounds / sizeof *bounds, err));
   const int64_t each = s->n_experts / s->n_groups;
   if (s->n_groups > 1 &&
       (s->n_experts % s->n_groups || each < 2 || s->top_groups * each < s->top_k))
@@ -178,8 +170,7 @@ static rm_code check_delta_net(const rm_spec *s, rm_error *err) {
       {"linear_value_head_dim", s->delta_v_dim, 1, RM_MAX_DELTA_DIM},
       {"linear_conv_kernel_dim", s->delta_kernel, 1, MAX_KERNEL},
   };
-  const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
-  if (code) return code;
+  RM_TRY(check_bounds(bounds, sizeof bounds / sizeof *bounds, err));
   if (s->delta_v_heads % s->delta_k_heads)
     return rm_fail(
         err, RM_E_CONFIG,
@@ -209,8 +200,7 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, int64_t *n_attenti
   }
   if (!*n_attention)
     return rm_fail(err, RM_E_CONFIG, "layer_types: expected a layer of attention, got none");
-  const rm_code code = *n_attention < s->n_layers ? check_delta_net(s, err) : RM_OK;
-  if (code) return code;
+  RM_TRY(*n_attention < s->n_layers ? check_delta_net(s, err) : RM_OK);
   if (*n_moe < s->n_layers)
     return rm_check_range(err, RM_E_CONFIG, "intermediate_size", s->intermediate_size, 1,
                           MAX_WIDTH);
@@ -229,18 +219,18 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
       {"num_experts", values->n_experts, 0, MAX_EXPERTS},
       {"num_hidden_layers", values->n_layers, 1, MAX_LAYERS},
   };
-  rm_code code;
-  if ((code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err)) ||
-      (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
-      (code = check_factors(values, err)) || (code = check_experts(values, err)) ||
-      (code = check_layers(values, &n_moe, &n_attention, err)) ||
-      (code = check_latent(values, err)) ||
-      (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)))
-    return code;
-  if (values->activation == RM_SWIGLU_OAI &&
-      ((code = check_positive("swiglu_alpha", values->swiglu_alpha, err)) ||
-       (code = check_positive("swiglu_limit", values->swiglu_limit, err))))
-    return code;
+  RM_TRY(check_bounds(bounds, sizeof bounds / sizeof *bounds, err));
+  RM_TRY(check_attention(values, err));
+  RM_TRY(check_rope(values, err));
+  RM_TRY(check_factors(values, err));
+  RM_TRY(check_experts(values, err));
+  RM_TRY(check_layers(values, &n_moe, &n_attention, err));
+  RM_TRY(check_latent(values, err));
+  RM_TRY(check_positive("rms_norm_eps", values->rms_norm_eps, err));
+  if (values->activation == RM_SWIGLU_OAI) {
+    RM_TRY(check_positive("swiglu_alpha", values->swiglu_alpha, err));
+    RM_TRY(check_positive("swiglu_limit", values->swiglu_limit, err));
+  }
   if (values->ungated && values->activation == RM_SWIGLU_OAI)
     return rm_fail(err, RM_E_CONFIG,
                    "activation: expected one of MLPs without a gate, got swiglu_oai");

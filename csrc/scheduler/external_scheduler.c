@@ -56,8 +56,7 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
     rm_sequence *seq = sequence_of(scheduler, step->ids[i], err);
     if (!seq) return RM_E_REQUEST;
     if (seq->status == RM_DONE) continue;
-    const rm_code code = check_part(scheduler, seq, step, i, pages, err);
-    if (code) return code;
+    RM_TRY(check_part(scheduler, seq, step, i, pages, err));
     n_started += seq->status != RM_ACTIVE;
     seq->external_step = scheduler->external_steps;
     seq->external_end = step->computed[i] + step->rows[i];
@@ -203,8 +202,7 @@ static rm_drawn result_of(const rm_sequence *seq) {
 // ----------------------------------------------------------------------------------------- a step
 rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err) {
   const int32_t *pages = step->pages;
-  const rm_code code = enter_step(scheduler, step, err);
-  if (code) return code;
+  RM_TRY(enter_step(scheduler, step, err));
   for (int64_t i = 0; i < step->n; pages += step->page_counts[i++]) {
     rm_sequence *seq = sequence_of(scheduler, step->ids[i], NULL);
     if (seq->status != RM_DONE)

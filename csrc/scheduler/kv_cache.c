@@ -71,9 +71,7 @@ static void make_available(rm_link *list, rm_link *link, int is_cached) {
 
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
   *out = NULL;
-  const rm_code code =
-      rm_check_range(err, RM_E_CAPACITY, "KV pages", options->n_pages, 1, INT32_MAX / 2);
-  if (code) return code;
+  RM_TRY(rm_check_range(err, RM_E_CAPACITY, "KV pages", options->n_pages, 1, INT32_MAX / 2));
   rm_kv_cache *cache = rm_alloc(1, sizeof *cache);
   if (!cache) return rm_no_memory(err, "the table of KV pages", 0);
   cache->options = *options;

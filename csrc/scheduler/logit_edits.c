@@ -39,10 +39,9 @@ static int repeats(const rm_request *request) {
 rm_code rm_logit_edits_check(const rm_request *request, const rm_request_limits *limits,
                              rm_error *err) {
   const int64_t vocab = limits->vocab;
-  rm_code code = check_biases(request, vocab, err);
-  if (!code) code = rm_check_token_ids("banned", request->banned, request->n_banned, vocab, err);
-  if (!code) code = check_bad_words(request, vocab, err);
-  if (code) return code;
+  RM_TRY(check_biases(request, vocab, err));
+  RM_TRY(rm_check_token_ids("banned", request->banned, request->n_banned, vocab, err));
+  RM_TRY(check_bad_words(request, vocab, err));
   const int by_tokens = repeats(request) || request->frequency_penalty != 0 ||
                         request->presence_penalty != 0 || request->n_bad_words,
             any = by_tokens || request->n_biases || request->n_banned;

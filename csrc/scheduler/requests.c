@@ -49,9 +49,8 @@ rm_sequence *rm_find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t 
 rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t id,
                          rm_error *err) {
   rm_sequence_group *group;
-  const rm_code code = rm_sequence_group_create(request, &scheduler->options.limits, id,
-                                                scheduler->next_order, &group, err);
-  if (code) return code;
+  RM_TRY(rm_sequence_group_create(request, &scheduler->options.limits, id, scheduler->next_order,
+                                  &group, err));
   if (!grow_buckets(scheduler)) {
     rm_free(group);
     return rm_no_memory(err, "the table of requests", 0);

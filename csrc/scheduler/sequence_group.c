@@ -74,13 +74,10 @@ static rm_code check_lengths(const rm_request *request, const rm_request_limits 
   }
   REFUSE_UNLESS(n_prompt < longest, "prompt: expected fewer tokens than max_model_len=%ld, got %ld",
                 longest, n_prompt);
-  rm_code code = rm_check_range(err, RM_E_REQUEST, "n", request->n, 1, MAX_SAMPLES);
-  if (!code)
-    code = rm_check_range(err, RM_E_REQUEST, "max_tokens", request->max_tokens, 1, INT64_MAX);
-  if (!code)
-    code = rm_check_range(err, RM_E_REQUEST, "min_tokens", request->min_tokens, 0,
-                          request->max_tokens);
-  return code;
+  RM_TRY(rm_check_range(err, RM_E_REQUEST, "n", request->n, 1, MAX_SAMPLES));
+  RM_TRY(rm_check_range(err, RM_E_REQUEST, "max_tokens", request->max_tokens, 1, INT64_MAX));
+  return rm_check_range(err, RM_E_REQUEST, "min_tokens", request->min_tokens, 0,
+                        request->max_tokens);
 }
 
 // Returns the number of tokens that each sample may generate. An external scheduler may end a
@@ -106,22 +103,18 @@ static rm_code check_capacity(const rm_request *request, const rm_request_limits
 
 rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits,
                                 rm_error *err) {
-  rm_code code;
   REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE,
                 "kind: expected generate or score, got %d", (int)request->kind);
   const int64_t vocab = limits->vocab;
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
-  if ((code = check_lengths(request, limits, err)) ||
-      (code = rm_check_token_ids("prompt", request->prompt, request->n_prompt, vocab, err)) ||
-      (code = check_numbers(request, draws, err)) ||
-      (code = rm_check_range(err, RM_E_REQUEST, "logprobs", request->logprobs, 0, vocab)) ||
-      (code = rm_check_range(err, RM_E_REQUEST, "prompt_logprobs", request->prompt_logprobs, -1,
-                             vocab)) ||
-      (code = check_kept(request, vocab, err)) ||
-      (code = rm_logit_edits_check(request, limits, err)) ||
-      (code = rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, vocab,
-                                 err)))
-    return code;
+  RM_TRY(check_lengths(request, limits, err));
+  RM_TRY(rm_check_token_ids("prompt", request->prompt, request->n_prompt, vocab, err));
+  RM_TRY(check_numbers(request, draws, err));
+  RM_TRY(rm_check_range(err, RM_E_REQUEST, "logprobs", request->logprobs, 0, vocab));
+  RM_TRY(rm_check_range(err, RM_E_REQUEST, "prompt_logprobs", request->prompt_logprobs, -1, vocab));
+  RM_TRY(check_kept(request, vocab, err));
+  RM_TRY(rm_logit_edits_check(request, limits, err));
+  RM_TRY(rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, vocab, err));
   REFUSE_UNLESS(
       limits->external || !request->external_draws,
       "external_draws=True: expected an engine with an external scheduler (external_pages > 0)");

@@ -111,9 +111,7 @@ static rm_code check_layout(const rm_tensor *tensor, const char *name, rm_error 
 
 rm_code rm_tensor_check(const rm_params *params, const rm_target *want, const rm_tensor *tensor,
                         int cast, const char *name, rm_error *err) {
-  rm_code code = check_shape(params, want, tensor, name, err);
-  if (code) return code;
-  if ((code = check_dtype(&params->list[want->pieces[0].param], tensor, cast, name, err)))
-    return code;
+  RM_TRY(check_shape(params, want, tensor, name, err));
+  RM_TRY(check_dtype(&params->list[want->pieces[0].param], tensor, cast, name, err));
   return check_layout(tensor, name, err);
 }

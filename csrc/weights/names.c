@@ -381,8 +381,8 @@ static rm_code fail_unknown(const char *name, rm_error *err) {
 
 rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, int skip_unknown,
                          rm_target *out, rm_error *err) {
-  rm_code code = check_name(name, length, err);
-  if (code) return code;
+  RM_TRY(check_name(name, length, err));
+  rm_code code;
   char buffer[RM_NAME_MAX + 1];
   const bare rest = split_layer(bare_name(buffer, name, length));
   spelling found;

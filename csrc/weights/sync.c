@@ -65,10 +65,10 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
                    rm_say_bytes((double)bytes).text, rm_say_bytes((double)available).text,
                    store->serving.block ? "; mode=\"inplace\" needs none" : "");
   void *block;
-  const rm_code code = rm_device_alloc(store->device, bytes, "the weights", &block, err);
+  RM_TRY(rm_device_alloc(store->device, bytes, "the weights", &block, err));
   store->staged.block = block;
-  if (!code) store->staged.number = ++store->n_blocks;
-  return code;
+  store->staged.number = ++store->n_blocks;
+  return RM_OK;
 }
 
 // Parameters that a partial sync does not push keep their values: staging starts as a copy of the
@@ -86,8 +86,7 @@ static void copy_serving(rm_store *store) {
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err) {
   int64_t version = options->version;
-  rm_code code = check_version(store, &version, err);
-  if (code) return code;
+  RM_TRY(check_version(store, &version, err));
   rm_sync_abort(store);
   rm_store_free_offloaded(store);
   store->began = rm_now();
@@ -95,7 +94,7 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
   store->options.version = version;
   store->version_before = store->version;
   store->has_base = options->allow_partial && store->serving.block != NULL;
-  if ((code = take_staging(store, err))) return code;
+  RM_TRY(take_staging(store, err));
   if (store->has_base && store->serving.block) copy_serving(store);
   memset(store->flags, 0, (size_t)store->params->n);
   store->report = (rm_sync_report){.version = version};
@@ -145,13 +144,12 @@ static rm_code check_open(const rm_store *store, rm_error *err) {
 
 rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err) {
-  rm_code code = check_open(store, err);
-  if (code || !entry->target.n_pieces) return code;
-  code = check_new(store, entry, err);
-  if (!code) code = check_place(store, tensor, entry->name, err);
-  return code ? code
-              : rm_tensor_check(store->params, &entry->target, tensor, store->options.cast,
-                                entry->name, err);
+  RM_TRY(check_open(store, err));
+  if (!entry->target.n_pieces) return RM_OK;
+  RM_TRY(check_new(store, entry, err));
+  RM_TRY(check_place(store, tensor, entry->name, err));
+  return rm_tensor_check(store->params, &entry->target, tensor, store->options.cast, entry->name,
+                         err);
 }
 
 // ------------------------------------------------------------------------------------------- push
@@ -242,8 +240,7 @@ static rm_dims_text show_index(const rm_store *store, const rm_param_rows *piece
 
 static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_entry *entry,
                        rm_range run, int64_t twin, int counted, rm_error *err) {
-  rm_code code = RM_OK;
-  for (int64_t done = 0, n; done < run.n && !code; done += n) {
+  for (int64_t done = 0, n; done < run.n; done += n) {
     const int64_t row = run.first + done;
     n = even_rows(piece, row, run.n - done);
     rm_copy_task task = {.args = pack_args(store, piece, &entry->tensor, (rm_range){row, n}),
@@ -253,9 +250,9 @@ static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_ent
                          .counted = counted};
     task.ordinal = entry->tensor.on_device ? entry->tensor.ordinal : -1;
     task.args.compare = twin >= 0;
-    code = rm_copy_tasks_add(&store->tasks, &task, err);
+    RM_TRY(rm_copy_tasks_add(&store->tasks, &task, err));
   }
-  return code;
+  return RM_OK;
 }
 
 static int is_same_view(const rm_tensor *a, const rm_tensor *b) {
@@ -292,10 +289,8 @@ static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_e
     store->staged.sums[index] = store->staged.sums[params->n + index] = 0;
     store->staged.counts[index] = 1;
   }
-  const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
-  return code ? code
-              : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin,
-                        1, err);
+  RM_TRY(add_run(store, piece, entry, others, twin, 0, err));
+  return add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
 }
 
 // Returns the first error found in the copies; otherwise adds their digests and bytes.
@@ -362,22 +357,22 @@ static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err)
   if (store->n_entries >= MAX_ENTRIES)
     return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
   store->n_entries++;
-  rm_code code = check_new(store, entry, err); // it may come twice in one push
-  for (int64_t i = 0; i < target->n_pieces && !code; i++) {
+  RM_TRY(check_new(store, entry, err)); // it may come twice in one push
+  for (int64_t i = 0; i < target->n_pieces; i++) {
     const int64_t twin = tied_twin(store, target->pieces[i].param);
     compares |= twin >= 0 && !shares_copies(store, twin, entry);
   }
   // The values to compare with must be copied first.
-  if (compares) code = run_tasks(store, INT64_MAX, err);
-  for (int64_t i = 0; i < target->n_pieces && !code; i++)
-    code = add_piece(store, &target->pieces[i], entry, err);
-  if (!code) count_entry(store, target, 1);
-  return code;
+  if (compares) RM_TRY(run_tasks(store, INT64_MAX, err));
+  for (int64_t i = 0; i < target->n_pieces; i++)
+    RM_TRY(add_piece(store, &target->pieces[i], entry, err));
+  count_entry(store, target, 1);
+  return RM_OK;
 }
 
 rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err) {
-  rm_code code = check_open(store, err);
-  if (code) return code;
+  rm_code code = RM_OK;
+  RM_TRY(check_open(store, err));
   if (store->tasks.n) rm_sync_undo(store); // the caller was interrupted
   store->pushed = entries;
   store->n_pushed = 0;
@@ -389,8 +384,9 @@ rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n,
 }
 
 rm_code rm_sync_copy(rm_store *store, int64_t most, rm_error *err) {
-  rm_code code = check_open(store, err);
-  if (!code && (code = run_tasks(store, most, err))) rm_sync_undo(store);
+  RM_TRY(check_open(store, err));
+  const rm_code code = run_tasks(store, most, err);
+  if (code) rm_sync_undo(store);
   return code;
 }
 
@@ -471,13 +467,13 @@ static void settle_biases(rm_store *store) {
 
 rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (store->tasks.n) rm_sync_undo(store);
-  rm_code code = check_complete(store, err);
-  if (!code) code = check_biases(store, err);
+  RM_TRY(check_complete(store, err));
+  RM_TRY(check_biases(store, err));
   const int64_t n = store->params->n;
-  for (int64_t i = 0; i < n && !code; i++) // clear the sums of an earlier sync
+  for (int64_t i = 0; i < n; i++) // clear the sums of an earlier sync
     if (!was_pushed(store, i) && !keeps_value(store, i))
       store->staged.sums[i] = store->staged.sums[n + i] = 0;
-  return code;
+  return RM_OK;
 }
 
 void rm_sync_swap(rm_store *store, const uint64_t *sums) {

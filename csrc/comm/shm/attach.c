@@ -107,8 +107,8 @@ static rm_code fill_file(attaching *a, rm_error *err) {
 static rm_code remove_stale(const attaching *a, rm_error *err) {
   rm_region_head head;
   int file;
-  const rm_code code = open_name(a, &head, &file, err);
-  if (code || file < 0) return code;
+  RM_TRY(open_name(a, &head, &file, err));
+  if (file < 0) return RM_OK;
   const int stale = rm_process_ended(file, 0);
   if (stale) remove_name(a, file);
   close(file);
@@ -119,13 +119,12 @@ static rm_code remove_stale(const attaching *a, rm_error *err) {
 
 static rm_code make_file(attaching *a, rm_error *err) {
   char unnamed[40];
-  rm_code code = fill_file(a, err);
-  if (code) return code;
+  RM_TRY(fill_file(a, err));
   snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", a->region->file);
   while (linkat(AT_FDCWD, unnamed, AT_FDCWD, a->path, AT_SYMLINK_FOLLOW)) {
     if (errno != EEXIST)
       return rm_fail(err, RM_E_CAPACITY, "%s cannot be created: %s", a->path, strerror(errno));
-    if ((code = remove_stale(a, err))) return code;
+    RM_TRY(remove_stale(a, err));
     if (rm_now() > a->deadline)
       return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
                      "%s cannot be created: other processes created it again each time", a->path);
@@ -137,9 +136,8 @@ static rm_code make_file(attaching *a, rm_error *err) {
 // Waits for the file of a running rank 0, which replaces a file whose creator has ended.
 static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
   int file;
-  rm_code code;
   for (;;) {
-    if ((code = open_name(a, head, &file, err))) return code;
+    RM_TRY(open_name(a, head, &file, err));
     const int alive = file >= 0 && !rm_process_ended(file, 0);
     if (alive && head->nonce == a->nonce) break;
     const int late = rm_now() >= a->deadline;
@@ -245,11 +243,14 @@ static void end_for_options(attaching *a, const rm_region_head *head) {
 static rm_code attach(attaching *a, rm_error *err) {
   rm_region_head head;
   int fits;
-  rm_code code;
-  if (a->rank == 0) return (code = make_file(a, err)) ? code : gather(a, err);
-  if ((code = find_file(a, &head, err)) || (code = map_file(a, &head, &fits, err))) return code;
-  if (!fits) end_for_options(a, &head);
-  else if ((code = register_rank(a, err))) return code;
+  if (a->rank == 0) {
+    RM_TRY(make_file(a, err));
+    return gather(a, err);
+  }
+  RM_TRY(find_file(a, &head, err));
+  RM_TRY(map_file(a, &head, &fits, err));
+  if (fits) RM_TRY(register_rank(a, err));
+  else end_for_options(a, &head);
   return gather(a, err);
 }
 
@@ -266,14 +267,14 @@ rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,
     return rm_fail(err, RM_E_CONFIG,
                    "name: expected 1 to %d letters, digits, '-', '_' and '.', got \"%.*s\"",
                    NAME_MAX_LENGTH, NAME_MAX_LENGTH, name);
-  rm_code code = rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, options->world - 1);
-  if (code) return code;
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, options->world - 1));
   if (options->world == 1) return rm_region_create(options, out, err);
   attaching a = {
       .name = name, .rank = rank, .nonce = nonce, .deadline = rm_now() + options->timeout};
   snprintf(a.path, sizeof a.path, "%s/rollmesh.%s", FOLDER, name);
-  if ((code = rm_region_new(options, &a.region, err))) return code;
-  if ((code = attach(&a, err))) rm_region_release(a.region);
+  RM_TRY(rm_region_new(options, &a.region, err));
+  const rm_code code = attach(&a, err);
+  if (code) rm_region_release(a.region);
   else *out = a.region;
   return code;
 }

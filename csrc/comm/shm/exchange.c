@@ -112,18 +112,18 @@ static rm_code meet(rm_region_endpoint *end, const rm_region_call *call,
 static rm_code round_of(rm_region_endpoint *end, const rm_region_call *call, rm_region_header *mine,
                         const stream *out, size_t at[], const rm_block send[],
                         const rm_block recv[], rm_error *err) {
-  rm_code code = meet(end, call, mine, out, send, err);
-  for (int step = 1; step < end->size && !code; step++) {
+  RM_TRY(meet(end, call, mine, out, send, err));
+  for (int step = 1; step < end->size; step++) {
     const int from = (end->me + step) % end->size;
     const rm_region_header *theirs = &end->slots[from]->headers[end->round & 1];
-    if ((code = compare(end, from, mine, theirs, rm_block_bytes(&recv[from]), err))) return code;
+    RM_TRY(compare(end, from, mine, theirs, rm_block_bytes(&recv[from]), err));
     if (mine->round == 0) {
       at[from] = stream_of(end, from, call->op, theirs->bytes).at[end->me];
       if (theirs->n_rounds > mine->n_rounds) mine->n_rounds = theirs->n_rounds;
     }
     take(end, from, at[from], mine->round, &recv[from]);
   }
-  return code;
+  return RM_OK;
 }
 
 rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch,
@@ -139,8 +139,7 @@ rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t
   const stream out = stream_of(end, end->me, op, mine.bytes);
   mine.n_rounds = out.bytes / buffer_of(end) + (out.bytes % buffer_of(end) != 0);
   do {
-    const rm_code code = round_of(end, &call, &mine, &out, at, send, recv, err);
-    if (code) return code;
+    RM_TRY(round_of(end, &call, &mine, &out, at, send, recv, err));
   } while (++mine.round < mine.n_rounds);
   return RM_OK;
 }

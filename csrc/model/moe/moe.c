@@ -114,7 +114,6 @@ static rm_gemm_args grouped(const rm_moe *moe, const rm_moe_rows *at, rm_param_k
 
 rm_code rm_moe_experts(rm_moe *moe, const rm_moe_rows *at, const int32_t *group_rows, int64_t m,
                        const char *x, char *out, rm_error *err) {
-  rm_code code = RM_OK;
   rm_gemm_args up = grouped(moe, at, RM_P_EXPERT_GATE, RM_P_EXPERT_GATE_BIAS, group_rows, m),
                down = grouped(moe, at, RM_P_EXPERT_DOWN, RM_P_EXPERT_DOWN_BIAS, group_rows, m);
   up.x = x;
@@ -124,9 +123,10 @@ rm_code rm_moe_experts(rm_moe *moe, const rm_moe_rows *at, const int32_t *group_
   down.y = out;
   down.ldy = down.n;
   if (m && up.n) moe->kernels->gemm_swiglu(moe->ctx, &up);
-  if (!moe->ep) code = rm_shard_gather_columns(moe->shard, RM_DIM_EXPERT_INNER, moe->inner, m, err);
-  if (!code && m && down.n) moe->kernels->gemm(moe->ctx, &down);
-  return code;
+  if (!moe->ep)
+    RM_TRY(rm_shard_gather_columns(moe->shard, RM_DIM_EXPERT_INNER, moe->inner, m, err));
+  if (m && down.n) moe->kernels->gemm(moe->ctx, &down);
+  return RM_OK;
 }
 
 void rm_moe_combine(const rm_moe *moe, void *out, const void *y, const int32_t *ids,
@@ -189,19 +189,18 @@ static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
 // outputs are in `part`, on one rank in `sorted`, whose inputs are free by then.
 static rm_code counted_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   permute(moe, at);
-  const rm_code code = rm_moe_experts(moe, at, moe->group_rows + moe->here->experts.first,
-                                      at->rows * moe->spec->top_k, moe->sorted,
-                                      moe->shard->comm && !moe->ep ? moe->part : moe->sorted, err);
-  return code || !moe->ep ? code : exchange_outputs(moe, err);
+  RM_TRY(rm_moe_experts(moe, at, moe->group_rows + moe->here->experts.first,
+                        at->rows * moe->spec->top_k, moe->sorted,
+                        moe->shard->comm && !moe->ep ? moe->part : moe->sorted, err));
+  return moe->ep ? exchange_outputs(moe, err) : RM_OK;
 }
 
 static rm_code replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   const rm_shard *shard = moe->shard;
   const size_t row = rm_moe_row_bytes(moe);
   rm_moe_route(moe, at, moe->ids);
-  const rm_code code =
-      moe->is_static ? rm_moe_static_replicated(moe, at, err) : counted_replicated(moe, at, err);
-  if (code) return code;
+  RM_TRY(moe->is_static ? rm_moe_static_replicated(moe, at, err)
+                        : counted_replicated(moe, at, err));
   if (!shard->comm) {
     rm_moe_combine(moe, at->out, moe->sorted, moe->ids, moe->place, moe->spec->hidden_size,
                    at->rows);
@@ -221,8 +220,7 @@ rm_code rm_moe_forward(rm_moe *moe, const rm_moe_rows *rows, rm_error *err) {
   const int64_t tp = moe->dispatches ? moe->rank->mesh.tp : 1,
                 n = rm_max64((rows->most + tp - 1) / tp, 1),
                 each = moe->is_static ? (moe->max_rows + tp - 1) / tp : n;
-  rm_code code = RM_OK;
-  for (int64_t first = 0; first < n && !code; first += each) {
+  for (int64_t first = 0; first < n; first += each) {
     // A rank without more rows takes part with none.
     const int64_t done = rm_min64(first, rows->rows);
     const size_t skipped = (size_t)done * rm_moe_row_bytes(moe);
@@ -235,9 +233,9 @@ rm_code rm_moe_forward(rm_moe *moe, const rm_moe_rows *rows, rm_error *err) {
         .most = rm_min64(n - first, each),
         .routed = rows->routed + done * moe->spec->n_moe_layers * moe->spec->top_k,
     };
-    code = !moe->dispatches ? replicated(moe, &pass, err)
+    RM_TRY(!moe->dispatches ? replicated(moe, &pass, err)
            : moe->is_static ? rm_moe_static_dispatched(moe, &pass, err)
-                            : rm_moe_counted_dispatched(moe, &pass, err);
+                            : rm_moe_counted_dispatched(moe, &pass, err));
   }
-  return code;
+  return RM_OK;
 }
