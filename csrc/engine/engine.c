@@ -43,15 +43,9 @@ static void report(const rm_engine *engine, const rm_worker *worst, rm_error *er
 
 rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err) {
   job it = {engine, call, arg};
-  rm_worker *first = engine->workers;
   const rm_worker *worst = NULL;
-  if (engine->team) {
-    rm_team_run(engine->team, run_worker, &it);
-  } else { // at most one worker exists
-    const rm_entered saved = rm_enter(first);
-    first->code = call(first, arg);
-    rm_leave(saved);
-  }
+  if (engine->team) rm_team_run(engine->team, run_worker, &it);
+  else run_worker(&it, 0, 1); // at most one worker exists
   for (int w = 0; w < engine->n_workers; w++) {
     const rm_worker *worker = &engine->workers[w];
     if (worker->code && (!worst || (is_consequence(worst->code) && !is_consequence(worker->code))))

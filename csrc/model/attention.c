@@ -126,13 +126,12 @@ static void gate_output(const rm_pass *pass) {
   if (pass->rows) model->kernels->sigmoid_gate(&model->ctx, &args);
 }
 
-rm_code rm_attention_output(const rm_pass *pass) {
+rm_code rm_project_output(const rm_pass *pass, rm_dim dim, const char *part, rm_param_kind kind) {
   rm_model *model = pass->model;
   rm_shard *shard = &model->shard;
-  RM_TRY(rm_shard_gather_part(shard, RM_DIM_Q, shard->elem, model->qkv,
-                              model->params->placement.dims[RM_DIM_Q].n, model->attended,
-                              pass->rows, pass->err));
-  rm_linear(pass, RM_P_O, shard->comm ? model->attended : model->qkv, model->x);
+  RM_TRY(rm_shard_gather_part(shard, dim, shard->elem, part, model->params->placement.dims[dim].n,
+                              model->attended, pass->rows, pass->err));
+  rm_linear(pass, kind, shard->comm ? model->attended : part, model->x);
   return rm_complete_columns(pass, model->x, model->home);
 }
 
@@ -144,5 +143,5 @@ rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   RM_TRY(rm_write_kv(pass, cache));
   rm_attend(pass, cache, model->qkv);
   if (model->spec->attention_gate) gate_output(pass);
-  return rm_attention_output(pass);
+  return rm_project_output(pass, RM_DIM_Q, model->qkv, RM_P_O);
 }

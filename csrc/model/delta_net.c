@@ -15,8 +15,7 @@ rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   const rm_spec *spec = model->spec;
   const rm_batch *batch = pass->batch;
   const rm_placement *here = &model->params->placement;
-  const int64_t group = rm_delta_group(spec), width = here->delta_heads.n * spec->delta_v_dim;
-  rm_shard *shard = &model->shard;
+  const int64_t group = rm_delta_group(spec);
   RM_TRY(rm_complete_rows(pass));
   const rm_delta_net_args args = {
       .out = model->q,
@@ -43,8 +42,5 @@ rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   };
   rm_linear(pass, RM_P_DELTA_Q, model->x, model->qkv);
   if (pass->rows) model->kernels->delta_net(&model->ctx, &args);
-  RM_TRY(rm_shard_gather_part(shard, RM_DIM_DELTA_V, shard->elem, model->q, width, model->attended,
-                              pass->rows, pass->err));
-  rm_linear(pass, RM_P_DELTA_OUT, shard->comm ? model->attended : model->q, model->x);
-  return rm_complete_columns(pass, model->x, model->home);
+  return rm_project_output(pass, RM_DIM_DELTA_V, model->q, RM_P_DELTA_OUT);
 }

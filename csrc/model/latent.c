@@ -66,5 +66,5 @@ rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache) {
                                  .ldx = heads * rank,
                                  .ldy = heads * spec->v_head_dim};
   multiply_heads(pass, RM_P_V_B, to_heads, rank, spec->v_head_dim);
-  return rm_attention_output(pass);
+  return rm_project_output(pass, RM_DIM_Q, model->qkv, RM_P_O);
 }

@@ -38,8 +38,9 @@ rm_code rm_attention_forward(const rm_pass *pass, const rm_layer_cache *cache);
 // attention of model->q over the cache to `out`.
 rm_code rm_write_kv(const rm_pass *pass, const rm_layer_cache *cache);
 void rm_attend(const rm_pass *pass, const rm_layer_cache *cache, char *out);
-// Completes attention's output, which is in model->qkv, and computes o_proj.
-rm_code rm_attention_output(const rm_pass *pass);
+// For all kinds: completes the block's output, of which this rank has `part`, its columns of `dim`,
+// and multiplies it by the layer's matrix `kind`.
+rm_code rm_project_output(const rm_pass *pass, rm_dim dim, const char *part, rm_param_kind kind);
 // latent.c. transformers norms latents with this eps for every rms_norm_eps.
 static const float RM_LATENT_EPS = 1e-6f;
 rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache);

@@ -207,6 +207,13 @@ static rm_code check_layers(const rm_spec *s, int64_t *n_moe, int64_t *n_attenti
   return RM_OK;
 }
 
+// Copies `bytes` to *at, and moves it behind them. Returns the copy; NULL for NULL.
+static void *append(char **at, const void *from, size_t bytes) {
+  void *copy = from ? memcpy(*at, from, bytes) : NULL;
+  *at += bytes;
+  return copy;
+}
+
 rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   *out = NULL;
   int64_t n_moe = 0, n_attention = 0;
@@ -258,16 +265,13 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   *spec = *values;
   spec->n_moe_layers = n_moe;
   spec->n_attention_layers = n_attention;
-  spec->layers = memcpy(spec + 1, values->layers, layers_bytes);
-  spec->inv_freq = memcpy((char *)(spec + 1) + layers_bytes, values->inv_freq, freq_bytes);
-  char *local = (char *)(spec + 1) + layers_bytes + freq_bytes, *name = local + freq_bytes;
-  if (values->local_inv_freq)
-    spec->local_inv_freq = memcpy(local, values->local_inv_freq, freq_bytes);
+  char *at = (char *)(spec + 1);
+  spec->layers = append(&at, values->layers, layers_bytes);
+  spec->inv_freq = append(&at, values->inv_freq, freq_bytes);
+  spec->local_inv_freq = append(&at, values->local_inv_freq, freq_bytes);
   for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
-    if (!values->names[kind]) continue;
-    const size_t bytes = strlen(values->names[kind]) + 1;
-    spec->names[kind] = memcpy(name, values->names[kind], bytes);
-    name += bytes;
+    const char *name = values->names[kind];
+    spec->names[kind] = append(&at, name, name ? strlen(name) + 1 : 0);
   }
   *out = spec;
   return RM_OK;

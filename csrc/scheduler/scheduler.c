@@ -236,13 +236,11 @@ static void take_logprobs(rm_scheduler *scheduler, rm_sequence_group *group, int
 }
 
 // Releases the last pages of a prefix until it ends with a page that keeps a state from which all
-// missing rows can be computed. Logprobs are copied first, also from the pages to be released,
-// because the logprob of a page's last row is a record of the next page.
+// missing rows can be computed.
 static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_sequence_group *group = seq->group;
   const int64_t size = scheduler->options.limits.page_size, length = rm_sequence_length(seq);
   const int32_t *table = rm_block_table(scheduler, seq);
-  for (int64_t i = 0; i < seq->n_pages; i++) take_logprobs(scheduler, group, i, table[i]);
   for (; seq->n_pages; rm_kv_release(scheduler->cache, table[--seq->n_pages])) {
     const int64_t end = seq->n_pages * size;
     const int32_t state = rm_kv_state_of(scheduler->cache, table[seq->n_pages - 1]);
@@ -254,8 +252,9 @@ static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-// Takes the cached pages of the longest cached prefix. Except for what end_at_state copies, their
-// records are copied later, when the sequence is certain to start.
+// Takes the cached pages of the longest cached prefix, and copies their logprobs: also those of
+// pages that end_at_state releases, because the logprob of a page's last row is a record of the next
+// page.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   int32_t *table = rm_change_table(scheduler, seq), parent = -1;
   const int64_t size = scheduler->options.limits.page_size, n = rm_sequence_length(seq) / size;
@@ -268,6 +267,7 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
         rm_kv_find(scheduler->cache, scheduler->version, parent, seq->ids + i * size, serves == 1);
     if (parent < 0) break;
     table[seq->n_pages++] = parent;
+    take_logprobs(scheduler, seq->group, i, parent);
   }
   if (scheduler->n_states) end_at_state(scheduler, seq);
 }
@@ -295,8 +295,6 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
     return 0;
   }
   scheduler->n_waiting--;
-  for (int64_t i = 0; i < seq->n_pages; i++)
-    take_logprobs(scheduler, group, i, rm_block_table(scheduler, seq)[i]);
   seq->kv_len = seq->n_pages * size;
   rm_take_routed(scheduler, seq, seq->kv_len);
   seq->n_indexed = seq->n_pages;
