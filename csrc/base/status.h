@@ -56,6 +56,11 @@ typedef struct rm_error {
 // may be NULL. Messages print an int64_t by %ld, since it is a long on 64-bit Linux.
 rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+// Fails from the function if the condition is true.
+#define RM_FAIL_IF(condition, ...) \
+  do { \
+    if (condition) return rm_fail(err, __VA_ARGS__); \
+  } while (0)
 // Fails with RM_E_MEMORY: `bytes` for `what` could not be allocated. 0: some bytes.
 rm_code rm_no_memory(rm_error *err, const char *what, size_t bytes);
 // Returns RM_OK if low ≤ value ≤ high, else fails with `code`.

@@ -71,11 +71,10 @@ static int is_here(const rm_comm *comm) { return getpid() == comm->owner; }
 
 // Fails in a forked child, and if the group is dead.
 static rm_code check_usable(const rm_comm *comm, rm_error *err) {
-  if (!is_here(comm))
-    return rm_fail(err, RM_E_STATE,
-                   "this endpoint belongs to process %d, and this is process %d; create a new one "
-                   "in a forked child",
-                   (int)comm->owner, (int)getpid());
+  RM_FAIL_IF(!is_here(comm), RM_E_STATE,
+             "this endpoint belongs to process %d, and this is process %d; create a new one "
+             "in a forked child",
+             (int)comm->owner, (int)getpid());
   return comm->error.code ? rm_fail(err, comm->error.code, "%s", rm_error_message(&comm->error))
                           : RM_OK;
 }
@@ -293,18 +292,15 @@ int rm_comm_can_be_captured(const rm_comm *comm) { return comm->transport.waits_
 static rm_code judge_account(const rm_comm *comm, int other, const account *theirs, rm_error *err) {
   const uint64_t n = comm->sequence;
   const int me = comm->rank;
-  if (theirs->calls != comm->sequence)
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has made %lu calls, rank %d %lu", other,
-                   theirs->calls, me, n);
-  if (theirs->epoch != comm->epoch)
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                   "after call %lu: rank %d has weights of epoch %ld, rank %d of epoch %ld", n,
-                   other, theirs->epoch, me, comm->epoch);
-  if (theirs->digest != comm->taken[other])
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                   "after call %lu: rank %d has made other calls than rank %d, or sends other "
-                   "sizes to it than it expects",
-                   n, other, me);
+  RM_FAIL_IF(theirs->calls != comm->sequence, RM_E_COLLECTIVE_MISMATCH,
+             "rank %d has made %lu calls, rank %d %lu", other, theirs->calls, me, n);
+  RM_FAIL_IF(theirs->epoch != comm->epoch, RM_E_COLLECTIVE_MISMATCH,
+             "after call %lu: rank %d has weights of epoch %ld, rank %d of epoch %ld", n, other,
+             theirs->epoch, me, comm->epoch);
+  RM_FAIL_IF(theirs->digest != comm->taken[other], RM_E_COLLECTIVE_MISMATCH,
+             "after call %lu: rank %d has made other calls than rank %d, or sends other "
+             "sizes to it than it expects",
+             n, other, me);
   return RM_OK;
 }
 

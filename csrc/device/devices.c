@@ -105,8 +105,7 @@ rm_code rm_device_alloc(const rm_device *device, size_t bytes, const char *what,
   const rm_device_status status =
       bytes ? device->alloc(device->self, bytes, out) : RM_DEVICE_NO_MEMORY;
   if (status == RM_DEVICE_OK) return RM_OK;
-  if (device->on_host || !bytes)
-    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", bytes, what);
+  RM_FAIL_IF(device->on_host || !bytes, RM_E_MEMORY, "no memory for %zu bytes of %s", bytes, what);
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
   char why[160];
   // Copied before another call of the device replaces its message.

@@ -75,9 +75,9 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
                           (int64_t)option->most));
   }
   for (int64_t i = 0; i < options->n_eos; i++)
-    if (options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size)
-      return rm_fail(err, RM_E_CONFIG, "eos_token_id: expected 0 to %ld, got %d",
-                     spec->vocab_size - 1, options->eos_ids[i]);
+    RM_FAIL_IF(options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size, RM_E_CONFIG,
+               "eos_token_id: expected 0 to %ld, got %d", spec->vocab_size - 1,
+               options->eos_ids[i]);
   return RM_OK;
 }
 
@@ -85,14 +85,14 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
 static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
   const rm_mesh *mesh = &options->mesh;
   RM_TRY(rm_placement_check(spec, mesh, err));
-  if (mesh->tp > RM_MAX_TP)
-    return rm_fail(err, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP, mesh->tp);
-  if (mesh->ep > 1 && options->dispatcher == RM_DISPATCH_DISABLED)
-    return rm_fail(err, RM_E_CONFIG,
-                   "ep_backend: expected a token dispatcher for ep=%d, got \"disabled\"", mesh->ep);
-  if (mesh->ep > 1 && mesh->ep != mesh->tp && options->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE)
-    return rm_fail(err, RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d",
-                   rm_dispatcher_name(options->dispatcher), mesh->ep, mesh->tp);
+  RM_FAIL_IF(mesh->tp > RM_MAX_TP, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP,
+             mesh->tp);
+  RM_FAIL_IF(mesh->ep > 1 && options->dispatcher == RM_DISPATCH_DISABLED, RM_E_CONFIG,
+             "ep_backend: expected a token dispatcher for ep=%d, got \"disabled\"", mesh->ep);
+  RM_FAIL_IF(mesh->ep > 1 && mesh->ep != mesh->tp &&
+                 options->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE,
+             RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d",
+             rm_dispatcher_name(options->dispatcher), mesh->ep, mesh->tp);
   return RM_OK;
 }
 
@@ -107,17 +107,14 @@ static rm_code check_options(const rm_spec *spec, const rm_engine_options *optio
   assert(options->cuda_library || !(options->nccl_library || options->cublas_library));
   assert(options->dtype == RM_BF16 || !options->cublas_library);
   if (code) return code;
-  if (options->external_pages > 0 && !ends && world > 1)
-    return rm_fail(err, RM_E_CONFIG,
-                   "external_pages: expected one rank in each process, got %d in this one", world);
+  RM_FAIL_IF(options->external_pages > 0 && !ends && world > 1, RM_E_CONFIG,
+             "external_pages: expected one rank in each process, got %d in this one", world);
   RM_TRY(check_ranges(spec, options, err));
-  if (options->page_size % 16)
-    return rm_fail(err, RM_E_CONFIG, "block_size: expected a multiple of 16, got %ld",
-                   options->page_size);
-  if (options->state_interval % options->page_size)
-    return rm_fail(err, RM_E_CONFIG,
-                   "state_interval: expected a multiple of block_size=%ld, got %ld",
-                   options->page_size, options->state_interval);
+  RM_FAIL_IF(options->page_size % 16, RM_E_CONFIG, "block_size: expected a multiple of 16, got %ld",
+             options->page_size);
+  RM_FAIL_IF(options->state_interval % options->page_size, RM_E_CONFIG,
+             "state_interval: expected a multiple of block_size=%ld, got %ld", options->page_size,
+             options->state_interval);
   return RM_OK;
 }
 
@@ -160,10 +157,9 @@ static rm_code check_families(const rm_engine *engine, rm_error *err) {
   const rm_device *first = engine->workers[0].device;
   for (int w = 1; w < engine->n_workers; w++) {
     const rm_device *device = engine->workers[w].device;
-    if (strcmp(device->kernels->family, first->kernels->family) != 0)
-      return rm_fail(err, RM_E_MESH_MISMATCH,
-                     "family: expected %s on all ranks, as on rank 0 (%s), got %s on rank %d (%s)",
-                     first->kernels->family, first->name, device->kernels->family, w, device->name);
+    RM_FAIL_IF(strcmp(device->kernels->family, first->kernels->family) != 0, RM_E_MESH_MISMATCH,
+               "family: expected %s on all ranks, as on rank 0 (%s), got %s on rank %d (%s)",
+               first->kernels->family, first->name, device->kernels->family, w, device->name);
   }
   return RM_OK;
 }
@@ -222,11 +218,11 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   if (!mine.mesh.tp) mine.mesh = rm_rank_alone().mesh;
   if (!mine.cuda_library && !mine.kernels) mine.kernels = rm_kernels_best();
   RM_TRY(check_options(spec, &mine, err));
-  if (!mine.cuda_library && !mine.kernels)
-    return rm_fail(err, RM_E_CONFIG, "RM_ISA: expected an instruction set of this build, got %.40s",
-                   getenv("RM_ISA") ? getenv("RM_ISA") : "");
+  RM_FAIL_IF(!mine.cuda_library && !mine.kernels, RM_E_CONFIG,
+             "RM_ISA: expected an instruction set of this build, got %.40s",
+             getenv("RM_ISA") ? getenv("RM_ISA") : "");
   rm_engine *engine = rm_alloc(1, sizeof *engine);
-  if (!engine) return rm_fail(err, RM_E_MEMORY, "no memory for the engine");
+  RM_FAIL_IF(!engine, RM_E_MEMORY, "no memory for the engine");
   const rm_endpoints *ends = options->endpoints;
   engine->spec = spec;
   engine->options = mine;

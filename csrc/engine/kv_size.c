@@ -99,8 +99,7 @@ static rm_code refuse(const claim *claims, int size, const pool *p, rm_error *er
   return rm_fail(
       err, RM_E_CAPACITY,
       "%smemory_fraction=%g of the %s that %s has free is %s: expected more than two copies of "
-      "the weights and their "
-      "buffers, %s, and a page of KV cache, %.0f bytes%s%s",
+      "the weights and their buffers, %s, and a page of KV cache, %.0f bytes%s%s",
       rank, c->fraction, rm_say_bytes((double)c->available).text, c->device,
       rm_say_bytes(p->share).text, rm_say_bytes(p->fixed).text, p->page,
       p->state > 0 ? ", with two states" : "", sharing);
@@ -109,11 +108,10 @@ static rm_code refuse(const claim *claims, int size, const pool *p, rm_error *er
 static rm_code judge(const rm_engine_options *options, const claim *claims, int size,
                      rm_kv_room *out, rm_error *err) {
   for (int r = 0; r < size; r++) {
-    if (claims[r].available == UINT64_MAX)
-      return rm_fail(
-          err, RM_E_CONFIG,
-          "kv_cache_gib: expected a number, since the free memory of %s is not known, got none",
-          claims[r].device);
+    RM_FAIL_IF(
+        claims[r].available == UINT64_MAX, RM_E_CONFIG,
+        "kv_cache_gib: expected a number, since the free memory of %s is not known, got none",
+        claims[r].device);
     const pool p = pool_of(claims, size, claims[r].memory);
     if (!divide(options, p.share - p.fixed, p.page, p.state, out))
       return refuse(claims, size, &p, err);
@@ -147,11 +145,9 @@ rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
       .state_interval =
           options->state_interval ? options->state_interval : pages_of_state * options->page_size,
   };
-  if (out->n_pages && (uint64_t)out->n_pages > SIZE_MAX / 2 / page)
-    return rm_fail(
-        err, RM_E_CAPACITY,
-        "external_pages: expected pages that fit into the address space, got %ld of %lu bytes",
-        out->n_pages, page);
+  RM_FAIL_IF(out->n_pages && (uint64_t)out->n_pages > SIZE_MAX / 2 / page, RM_E_CAPACITY,
+             "external_pages: expected pages that fit into the address space, got %ld of %lu bytes",
+             out->n_pages, page);
   if (out->n_pages && state)
     out->n_states =
         options->max_num_seqs + 1 +

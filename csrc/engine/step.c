@@ -79,12 +79,11 @@ rm_code rm_engine_step(rm_engine *engine, const rm_external_step *external, int6
                        rm_error *err) {
   rm_scheduler *first = &engine->schedulers[0];
   *n_work = 0;
-  if (!external != !engine->options.external_pages)
-    return rm_fail(err, RM_E_STATE, "%s",
-                   external ? "this engine schedules its own requests: expected step, got "
-                              "external_step"
-                            : "this engine has an external scheduler: expected external_step, got "
-                              "step");
+  RM_FAIL_IF(!external != !engine->options.external_pages, RM_E_STATE, "%s",
+             external ? "this engine schedules its own requests: expected step, got "
+                        "external_step"
+                      : "this engine has an external scheduler: expected external_step, got "
+                        "step");
   RM_TRY(rm_check_serving(engine, RM_PART_WEIGHTS | RM_PART_KV, "a step", err));
   RM_TRY(check_not_lost(engine, err));
   if (external) RM_TRY(rm_external_begin(first, external, err));

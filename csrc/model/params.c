@@ -248,11 +248,10 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
   *out = NULL;
   // Checked before anything of that size is allocated.
   const int64_t per_expert = (spec->moe_bias ? 6 : 3) * spec->n_experts * spec->n_moe_layers;
-  if (per_expert > MAX_PARAMS)
-    return rm_fail(err, RM_E_CONFIG,
-                   "num_experts: expected at most %d expert tensors, got %ld (num_experts=%ld in "
-                   "%ld layers)",
-                   MAX_PARAMS, per_expert, spec->n_experts, spec->n_moe_layers);
+  RM_FAIL_IF(per_expert > MAX_PARAMS, RM_E_CONFIG,
+             "num_experts: expected at most %d expert tensors, got %ld (num_experts=%ld in "
+             "%ld layers)",
+             MAX_PARAMS, per_expert, spec->n_experts, spec->n_moe_layers);
   rm_params *params = rm_alloc(1, sizeof *params);
   if (!params) goto no_memory;
   params->spec = spec;

@@ -11,18 +11,15 @@ rm_range rm_share(int64_t n, int64_t unit, int64_t parts, int64_t index) {
 }
 
 rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err) {
-  if (spec->n_heads % mesh->tp)
-    return rm_fail(err, RM_E_CONFIG, "tp: expected a divisor of num_attention_heads=%ld, got %d",
-                   spec->n_heads, mesh->tp);
-  if (spec->delta_v_heads % mesh->tp)
-    return rm_fail(err, RM_E_CONFIG, "tp: expected a divisor of linear_num_value_heads=%ld, got %d",
-                   spec->delta_v_heads, mesh->tp);
-  if (mesh->ep > 1 && !spec->n_experts)
-    return rm_fail(err, RM_E_CONFIG, "ep: expected 1 for a model without experts, got %d",
-                   mesh->ep);
-  if (mesh->ep > 1 && spec->n_experts % mesh->ep)
-    return rm_fail(err, RM_E_CONFIG, "ep: expected a divisor of num_experts=%ld, got %d",
-                   spec->n_experts, mesh->ep);
+  RM_FAIL_IF(spec->n_heads % mesh->tp, RM_E_CONFIG,
+             "tp: expected a divisor of num_attention_heads=%ld, got %d", spec->n_heads, mesh->tp);
+  RM_FAIL_IF(spec->delta_v_heads % mesh->tp, RM_E_CONFIG,
+             "tp: expected a divisor of linear_num_value_heads=%ld, got %d", spec->delta_v_heads,
+             mesh->tp);
+  RM_FAIL_IF(mesh->ep > 1 && !spec->n_experts, RM_E_CONFIG,
+             "ep: expected 1 for a model without experts, got %d", mesh->ep);
+  RM_FAIL_IF(mesh->ep > 1 && spec->n_experts % mesh->ep, RM_E_CONFIG,
+             "ep: expected a divisor of num_experts=%ld, got %d", spec->n_experts, mesh->ep);
   return RM_OK;
 }
 

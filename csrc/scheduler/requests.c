@@ -69,9 +69,8 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
 rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
-  if (group->n_done < group->n)
-    return rm_fail(err, RM_E_STATE,
-                   "request %lu: expected a finished one to release; abort it first", id);
+  RM_FAIL_IF(group->n_done < group->n, RM_E_STATE,
+             "request %lu: expected a finished one to release; abort it first", id);
   rm_sequence_group **at = bucket(scheduler, id);
   while (*at != group) at = &(*at)->next_in_bucket;
   *at = group->next_in_bucket;
@@ -126,10 +125,9 @@ rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t s
   REFUSE_UNLESS(n_tokens >= 0 && n_tokens <= seq->n_tokens,
                 "request %lu, sample %d: expected a stop after 0 to %ld tokens, got %ld", id,
                 sample, seq->n_tokens, n_tokens);
-  if (seq->finish == RM_FINISH_ABORT || seq->finish == RM_FINISH_ERROR)
-    return rm_fail(err, RM_E_STATE,
-                   "request %lu, sample %d: expected one to stop, got one that was %s", id, sample,
-                   seq->finish == RM_FINISH_ABORT ? "aborted" : "ended by an error");
+  RM_FAIL_IF(seq->finish == RM_FINISH_ABORT || seq->finish == RM_FINISH_ERROR, RM_E_STATE,
+             "request %lu, sample %d: expected one to stop, got one that was %s", id, sample,
+             seq->finish == RM_FINISH_ABORT ? "aborted" : "ended by an error");
   if (seq->status != RM_DONE) rm_finish_sequence(scheduler, seq, RM_FINISH_STOP);
   seq->finish = RM_FINISH_STOP;
   seq->stop_token = -1;

@@ -17,12 +17,11 @@ static rm_code compare_batches(rm_runner *runner, rm_error *err) {
         (uint64_t)plan->positions[r]);
   RM_TRY(rm_comm_all_gather(tp, &digest, all, sizeof digest, err));
   for (int r = 0; r < rm_comm_size(tp); r++)
-    if (all[r] != digest)
-      return rm_fail(
-          err, RM_E_COLLECTIVE_MISMATCH,
-          "batch: expected the same calls on all ranks of a tp group, got another batch on tp rank "
-          "%d than on tp rank %d",
-          r, rm_comm_rank(tp));
+    RM_FAIL_IF(
+        all[r] != digest, RM_E_COLLECTIVE_MISMATCH,
+        "batch: expected the same calls on all ranks of a tp group, got another batch on tp rank "
+        "%d than on tp rank %d",
+        r, rm_comm_rank(tp));
   return RM_OK;
 }
 

@@ -103,12 +103,10 @@ static const char *const wrappers[] = {
 
 // ----------------------------------------------------------------------------------------- bounds
 static rm_code check_name(const char *name, size_t length, rm_error *err) {
-  if (length > RM_NAME_MAX)
-    return rm_fail(err, RM_E_LIMIT, "expected a tensor name of at most %d bytes, got %zu",
-                   RM_NAME_MAX, length);
-  if (memchr(name, 0, length))
-    return rm_fail(err, RM_E_LIMIT, "expected a tensor name without NUL, got one of %zu bytes",
-                   length);
+  RM_FAIL_IF(length > RM_NAME_MAX, RM_E_LIMIT,
+             "expected a tensor name of at most %d bytes, got %zu", RM_NAME_MAX, length);
+  RM_FAIL_IF(memchr(name, 0, length), RM_E_LIMIT,
+             "expected a tensor name without NUL, got one of %zu bytes", length);
   return RM_OK;
 }
 
@@ -308,18 +306,15 @@ static void set_pairs(const rm_params *params, const spelling *s, rm_target *out
 static rm_code fail_absent(const rm_params *params, const char *name, const spelling *s,
                            int32_t layer, int32_t expert, rm_error *err) {
   const rm_spec *spec = params->spec;
-  if (s->form == TURNED && spec->wq_rows == RM_WQ_NONE)
-    return rm_fail(
-        err, RM_E_UNEXPECTED_KEY,
-        "%s: the order of its rows is known of Llama, Mistral, Qwen3 and Qwen3.5; expected "
-        "self_attn.%c_proj",
-        name, s->kind == RM_P_Q ? 'q' : 'k');
-  if (layer >= spec->n_layers)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %ld", name, layer,
-                   spec->n_layers);
-  if (expert >= 0 && spec->layers[layer].is_moe && expert >= spec->n_experts)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %ld", name, expert,
-                   spec->n_experts);
+  RM_FAIL_IF(s->form == TURNED && spec->wq_rows == RM_WQ_NONE, RM_E_UNEXPECTED_KEY,
+             "%s: the order of its rows is known of Llama, Mistral, Qwen3 and Qwen3.5; expected "
+             "self_attn.%c_proj",
+             name, s->kind == RM_P_Q ? 'q' : 'k');
+  RM_FAIL_IF(layer >= spec->n_layers, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %ld", name,
+             layer, spec->n_layers);
+  RM_FAIL_IF(expert >= 0 && spec->layers[layer].is_moe && expert >= spec->n_experts,
+             RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %ld", name, expert,
+             spec->n_experts);
   const int is_moe = layer >= 0 && spec->layers[layer].is_moe;
   const char *why = "is not a parameter of this model";
   if (layer >= 0 && s->kind >= RM_P_Q && s->kind < RM_P_GATE &&
@@ -370,11 +365,9 @@ static rm_code fail_unknown(const char *name, rm_error *err) {
                                       "mtp."}; // of checkpoints of text models too
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
     const char *at = strstr(name, parts[i]);
-    if (at)
-      return rm_fail(
-          err, RM_E_UNEXPECTED_KEY,
-          "%s is not a parameter of this model; ignore=(\"%.*s*\",) leaves such tensors out", name,
-          (int)(at - name + (ptrdiff_t)strlen(parts[i])), name);
+    RM_FAIL_IF(at, RM_E_UNEXPECTED_KEY,
+               "%s is not a parameter of this model; ignore=(\"%.*s*\",) leaves such tensors out",
+               name, (int)(at - name + (ptrdiff_t)strlen(parts[i])), name);
   }
   return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model", name);
 }

@@ -35,13 +35,11 @@ static int was_pushed(const rm_store *store, int64_t index) {
 
 // ------------------------------------------------------------------------------------------ begin
 static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
-  if (*version == -1 && !rm_add_i64(store->last_version, 1, version))
-    return rm_fail(err, RM_E_VERSION, "version %ld is the last number there is",
-                   store->last_version);
-  if (*version < 0) return rm_fail(err, RM_E_VERSION, "version %ld is negative", *version);
-  if (*version <= store->last_version)
-    return rm_fail(err, RM_E_VERSION, "version %ld does not exceed %ld, the last one", *version,
-                   store->last_version);
+  RM_FAIL_IF(*version == -1 && !rm_add_i64(store->last_version, 1, version), RM_E_VERSION,
+             "version %ld is the last number there is", store->last_version);
+  RM_FAIL_IF(*version < 0, RM_E_VERSION, "version %ld is negative", *version);
+  RM_FAIL_IF(*version <= store->last_version, RM_E_VERSION,
+             "version %ld does not exceed %ld, the last one", *version, store->last_version);
   return RM_OK;
 }
 
@@ -59,11 +57,10 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
   const rm_device_status status = device->poll(device->self);
   if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err);
   const size_t bytes = store->params->bytes, available = device->available(device->self);
-  if (bytes > available)
-    return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %s and %s are available%s",
-                   store->serving.block ? "a second copy" : "one copy",
-                   rm_say_bytes((double)bytes).text, rm_say_bytes((double)available).text,
-                   store->serving.block ? "; mode=\"inplace\" needs none" : "");
+  RM_FAIL_IF(bytes > available, RM_E_CAPACITY, "%s of the weights takes %s and %s are available%s",
+             store->serving.block ? "a second copy" : "one copy", rm_say_bytes((double)bytes).text,
+             rm_say_bytes((double)available).text,
+             store->serving.block ? "; mode=\"inplace\" needs none" : "");
   void *block;
   RM_TRY(rm_device_alloc(store->device, bytes, "the weights", &block, err));
   store->staged.block = block;
@@ -109,8 +106,8 @@ static rm_code check_new(const rm_store *store, const rm_entry *entry, rm_error 
     const int64_t index = entry->target.pieces[i].param;
     if (!(store->flags[matrix_of(store, index)] & seen_flag(store, index))) continue;
     const rm_param_text earlier = rm_param_name(store->params, &store->params->list[index]);
-    if (strcmp(entry->name, earlier.text) == 0)
-      return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", earlier.text);
+    RM_FAIL_IF(strcmp(entry->name, earlier.text) == 0, RM_E_DUPLICATE_KEY,
+               "%s has come already in this sync", earlier.text);
     return rm_fail(err, RM_E_DUPLICATE_KEY, "%s: %s has come already in this sync", entry->name,
                    earlier.text);
   }
@@ -124,17 +121,14 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   const rm_device *device = store->device;
   const size_t each = rm_src_bytes(tensor->dtype);
   if (!tensor->on_device) return RM_OK;
-  if (device->on_host)
-    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR,
-                   "%s: expected a tensor on the CPU, got one on cuda:%d", name, tensor->ordinal);
-  if (!tensor->data || device->ordinal_of(device->self, tensor->data) != tensor->ordinal)
-    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR,
-                   "%s: the tensor's address %p is not in the memory of cuda:%d", name,
-                   tensor->data, tensor->ordinal);
-  if ((uintptr_t)tensor->data % each)
-    return rm_fail(err, RM_E_LAYOUT,
-                   "%s: the tensor's address %p is not a multiple of the %zu bytes of an element",
-                   name, tensor->data, each);
+  RM_FAIL_IF(device->on_host, RM_E_UNSUPPORTED_TENSOR,
+             "%s: expected a tensor on the CPU, got one on cuda:%d", name, tensor->ordinal);
+  RM_FAIL_IF(!tensor->data || device->ordinal_of(device->self, tensor->data) != tensor->ordinal,
+             RM_E_UNSUPPORTED_TENSOR, "%s: the tensor's address %p is not in the memory of cuda:%d",
+             name, tensor->data, tensor->ordinal);
+  RM_FAIL_IF((uintptr_t)tensor->data % each, RM_E_LAYOUT,
+             "%s: the tensor's address %p is not a multiple of the %zu bytes of an element", name,
+             tensor->data, each);
   return RM_OK;
 }
 
@@ -298,12 +292,12 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
   const rm_copy_tasks *tasks = &store->tasks;
   for (int64_t i = 0; i < tasks->n && !store->options.allow_nonfinite; i++) {
     const rm_copy_task *task = &tasks->list[i];
-    if (task->args.nonfinite_index >= 0)
-      return rm_fail(err, RM_E_NONFINITE, "%s: element %s is not finite as %s", task->entry->name,
-                     show_index(store, &task->piece, &task->entry->tensor,
-                                task->args.index0 + task->args.nonfinite_index)
-                         .text,
-                     rm_dtype_name(task->args.dst_dtype));
+    RM_FAIL_IF(task->args.nonfinite_index >= 0, RM_E_NONFINITE,
+               "%s: element %s is not finite as %s", task->entry->name,
+               show_index(store, &task->piece, &task->entry->tensor,
+                          task->args.index0 + task->args.nonfinite_index)
+                   .text,
+               rm_dtype_name(task->args.dst_dtype));
   }
   for (int64_t i = 0; i < tasks->n; i++) {
     const rm_copy_task *task = &tasks->list[i];
@@ -354,8 +348,8 @@ static void count_entry(rm_store *store, const rm_target *target, int change) {
 static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err) {
   const rm_target *target = &entry->target;
   int compares = 0;
-  if (store->n_entries >= MAX_ENTRIES)
-    return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
+  RM_FAIL_IF(store->n_entries >= MAX_ENTRIES, RM_E_LIMIT, "a sync of more than %d tensors",
+             MAX_ENTRIES);
   store->n_entries++;
   RM_TRY(check_new(store, entry, err)); // it may come twice in one push
   for (int64_t i = 0; i < target->n_pieces; i++) {

@@ -87,9 +87,8 @@ static rm_code fill_file(attaching *a, rm_error *err) {
                    : 0;
   if (!failed) failed = rm_region_claim(region->file, 0, region->buffers_at);
   if (!failed && (region->lock = rm_process_lock(region->file, 0)) < 0) failed = errno;
-  if (failed)
-    return rm_fail(err, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER,
-                   strerror(failed));
+  RM_FAIL_IF(failed, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER,
+             strerror(failed));
   if (!(region->map = rm_map_file(region->file, region->map_bytes)))
     return rm_no_memory(err, "a region of ranks", a->region->map_bytes);
   region->map->head = (rm_region_head){.nonce = a->nonce,
@@ -122,12 +121,11 @@ static rm_code make_file(attaching *a, rm_error *err) {
   RM_TRY(fill_file(a, err));
   snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", a->region->file);
   while (linkat(AT_FDCWD, unnamed, AT_FDCWD, a->path, AT_SYMLINK_FOLLOW)) {
-    if (errno != EEXIST)
-      return rm_fail(err, RM_E_CAPACITY, "%s cannot be created: %s", a->path, strerror(errno));
+    RM_FAIL_IF(errno != EEXIST, RM_E_CAPACITY, "%s cannot be created: %s", a->path,
+               strerror(errno));
     RM_TRY(remove_stale(a, err));
-    if (rm_now() > a->deadline)
-      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
-                     "%s cannot be created: other processes created it again each time", a->path);
+    RM_FAIL_IF(rm_now() > a->deadline, RM_E_COLLECTIVE_TIMEOUT,
+               "%s cannot be created: other processes created it again each time", a->path);
   }
   return RM_OK;
 }
@@ -143,14 +141,12 @@ static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
     const int late = rm_now() >= a->deadline;
     if (late && file >= 0 && !alive) remove_name(a, file);
     if (file >= 0) close(file);
-    if (alive)
-      return rm_fail(err, RM_E_AUTH, "%s has another nonce: process %d of another run created it",
-                     a->path, (int)head->maker);
-    if (late)
-      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
-                     "no region \"%s\" within %.3g s: rank 0 did not make it or has ended, or the "
-                     "other ranks gave up before this rank attached",
-                     a->name, a->region->options.timeout);
+    RM_FAIL_IF(alive, RM_E_AUTH, "%s has another nonce: process %d of another run created it",
+               a->path, (int)head->maker);
+    RM_FAIL_IF(late, RM_E_COLLECTIVE_TIMEOUT,
+               "no region \"%s\" within %.3g s: rank 0 did not make it or has ended, or the "
+               "other ranks gave up before this rank attached",
+               a->name, a->region->options.timeout);
     nanosleep(&(struct timespec){.tv_nsec = RETRY_NS}, NULL);
   }
   a->region->file = file;
@@ -182,10 +178,11 @@ static void end_gathering(attaching *a, uint32_t cause) {
 static rm_code register_rank(attaching *a, rm_error *err) {
   rm_region_map *map = a->region->map;
   int32_t twin = 0;
-  if ((a->region->lock = rm_process_lock(a->region->file, a->rank)) < 0 ||
-      !atomic_compare_exchange_strong(&map->ranks[a->rank].pid, &twin, getpid()))
-    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d of \"%s\" attached twice: processes %d and %d",
-                   a->rank, a->name, (int)atomic_load(&map->ranks[a->rank].pid), (int)getpid());
+  a->region->lock = rm_process_lock(a->region->file, a->rank);
+  RM_FAIL_IF(a->region->lock < 0 ||
+                 !atomic_compare_exchange_strong(&map->ranks[a->rank].pid, &twin, getpid()),
+             RM_E_MESH_MISMATCH, "rank %d of \"%s\" attached twice: processes %d and %d", a->rank,
+             a->name, (int)atomic_load(&map->ranks[a->rank].pid), (int)getpid());
   if (atomic_fetch_add(&map->n_attached, 1) + 1 < (uint32_t)a->region->options.world) return RM_OK;
   remove_name(a, a->region->file);
   uint32_t gathering = RM_ATTACHING;
@@ -263,10 +260,9 @@ static int is_name(const char *name) {
 rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,
                          const rm_region_options *options, rm_region **out, rm_error *err) {
   *out = NULL;
-  if (!is_name(name))
-    return rm_fail(err, RM_E_CONFIG,
-                   "name: expected 1 to %d letters, digits, '-', '_' and '.', got \"%.*s\"",
-                   NAME_MAX_LENGTH, NAME_MAX_LENGTH, name);
+  RM_FAIL_IF(!is_name(name), RM_E_CONFIG,
+             "name: expected 1 to %d letters, digits, '-', '_' and '.', got \"%.*s\"",
+             NAME_MAX_LENGTH, NAME_MAX_LENGTH, name);
   RM_TRY(rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, options->world - 1));
   if (options->world == 1) return rm_region_create(options, out, err);
   attaching a = {

@@ -39,11 +39,10 @@ rm_code rm_dispatch_create(const rm_moe *moe, int64_t max_rows, rm_dispatch *out
   rm_comm *ep = moe->rank->ep;
   const int n_ranks = rm_comm_size(ep), me = rm_comm_rank(ep);
   const int64_t top_k = moe->spec->top_k;
-  if (max_rows * top_k * n_ranks > INT32_MAX)
-    return rm_fail(err, RM_E_LIMIT,
-                   "max_rows: expected at most %d choices in all, got max_rows=%ld on %d ranks "
-                   "with top_k=%ld",
-                   INT32_MAX, max_rows, n_ranks, top_k);
+  RM_FAIL_IF(max_rows * top_k * n_ranks > INT32_MAX, RM_E_LIMIT,
+             "max_rows: expected at most %d choices in all, got max_rows=%ld on %d ranks "
+             "with top_k=%ld",
+             INT32_MAX, max_rows, n_ranks, top_k);
   *out = (rm_dispatch){.ep = ep,
                        .n_ranks = n_ranks,
                        .me = me,
