@@ -22,7 +22,7 @@ static rm_sequence *sequence_of(const rm_scheduler *scheduler, uint64_t id, rm_e
 static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
                           const rm_external_step *step, int64_t i, const int32_t *pages,
                           rm_error *err) {
-  const int64_t id = step->ids[i], size = scheduler->options.limits.page_size,
+  const int64_t id = step->ids[i], size = rm_page_size(scheduler),
                 most = scheduler->options.limits.n_pages;
   const int64_t end = step->computed[i] + step->rows[i], known = rm_sequence_length(seq);
   const int64_t n_pages =
@@ -87,15 +87,14 @@ static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, int64_t comput
   int32_t *table = rm_change_table(scheduler, seq);
   for (int64_t p = 0; p < n; p++, seq->n_pages++) {
     table[seq->n_pages] = pages[p];
-    if (seq->n_pages * scheduler->options.limits.page_size >= computed)
-      scheduler->page_versions[pages[p]] = -1;
+    if (seq->n_pages * rm_page_size(scheduler) >= computed) scheduler->page_versions[pages[p]] = -1;
   }
 }
 
 // ---------------------------------------------------------------------------------------- batches
 // Returns the first position to compute.
 static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t computed) {
-  const int64_t size = scheduler->options.limits.page_size, version = scheduler->version;
+  const int64_t size = rm_page_size(scheduler), version = scheduler->version;
   const int32_t *table = rm_block_table(scheduler, seq);
   const rm_sequence_group *group = seq->group;
   int64_t i = 0;
@@ -112,17 +111,11 @@ static int may_share_state(const rm_scheduler *scheduler) {
          scheduler->n_states - scheduler->options.max_num_seqs;
 }
 
-static int is_planned(const rm_plan *plan, int32_t state) {
-  int64_t r = 0;
-  while (r < plan->n_rows && plan->save_states[r] != state) r++;
-  return r < plan->n_rows;
-}
-
 // Lets a sequence hold the last available state of its first `from` positions. Returns the number
 // of positions that the state covers, or −1 if the current plan saves the state. Returns `from` in
 // models without states.
 static int64_t load_state(rm_scheduler *scheduler, rm_sequence *seq, int64_t from) {
-  const int64_t size = scheduler->options.limits.page_size;
+  const int64_t size = rm_page_size(scheduler);
   const int32_t *table = rm_block_table(scheduler, seq);
   if (!scheduler->n_states || (seq->state >= 0 && seq->kv_len == from)) return from;
   rm_drop_state(scheduler, seq);
@@ -130,14 +123,14 @@ static int64_t load_state(rm_scheduler *scheduler, rm_sequence *seq, int64_t fro
   while (i && rm_kv_state_of(scheduler->cache, table[i - 1]) < 0) i--;
   if (!i) return 0;
   const int32_t state = rm_kv_state_of(scheduler->cache, table[i - 1]);
-  if (is_planned(&scheduler->plan, state)) return -1;
+  if (rm_kv_state_is_new(scheduler->cache, state)) return -1;
   rm_kv_retain_state(scheduler->cache, state);
   seq->state = state;
   return i * size;
 }
 
 static void keep_states(rm_scheduler *scheduler, const rm_sequence *seq) {
-  const int64_t size = scheduler->options.limits.page_size, end = seq->next + seq->n_rows;
+  const int64_t size = rm_page_size(scheduler), end = seq->next + seq->n_rows;
   for (int64_t p = (seq->next / size + 1) * size; p <= end; p += size) {
     const int32_t state = scheduler->plan.save_states[seq->first_row + p - 1 - seq->next];
     if (state >= 0 && rm_keeps_state(scheduler, seq, p) && may_share_state(scheduler))
@@ -146,7 +139,7 @@ static void keep_states(rm_scheduler *scheduler, const rm_sequence *seq) {
 }
 
 static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
-  const int64_t size = scheduler->options.limits.page_size, version = scheduler->version,
+  const int64_t size = rm_page_size(scheduler), version = scheduler->version,
                 end = seq->next + n_rows;
   const int32_t *table = rm_block_table(scheduler, seq);
   for (int64_t i = seq->next / size; i * size < end; i++) {

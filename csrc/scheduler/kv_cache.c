@@ -32,6 +32,7 @@ typedef struct rm_state {
   rm_link link; // first member; in `available_states` or in no list
   int32_t references; // without the page's
   int32_t page; // page + 1 that keeps it; 0: none
+  int64_t kept_at; // n_takes when the page began to keep it
 } rm_state;
 
 struct rm_kv_cache {
@@ -44,7 +45,7 @@ struct rm_kv_cache {
   int32_t *buckets; // [n_buckets] page + 1
   uint64_t n_buckets; // a power of two
   rm_page_write *writes; // [2·n_pages]
-  int64_t n_writes;
+  int64_t n_writes, n_takes; // n_takes: calls of rm_kv_take_writes
   uint64_t last_node;
   int64_t n_fresh; // pages [n_fresh, n_pages) were never used and are zero
   rm_link available; // pages
@@ -197,6 +198,7 @@ int32_t rm_kv_copy(rm_kv_cache *cache, int32_t from) {
 const rm_page_write *rm_kv_take_writes(rm_kv_cache *cache, int64_t *n) {
   *n = cache->n_writes;
   cache->n_writes = 0;
+  cache->n_takes++;
   return cache->writes;
 }
 
@@ -326,7 +328,12 @@ void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t id) {
   if (cache->pages[page].state) return;
   cache->pages[page].state = id + 1;
   cache->states[id].page = page + 1;
+  cache->states[id].kept_at = cache->n_takes;
   cache->n_shared_states++;
+}
+
+int rm_kv_state_is_new(const rm_kv_cache *cache, int32_t id) {
+  return cache->states[id].kept_at == cache->n_takes;
 }
 
 int32_t rm_kv_state_of(const rm_kv_cache *cache, int32_t page) {

@@ -148,8 +148,7 @@ void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 static int64_t pages_for(const rm_scheduler *scheduler, int64_t n_positions) {
-  return (n_positions + scheduler->options.limits.page_size - 1) /
-         scheduler->options.limits.page_size;
+  return (n_positions + rm_page_size(scheduler) - 1) / rm_page_size(scheduler);
 }
 
 // Allocates pages for n_positions. The caller has checked that there are enough.
@@ -166,7 +165,7 @@ static void extend(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
 // kv_len.
 static int64_t shared_page(const rm_scheduler *scheduler, const rm_sequence *seq,
                            int64_t n_positions) {
-  const int64_t index = seq->kv_len / scheduler->options.limits.page_size;
+  const int64_t index = seq->kv_len / rm_page_size(scheduler);
   if (n_positions <= seq->kv_len || index >= seq->n_pages) return -1;
   return rm_kv_references(scheduler->cache, rm_block_table(scheduler, seq)[index]) > 1 ? index : -1;
 }
@@ -219,15 +218,14 @@ void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq) {
 // rows up to its last but one.
 static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *group,
                        int64_t page) {
-  const int64_t rows =
-      rm_min64((page + 1) * scheduler->options.limits.page_size - 1, group->n_targets);
+  const int64_t rows = rm_min64((page + 1) * rm_page_size(scheduler) - 1, group->n_targets);
   if (group->n_scored >= rows) return 2;
   return !group->prompt_top && !group->score_sampling && !group->logits_out;
 }
 
 static void take_logprobs(rm_scheduler *scheduler, rm_sequence_group *group, int64_t index,
                           int32_t page) {
-  const int64_t size = scheduler->options.limits.page_size, start = index * size;
+  const int64_t size = rm_page_size(scheduler), start = index * size;
   for (int64_t position = rm_max64(start, group->n_scored + 1);
        position < start + size && position <= group->n_targets; position++) {
     group->prompt_logprobs[position - 1] = rm_kv_logprobs(scheduler->cache, page)[position - start];
@@ -239,7 +237,7 @@ static void take_logprobs(rm_scheduler *scheduler, rm_sequence_group *group, int
 // missing rows can be computed.
 static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_sequence_group *group = seq->group;
-  const int64_t size = scheduler->options.limits.page_size, length = rm_sequence_length(seq);
+  const int64_t size = rm_page_size(scheduler), length = rm_sequence_length(seq);
   const int32_t *table = rm_block_table(scheduler, seq);
   for (; seq->n_pages; rm_kv_release(scheduler->cache, table[--seq->n_pages])) {
     const int64_t end = seq->n_pages * size;
@@ -257,7 +255,7 @@ static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
 // page.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   int32_t *table = rm_change_table(scheduler, seq), parent = -1;
-  const int64_t size = scheduler->options.limits.page_size, n = rm_sequence_length(seq) / size;
+  const int64_t size = rm_page_size(scheduler), n = rm_sequence_length(seq) / size;
   seq->n_pages = 0;
   if (!scheduler->options.prefix_caching) return;
   for (int64_t i = 0; i < n; i++) {
@@ -275,7 +273,7 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
 // Activates a waiting sequence, with pages for all of its known tokens. Returns 0 if there are too
 // few pages; the sequence is then unchanged.
 static int start(rm_scheduler *scheduler, rm_sequence *seq) {
-  const int64_t length = rm_sequence_length(seq), size = scheduler->options.limits.page_size;
+  const int64_t length = rm_sequence_length(seq), size = rm_page_size(scheduler);
   rm_sequence_group *group = seq->group;
   if (scheduler->blocked == seq && scheduler->n_active &&
       rm_kv_free_pages(scheduler->cache) <= scheduler->blocked_free)
@@ -339,7 +337,7 @@ static void join_siblings(rm_scheduler *scheduler, const rm_sequence *leader, in
     seq->kv_len = seq->next = group->n_prompt;
     if ((seq->state = plan->save_states[row]) >= 0)
       rm_kv_retain_state(scheduler->cache, seq->state);
-    seq->n_indexed = group->n_prompt / scheduler->options.limits.page_size; // by the leader
+    seq->n_indexed = group->n_prompt / rm_page_size(scheduler); // by the leader
     add_out(plan, row, (rm_out_row){seq, seq->next - 1, -1, 1, 1});
   }
 }
@@ -367,8 +365,7 @@ static int32_t state_after(rm_scheduler *scheduler, const rm_sequence *seq, int6
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
   rm_plan *plan = &scheduler->plan;
   const rm_sequence_group *group = seq->group;
-  const int64_t end = seq->next + n_rows, size = scheduler->options.limits.page_size,
-                first = plan->n_rows;
+  const int64_t end = seq->next + n_rows, size = rm_page_size(scheduler), first = plan->n_rows;
   const int32_t *table = rm_block_table(scheduler, seq);
   seq->first_row = first;
   seq->n_rows = n_rows;

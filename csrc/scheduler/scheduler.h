@@ -120,10 +120,13 @@ void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq);
 // Plans n_rows rows from seq->next on, and the draw from the last one.
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows);
+static inline int64_t rm_page_size(const rm_scheduler *scheduler) {
+  return scheduler->options.limits.page_size;
+}
 // Whether a page that ends at a position keeps the state there, wherever the sequence ends.
 static inline int rm_keeps_state(const rm_scheduler *scheduler, const rm_sequence *seq,
                                  int64_t position) {
-  const int64_t size = scheduler->options.limits.page_size;
+  const int64_t size = rm_page_size(scheduler);
   return scheduler->n_states && scheduler->options.prefix_caching && !seq->stale &&
          (position % scheduler->state_interval == 0 ||
           position == (seq->group->n_prompt - 1) / size * size);
