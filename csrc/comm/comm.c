@@ -131,10 +131,10 @@ void rm_comm_abort(rm_comm *comm, rm_code why) {
 // --------------------------------------------------------------------------------------- one call
 static rm_code check_own(const rm_comm *comm, rm_comm_op op, const rm_block *send,
                          const rm_block *recv, rm_error *err) {
-  if (rm_block_bytes(send) == rm_block_bytes(recv)) return RM_OK;
-  return rm_fail(err, RM_E_LAYOUT,
-                 "%s: rank %d sends itself %zu bytes: expected a receive block of as many, got %zu",
-                 rm_comm_op_name(op), comm->rank, rm_block_bytes(send), rm_block_bytes(recv));
+  RM_FAIL_IF(rm_block_bytes(send) != rm_block_bytes(recv), RM_E_LAYOUT,
+             "%s: rank %d sends itself %zu bytes: expected a receive block of as many, got %zu",
+             rm_comm_op_name(op), comm->rank, rm_block_bytes(send), rm_block_bytes(recv));
+  return RM_OK;
 }
 
 static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
@@ -245,10 +245,10 @@ static rm_code check_pending(rm_comm *const comms[], int n, const rm_device *dev
   for (int i = 0; i < n; i++) {
     if (comms[i] && waits_in_queue(comms[i])) RM_TRY(rm_comm_check(comms[i], err));
   }
-  if (waited < timeout) return RM_OK;
-  return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
-                 "%s: its work was not done within %.3g s; a rank that it waits for did not arrive",
-                 device->name, timeout);
+  RM_FAIL_IF(waited >= timeout, RM_E_COLLECTIVE_TIMEOUT,
+             "%s: its work was not done within %.3g s; a rank that it waits for did not arrive",
+             device->name, timeout);
+  return RM_OK;
 }
 
 static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, int event,

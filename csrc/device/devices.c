@@ -91,8 +91,9 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
 
 // ------------------------------------------------------------------------------------- any device
 rm_code rm_device_check(const rm_device *device, rm_device_status status, rm_error *err) {
-  if (status == RM_DEVICE_OK) return RM_OK;
-  return rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, device->message(device->self));
+  RM_FAIL_IF(status != RM_DEVICE_OK, RM_E_DEVICE, "%s: %s", device->name,
+             device->message(device->self));
+  return RM_OK;
 }
 
 rm_code rm_device_wait(const rm_device *device, rm_error *err) {

@@ -99,14 +99,13 @@ static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options,
 static rm_code check_options(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
   const rm_endpoints *ends = options->endpoints;
   const int world = rm_mesh_world(&options->mesh);
-  rm_code code = check_mesh(spec, options, err);
   // The caller makes these from names, groups and devices that it has checked.
   assert(!ends || (ends->index >= 0 && ends->index < world && !ends->world == (world == 1)));
   assert(options->dispatcher >= 0 && options->dispatcher < RM_N_DISPATCHER);
   assert(options->dtype == RM_BF16 || options->dtype == RM_F32);
   assert(options->cuda_library || !(options->nccl_library || options->cublas_library));
   assert(options->dtype == RM_BF16 || !options->cublas_library);
-  if (code) return code;
+  RM_TRY(check_mesh(spec, options, err));
   RM_FAIL_IF(options->external_pages > 0 && !ends && world > 1, RM_E_CONFIG,
              "external_pages: expected one rank in each process, got %d in this one", world);
   RM_TRY(check_ranges(spec, options, err));

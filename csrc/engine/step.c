@@ -8,9 +8,10 @@ static rm_code check_not_lost(const rm_engine *engine, rm_error *err) {
 }
 
 rm_code rm_check_awake(const rm_engine *engine, unsigned parts, const char *before, rm_error *err) {
-  if (!(engine->asleep & parts)) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "%s: expected awake, got asleep; call wake() before %s",
-                 engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache", before);
+  RM_FAIL_IF(engine->asleep & parts, RM_E_STATE,
+             "%s: expected awake, got asleep; call wake() before %s",
+             engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache", before);
+  return RM_OK;
 }
 
 rm_code rm_check_serving(const rm_engine *engine, unsigned parts, const char *before,

@@ -14,9 +14,8 @@ static void on_all(rm_engine *engine, void (*call)(rm_store *)) {
 static rm_code refuse_unfinished(const rm_engine *engine, const char *sync, const char *instead,
                                  rm_error *err) {
   const int64_t n = rm_engine_unfinished(engine);
-  if (!n) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "unfinished requests: expected none %s, got %ld; %s", sync, n,
-                 instead);
+  RM_FAIL_IF(n, RM_E_STATE, "unfinished requests: expected none %s, got %ld; %s", sync, n, instead);
+  return RM_OK;
 }
 
 static rm_code begin_worker(rm_worker *worker, void *options) {
@@ -130,9 +129,9 @@ rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **
 
 // ------------------------------------------------------------------------------------------ sleep
 static rm_code check_no_sync(const rm_engine *engine, rm_error *err) {
-  if (!engine->workers[0].store->open) return RM_OK;
-  return rm_fail(err, RM_E_STATE,
-                 "sync: expected none open while the weights go to sleep, got an open one");
+  RM_FAIL_IF(engine->workers[0].store->open, RM_E_STATE,
+             "sync: expected none open while the weights go to sleep, got an open one");
+  return RM_OK;
 }
 
 static rm_code offload_worker(rm_worker *worker, void *arg) {

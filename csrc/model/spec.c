@@ -31,9 +31,9 @@ static rm_code check_bounds(const bound list[], size_t n, rm_error *err) {
 }
 
 static rm_code check_even(const char *name, int64_t value, rm_error *err) {
-  if (value % 2 == 0) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s: expected an even number (rope rotates pairs), got %ld",
-                 name, value);
+  RM_FAIL_IF(value % 2 != 0, RM_E_CONFIG,
+             "%s: expected an even number (rope rotates pairs), got %ld", name, value);
+  return RM_OK;
 }
 
 static rm_code check_positive(const char *name, float value, rm_error *err) {

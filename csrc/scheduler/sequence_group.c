@@ -94,11 +94,11 @@ static rm_code check_capacity(const rm_request *request, const rm_request_limits
                               rm_error *err) {
   const int64_t n_positions = request->n_prompt + rm_max64(capacity_of(request, limits) - 1, 0);
   const int64_t n_pages = (n_positions + limits->page_size - 1) / limits->page_size;
-  if (n_pages <= limits->n_pages) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY,
-                 "KV cache: expected a request of at most %ld pages of %ld positions, got one of "
-                 "%ld pages (%ld tokens)",
-                 limits->n_pages, limits->page_size, n_pages, n_positions);
+  RM_FAIL_IF(n_pages > limits->n_pages, RM_E_CAPACITY,
+             "KV cache: expected a request of at most %ld pages of %ld positions, got one of "
+             "%ld pages (%ld tokens)",
+             limits->n_pages, limits->page_size, n_pages, n_positions);
+  return RM_OK;
 }
 
 rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits,

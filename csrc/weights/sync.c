@@ -301,13 +301,13 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
   }
   for (int64_t i = 0; i < tasks->n; i++) {
     const rm_copy_task *task = &tasks->list[i];
-    if (task->args.diff_index < 0) continue;
-    return rm_fail(
-        err, RM_E_TIED_WEIGHT, "%s differs from %s at element %s, and tie_word_embeddings is set",
-        task->entry->name, rm_param_name(store->params, &store->params->list[task->twin]).text,
-        show_index(store, &task->piece, &task->entry->tensor,
-                   task->args.index0 + task->args.diff_index)
-            .text);
+    RM_FAIL_IF(task->args.diff_index >= 0, RM_E_TIED_WEIGHT,
+               "%s differs from %s at element %s, and tie_word_embeddings is set",
+               task->entry->name,
+               rm_param_name(store->params, &store->params->list[task->twin]).text,
+               show_index(store, &task->piece, &task->entry->tensor,
+                          task->args.index0 + task->args.diff_index)
+                   .text);
   }
   for (int64_t i = 0; i < tasks->n; i++) {
     const rm_copy_task *task = &tasks->list[i];

@@ -97,9 +97,9 @@ int rm_region_claim(int file, size_t at, size_t bytes) {
 static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
   if (region->file < 0) return RM_OK;
   const int failed = rm_region_claim(region->file, at, region->pair_bytes);
-  if (!failed) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "no shared memory for two buffers of %zu bytes: %s",
-                 region->buffer_bytes, strerror(failed));
+  RM_FAIL_IF(failed, RM_E_CAPACITY, "no shared memory for two buffers of %zu bytes: %s",
+             region->buffer_bytes, strerror(failed));
+  return RM_OK;
 }
 
 static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t *members, int n,

@@ -166,23 +166,30 @@ static void permute(rm_moe *moe, const rm_moe_rows *at) {
                    (size_t)(args.n_experts + 1) * sizeof *args.group_rows);
 }
 
-// Sends each rank its columns of the outputs of this rank's experts, which are in `sorted`. Called
-// on the CPU, which can read group_rows.
-static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
+rm_code rm_moe_exchange_columns(rm_moe *moe, char *outputs, const int64_t counts[], rm_error *err) {
   const rm_shard *shard = moe->shard;
   const size_t row = rm_moe_row_bytes(moe), mine = (size_t)moe->here->hidden.n * shard->elem;
-  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first;
+  char *part = moe->part;
   rm_block *send = rm_comm_blocks(moe->ep), *recv = send + shard->size;
-  for (int r = 0; r < shard->size; r++) {
-    const rm_range its = moe->experts[r], columns = rm_shard_columns(shard, RM_DIM_OUT, r);
-    const int64_t from = starts[its.first];
-    send[r] =
-        (rm_block){moe->sorted + (size_t)here[0] * row + (size_t)columns.first * shard->elem,
-                   here[moe->here->experts.n] - here[0], (size_t)columns.n * shard->elem, row};
-    recv[r] =
-        (rm_block){moe->part + (size_t)from * mine, starts[its.first + its.n] - from, mine, mine};
+  for (int r = 0; r < shard->size; part += (size_t)counts[r++] * mine) {
+    const rm_range columns = rm_shard_columns(shard, RM_DIM_OUT, r);
+    send[r] = (rm_block){outputs + (size_t)columns.first * shard->elem, counts[shard->me],
+                         (size_t)columns.n * shard->elem, row};
+    recv[r] = (rm_block){part, counts[r], mine, mine};
   }
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, send, recv, err);
+}
+
+// Exchanges the outputs of all experts. Called on the CPU, which can read group_rows.
+static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
+  const int32_t *starts = moe->group_rows;
+  int64_t counts[RM_MAX_TP];
+  for (int r = 0; r < moe->shard->size; r++) {
+    const rm_range its = moe->experts[r];
+    counts[r] = starts[its.first + its.n] - starts[its.first];
+  }
+  const size_t first = (size_t)starts[moe->here->experts.first];
+  return rm_moe_exchange_columns(moe, moe->sorted + first * rm_moe_row_bytes(moe), counts, err);
 }
 
 // Sorts the rows by expert and computes this rank's experts, or its columns of all experts. The

@@ -130,19 +130,11 @@ static rm_code compute(rm_moe *moe, const rm_moe_rows *at, const char *x, const 
 }
 
 rm_code rm_moe_static_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
-  const rm_shard *shard = moe->shard;
-  const size_t row = rm_moe_row_bytes(moe), mine = (size_t)moe->here->hidden.n * shard->elem;
-  const int64_t top_k = moe->spec->top_k,
-                n = at->rows * rm_max_choices(top_k, moe->here->experts.n);
+  const int64_t top_k = moe->spec->top_k, each = rm_max_choices(top_k, moe->here->experts.n);
+  int64_t counts[RM_MAX_TP];
+  for (int r = 0; r < moe->shard->size; r++) counts[r] = at->rows * each;
   RM_TRY(compute(moe, at, at->x, moe->ids, 1, at->rows, at->rows, at->rows * top_k, err));
-  rm_block *send = rm_comm_blocks(moe->ep), *recv = send + shard->size;
-  for (int r = 0; r < shard->size; r++) {
-    const rm_range columns = rm_shard_columns(shard, RM_DIM_OUT, r);
-    send[r] = (rm_block){moe->fixed.back + (size_t)columns.first * shard->elem, n,
-                         (size_t)columns.n * shard->elem, row};
-    recv[r] = (rm_block){moe->part + (size_t)(r * n) * mine, n, mine, mine};
-  }
-  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, send, recv, err);
+  return rm_moe_exchange_columns(moe, moe->fixed.back, counts, err);
 }
 
 // Sends each rank the outputs of its rows, into `sorted`, whose inputs are free by now.
