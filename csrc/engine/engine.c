@@ -167,10 +167,10 @@ static rm_code allocate(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
   int32_t *eos = NULL;
   const rm_field fields[] = {
-      RM_FIELD(eos, (size_t)options->n_eos),
-      RM_FIELD(engine->schedulers, (size_t)engine->n_replicas),
-      RM_FIELD(engine->workers, (size_t)engine->n_workers),
-      RM_FIELD(engine->assigned, (size_t)options->mesh.dp),
+      RM_FIELD(eos, options->n_eos),
+      RM_FIELD(engine->schedulers, engine->n_replicas),
+      RM_FIELD(engine->workers, engine->n_workers),
+      RM_FIELD(engine->assigned, options->mesh.dp),
       RM_FIELD(engine->prefixes, PREFIX_SLOTS),
   };
   const size_t n = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n);

@@ -73,9 +73,9 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->attn_gate, spec->attention_gate ? rows : 0, (size_t)(heads * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers || shared_rows ? rows : 0,
        (size_t)rm_max64(spec->intermediate_size, spec->shared_intermediate_size) * elem},
-      RM_FIELD_ROWS(model->squares, normed_rows, (size_t)(heads + here->kv_heads.n)),
+      RM_FIELD_ROWS(model->squares, normed_rows, heads + here->kv_heads.n),
       RM_FIELD_ROWS(model->all_squares, parallel ? normed_rows : 0,
-                    (size_t)(spec->n_heads + spec->n_kv_heads)),
+                    spec->n_heads + spec->n_kv_heads),
       {&model->shared, shared_rows, row},
       {&model->shared_home, parallel ? shared_rows : 0, row},
       {&model->shared_switch, spec->shared_switch ? shared_rows : 0, elem},
@@ -129,15 +129,15 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
 
 // Allocates the arrays of host_indices.c, with tp > 1.
 static rm_code create_indices(rm_model *model, rm_error *err) {
-  const size_t rows = (size_t)model->options.max_rows, outs = (size_t)model->options.max_out_rows;
+  const int64_t rows = model->options.max_rows, outs = model->options.max_out_rows;
   const rm_field fields[] = {
       RM_FIELD(model->embed_ids, rows),
       RM_FIELD(model->embed_rows, rows),
       RM_FIELD(model->own_out_rows, rows),
       RM_FIELD(model->local_targets, outs),
       RM_FIELD(model->from_targets, outs),
-      RM_FIELD(model->embed_counts, (size_t)model->shard.size),
-      RM_FIELD(model->out_counts, (size_t)model->shard.size),
+      RM_FIELD(model->embed_counts, model->shard.size),
+      RM_FIELD(model->out_counts, model->shard.size),
   };
   const size_t n = sizeof fields / sizeof *fields;
   if (!model->shard.comm) return RM_OK;

@@ -90,7 +90,7 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
       RM_FIELD_ROWS(cache->routed, routed ? n * size : 0, routed),
       RM_FIELD(cache->buckets, cache->n_buckets),
       RM_FIELD(cache->writes, 2 * n),
-      RM_FIELD(cache->states, (size_t)options->n_states),
+      RM_FIELD(cache->states, options->n_states),
   };
   const size_t n_fields = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n_fields);
   cache->block = bytes ? rm_alloc(1, bytes) : NULL;

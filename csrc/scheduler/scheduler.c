@@ -30,13 +30,12 @@
 rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options *options,
                             rm_error *err) {
   const rm_request_limits *limits = &options->limits;
-  const size_t rows = (size_t)options->max_num_batched_tokens, seqs = (size_t)options->max_num_seqs;
-  const size_t max_pages =
-      (size_t)((limits->max_model_len + limits->page_size - 1) / limits->page_size);
+  const int64_t rows = options->max_num_batched_tokens, seqs = options->max_num_seqs,
+                max_pages = (limits->max_model_len + limits->page_size - 1) / limits->page_size;
   rm_plan *plan = &scheduler->plan;
   const rm_field fields[] = {
       RM_FIELD(scheduler->free_table_rows, seqs),
-      RM_FIELD(scheduler->page_versions, (size_t)options->external_pages),
+      RM_FIELD(scheduler->page_versions, options->external_pages),
       RM_FIELD(plan->scheduled, seqs),
       RM_FIELD(plan->ids, rows),
       RM_FIELD(plan->positions, rows),
@@ -52,7 +51,7 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
       RM_FIELD(plan->table_changed, seqs),
   };
   scheduler->options = *options;
-  scheduler->max_pages = (int64_t)max_pages;
+  scheduler->max_pages = max_pages;
   rm_list_init(&scheduler->waiting);
   rm_list_init(&scheduler->active);
   rm_list_init(&scheduler->live);

@@ -158,24 +158,23 @@ enum { GROUP_FIELDS = 12, SEQUENCE_FIELDS = 12 };
 static void group_fields(rm_sequence_group *group, const rm_request *request,
                          const rm_request_limits *limits, rm_field fields[GROUP_FIELDS]) {
   // One more than needed, so that a prompt of one token has arrays that are not NULL.
-  const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt : 0;
-  const int64_t n_bad = request->n_bad_words;
-  const size_t top = group->prompt_top ? targets : 0,
-               set = (size_t)request->n_stop_ids + (size_t)limits->n_eos;
+  const int64_t targets = group->want_prompt_logprobs ? group->n_prompt : 0,
+                n_bad = request->n_bad_words, top = group->prompt_top ? targets : 0,
+                set = request->n_stop_ids + limits->n_eos;
   const rm_field all[GROUP_FIELDS] = {
-      RM_FIELD(group->sequences, (size_t)group->n),
+      RM_FIELD(group->sequences, group->n),
       RM_FIELD(group->stops, set),
-      RM_FIELD(group->banned, set + (size_t)request->n_banned),
-      RM_FIELD(group->edits, (size_t)rm_logit_edits_most(request)),
-      RM_FIELD(group->bad_words, n_bad ? (size_t)request->bad_word_ends[n_bad - 1] : 0),
-      RM_FIELD(group->bad_word_ends, (size_t)n_bad),
+      RM_FIELD(group->banned, set + request->n_banned),
+      RM_FIELD(group->edits, rm_logit_edits_most(request)),
+      RM_FIELD(group->bad_words, n_bad ? request->bad_word_ends[n_bad - 1] : 0),
+      RM_FIELD(group->bad_word_ends, n_bad),
       RM_FIELD(group->prompt_logprobs, targets),
       RM_FIELD(group->prompt_sampling, group->score_sampling ? targets : 0),
       RM_FIELD(group->prompt_ranks, group->want_token_ranks ? targets : 0),
-      RM_FIELD_ROWS(group->prompt_top_ids, top, (size_t)group->prompt_top),
-      RM_FIELD_ROWS(group->prompt_top_logprobs, top, (size_t)group->prompt_top),
-      RM_FIELD_ROWS(group->prompt_routed, limits->routed_per_token ? (size_t)group->n_prompt : 0,
-                    (size_t)limits->routed_per_token),
+      RM_FIELD_ROWS(group->prompt_top_ids, top, group->prompt_top),
+      RM_FIELD_ROWS(group->prompt_top_logprobs, top, group->prompt_top),
+      RM_FIELD_ROWS(group->prompt_routed, limits->routed_per_token ? group->n_prompt : 0,
+                    limits->routed_per_token),
   };
   memcpy(fields, all, sizeof all);
 }
@@ -183,23 +182,21 @@ static void group_fields(rm_sequence_group *group, const rm_request *request,
 static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group,
                             const rm_request *request, const rm_request_limits *limits,
                             rm_field fields[SEQUENCE_FIELDS]) {
-  const size_t capacity = (size_t)group->capacity, top = group->top_logprobs ? capacity : 0;
-  const size_t banned = (size_t)(request->n_stop_ids + limits->n_eos + request->n_banned);
+  const int64_t capacity = group->capacity, top = group->top_logprobs ? capacity : 0,
+                banned = request->n_stop_ids + limits->n_eos + request->n_banned;
   const rm_field all[SEQUENCE_FIELDS] = {
-      RM_FIELD(seq->ids, (size_t)group->n_prompt + capacity),
+      RM_FIELD(seq->ids, group->n_prompt + capacity),
       RM_FIELD(seq->logprobs, capacity),
       RM_FIELD(seq->sampling_logprobs, capacity),
       RM_FIELD(seq->versions, capacity),
       RM_FIELD(seq->no_contract, capacity),
-      RM_FIELD_ROWS(seq->routed, limits->routed_per_token ? capacity : 0,
-                    (size_t)limits->routed_per_token),
+      RM_FIELD_ROWS(seq->routed, limits->routed_per_token ? capacity : 0, limits->routed_per_token),
       RM_FIELD(seq->ranks, group->want_token_ranks ? capacity : 0),
-      RM_FIELD_ROWS(seq->top_ids, top, (size_t)group->top_logprobs),
-      RM_FIELD_ROWS(seq->top_logprobs, top, (size_t)group->top_logprobs),
+      RM_FIELD_ROWS(seq->top_ids, top, group->top_logprobs),
+      RM_FIELD_ROWS(seq->top_logprobs, top, group->top_logprobs),
       RM_FIELD(seq->kept, group->want_kept ? capacity : 0),
-      RM_FIELD(seq->edits,
-               rm_has_penalties(group) ? (size_t)rm_logit_edits_most(request) + capacity : 0),
-      RM_FIELD(seq->banned, request->n_bad_words ? banned + (size_t)request->n_bad_words : 0),
+      RM_FIELD(seq->edits, rm_has_penalties(group) ? rm_logit_edits_most(request) + capacity : 0),
+      RM_FIELD(seq->banned, request->n_bad_words ? banned + request->n_bad_words : 0),
   };
   memcpy(fields, all, sizeof all);
 }

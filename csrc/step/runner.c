@@ -55,12 +55,11 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
       RM_FIELD(runner->params, outs),
   };
   const rm_field device[] = {
-      RM_FIELD_ROWS(runner->logits, outs, (size_t)runner->ld_logits),
+      RM_FIELD_ROWS(runner->logits, outs, runner->ld_logits),
       RM_FIELD_ROWS(runner->stats, outs, 2),
   };
   const rm_field both[] = {
-      RM_FIELD_ROWS(runner->block_tables, runner->device->on_host ? 0 : seqs,
-                    (size_t)options->max_pages),
+      RM_FIELD_ROWS(runner->block_tables, runner->device->on_host ? 0 : seqs, options->max_pages),
       {&runner->buffer, runner->buffer_bytes, 1},
   };
   snprintf(what, sizeof what, "batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", rows, seqs);

@@ -16,12 +16,12 @@ static rm_code create_buffers(rm_dispatch *d, int64_t max_rows, rm_error *err) {
                row = d->row_bytes, arrive = (size_t)d->max_arrive;
   const size_t all = d->sees_all ? ranks * (size_t)max_rows : 0;
   const rm_field fields[] = {
-      RM_FIELD(d->cursor, (size_t)d->n_experts),
+      RM_FIELD(d->cursor, d->n_experts),
       RM_FIELD(d->home_rows, ranks),
       RM_FIELD(d->starts, ranks * (size_t)(d->n_experts + 1)),
       RM_FIELD(d->place, choices),
-      RM_FIELD(d->group_rows, (size_t)d->here.n + 1),
-      RM_FIELD_ROWS(d->all_ids, all, (size_t)d->top_k),
+      RM_FIELD(d->group_rows, d->here.n + 1),
+      RM_FIELD_ROWS(d->all_ids, all, d->top_k),
       {&d->choices, choices, row},
       {&d->arrived, arrive, row},
       {&d->work, arrive, row},

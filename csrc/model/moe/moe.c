@@ -51,7 +51,7 @@ size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_field list[RM_MOE_FIELDS - RM_STATIC_FIELDS] = {
       RM_FIELD(moe->ids, choices),
       RM_FIELD(moe->gates, choices),
-      RM_FIELD(moe->group_rows, (size_t)spec->n_experts + 1),
+      RM_FIELD(moe->group_rows, spec->n_experts + 1),
       {&moe->inner, arrive > slots ? arrive : slots, (size_t)spec->moe_intermediate_size * elem},
       RM_FIELD(moe->place, dispatches ? homes * (size_t)spec->top_k : choices),
       {&moe->sorted, dispatches ? slots : choices, (size_t)spec->hidden_size * elem},
