@@ -45,7 +45,7 @@ typedef struct rm_error {
 
 #define RM_ERROR_INIT {RM_OK, 0}
 
-// Returns the code of a call that fails from the function.
+// Makes the function return the code of a call that fails.
 #define RM_TRY(call) \
   do { \
     const rm_code rm_failed = (call); \
@@ -56,7 +56,7 @@ typedef struct rm_error {
 // may be NULL. Messages print an int64_t by %ld, since it is a long on 64-bit Linux.
 rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-// Fails from the function if the condition is true.
+// Makes the function fail if the condition is true.
 #define RM_FAIL_IF(condition, ...) \
   do { \
     if (condition) return rm_fail(err, __VA_ARGS__); \

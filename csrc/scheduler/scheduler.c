@@ -249,9 +249,8 @@ static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-// Takes the cached pages of the longest cached prefix, and copies their logprobs: also those of
-// pages that end_at_state releases, because the logprob of a page's last row is a record of the next
-// page.
+// Takes the cached pages of the longest cached prefix, and copies their logprobs: also from pages
+// that end_at_state releases, because the logprob of a page's last row belongs to the next page.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   int32_t *table = rm_change_table(scheduler, seq), parent = -1;
   const int64_t size = rm_page_size(scheduler), n = rm_sequence_length(seq) / size;
