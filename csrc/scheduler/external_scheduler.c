@@ -78,11 +78,7 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
 static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, int64_t computed, int replace,
                        const int32_t *pages, int64_t n) {
   const int fresh = seq->status != RM_ACTIVE;
-  if (fresh) {
-    rm_list_remove(&seq->link);
-    scheduler->n_waiting--;
-    rm_activate(scheduler, seq);
-  }
+  if (fresh) rm_activate(scheduler, seq);
   if (fresh || replace) seq->n_pages = 0;
   int32_t *table = rm_change_table(scheduler, seq);
   for (int64_t p = 0; p < n; p++, seq->n_pages++) {

@@ -110,7 +110,9 @@ void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 void rm_activate(rm_scheduler *scheduler, rm_sequence *seq) {
-  assert(scheduler->n_free_table_rows > 0);
+  assert(seq->status == RM_WAITING && scheduler->n_free_table_rows > 0);
+  rm_list_remove(&seq->link);
+  scheduler->n_waiting--;
   seq->table_row = scheduler->free_table_rows[--scheduler->n_free_table_rows];
   seq->status = RM_ACTIVE;
   insert_by_order(&scheduler->active, seq);
@@ -269,7 +271,7 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 // Activates a waiting sequence, with pages for all of its known tokens. Returns 0 if there are too
-// few pages; the sequence is then unchanged.
+// few pages; the sequence then keeps waiting.
 static int start(rm_scheduler *scheduler, rm_sequence *seq) {
   const int64_t length = rm_sequence_length(seq), size = rm_page_size(scheduler);
   rm_sequence_group *group = seq->group;
@@ -278,19 +280,14 @@ static int start(rm_scheduler *scheduler, rm_sequence *seq) {
     return 0;
   // The prefix may take one state, and the first rows save another one.
   if (scheduler->n_states && rm_kv_free_states(scheduler->cache) < 2) return 0;
-  rm_link *next = seq->link.next;
-  rm_list_remove(&seq->link);
   rm_activate(scheduler, seq);
   match_prefix(scheduler, seq);
   if (pages_for(scheduler, length) - seq->n_pages > rm_kv_free_pages(scheduler->cache)) {
-    rm_leave_lists(scheduler, seq);
-    rm_list_insert_before(next, &seq->link);
-    seq->status = RM_WAITING;
+    rm_preempt(scheduler, seq);
     scheduler->blocked = seq;
     scheduler->blocked_free = rm_kv_free_pages(scheduler->cache);
     return 0;
   }
-  scheduler->n_waiting--;
   seq->kv_len = seq->n_pages * size;
   rm_take_routed(scheduler, seq, seq->kv_len);
   seq->n_indexed = seq->n_pages;
@@ -325,7 +322,6 @@ static void join_siblings(rm_scheduler *scheduler, const rm_sequence *leader, in
   for (int32_t i = 0; i < group->n && scheduler->n_free_table_rows && rows_left(scheduler); i++) {
     rm_sequence *seq = &group->sequences[i];
     if (seq->status != RM_WAITING || seq->n_tokens) continue;
-    rm_leave_lists(scheduler, seq);
     rm_activate(scheduler, seq);
     int32_t *table = rm_change_table(scheduler, seq);
     for (; seq->n_pages < leader->n_pages; seq->n_pages++) {

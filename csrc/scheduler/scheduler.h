@@ -109,7 +109,7 @@ void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, int
 
 // ------------------------------------------------------ scheduler.c, for the files of this folder
 void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq); // into `waiting`, by order
-// Makes a sequence that is not in a list ACTIVE, with a table row.
+// Makes a WAITING sequence ACTIVE, with a table row.
 void rm_activate(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_drop_state(rm_scheduler *scheduler, rm_sequence *seq); // which then holds none
 // Removes a sequence from its list and releases its pages and table row.
