@@ -201,7 +201,7 @@ static void visit_memory(void *list, const char *group) {
     // Inactive cached file pages count as available.
     if (!read_numbers(group, names[2], names[3], 1, &cached) || cached > used) cached = 0;
     used -= cached;
-    snprintf(name, sizeof name, "control group %llu", (unsigned long long)status.st_ino);
+    snprintf(name, sizeof name, "control group %lu", status.st_ino);
     add_pool(list, (rm_memory_pool){rm_memory_name(name), limit > used ? limit - used : 0});
   }
 }

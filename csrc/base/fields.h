@@ -16,7 +16,8 @@ typedef struct rm_field {
 } rm_field;
 // The row of an array of `count` elements, or of `count` rows of `width` elements.
 #define RM_FIELD(array, count) RM_FIELD_ROWS(array, count, 1)
-#define RM_FIELD_ROWS(array, count, width) {&(array), count, (width) * sizeof *(array)}
+#define RM_FIELD_ROWS(array, count, width) \
+  {&(array), (size_t)(count), (size_t)(width) * sizeof *(array)}
 
 // Returns the bytes of an allocation for all fields, 0 when the sum does not fit in a size_t.
 static inline size_t rm_fields_bytes(const rm_field *fields, size_t n) {

@@ -38,9 +38,9 @@ rm_code rm_no_memory(rm_error *err, const char *what, size_t bytes) {
 
 rm_code rm_check_range(rm_error *err, rm_code code, const char *name, int64_t value, int64_t low,
                        int64_t high) {
-  if (value >= low && value <= high) return RM_OK;
-  return rm_fail(err, code, "%s: expected %lld to %lld, got %lld", name, (long long)low,
-                 (long long)high, (long long)value);
+  RM_FAIL_IF(value < low || value > high, code, "%s: expected %ld to %ld, got %ld", name, low, high,
+             value);
+  return RM_OK;
 }
 
 void rm_error_append(rm_error *err, const char *format, ...) {

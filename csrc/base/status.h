@@ -45,10 +45,22 @@ typedef struct rm_error {
 
 #define RM_ERROR_INIT {RM_OK, 0}
 
+// Makes the function return the code of a call that fails.
+#define RM_TRY(call) \
+  do { \
+    const rm_code rm_failed = (call); \
+    if (rm_failed) return rm_failed; \
+  } while (0)
+
 // Replaces code and message and returns code, so that a function can `return rm_fail(err, …)`. err
-// may be NULL.
+// may be NULL. Messages print an int64_t by %ld, since it is a long on 64-bit Linux.
 rm_code rm_fail(rm_error *err, rm_code code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+// Makes the function fail if the condition is true.
+#define RM_FAIL_IF(condition, ...) \
+  do { \
+    if (condition) return rm_fail(err, __VA_ARGS__); \
+  } while (0)
 // Fails with RM_E_MEMORY: `bytes` for `what` could not be allocated. 0: some bytes.
 rm_code rm_no_memory(rm_error *err, const char *what, size_t bytes);
 // Returns RM_OK if low ≤ value ≤ high, else fails with `code`.

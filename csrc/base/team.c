@@ -134,8 +134,7 @@ static int start_worker(rm_worker *worker) {
 
 rm_code rm_team_create(int n_threads, rm_team **out, rm_error *err) {
   *out = NULL;
-  const rm_code code = rm_check_range(err, RM_E_CONFIG, "threads", n_threads, 1, RM_MAX_THREADS);
-  if (code) return code;
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "threads", n_threads, 1, RM_MAX_THREADS));
   rm_team *team = rm_alloc(1, sizeof *team + (size_t)(n_threads - 1) * sizeof team->workers[0]);
   if (!team) return rm_no_memory(err, "a team of threads", 0);
   team->n_threads = n_threads;

@@ -71,11 +71,10 @@ static int is_here(const rm_comm *comm) { return getpid() == comm->owner; }
 
 // Fails in a forked child, and if the group is dead.
 static rm_code check_usable(const rm_comm *comm, rm_error *err) {
-  if (!is_here(comm))
-    return rm_fail(err, RM_E_STATE,
-                   "this endpoint belongs to process %d, and this is process %d; create a new one "
-                   "in a forked child",
-                   (int)comm->owner, (int)getpid());
+  RM_FAIL_IF(!is_here(comm), RM_E_STATE,
+             "this endpoint belongs to process %d, and this is process %d; create a new one "
+             "in a forked child",
+             (int)comm->owner, (int)getpid());
   return comm->error.code ? rm_fail(err, comm->error.code, "%s", rm_error_message(&comm->error))
                           : RM_OK;
 }
@@ -84,8 +83,7 @@ static rm_code check_usable(const rm_comm *comm, rm_error *err) {
 rm_code rm_comm_create(const rm_transport *transport, int rank, int size, rm_comm **out,
                        rm_error *err) {
   *out = NULL;
-  const rm_code code = rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, size - 1);
-  if (code) return code;
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, size - 1));
   rm_comm *comm = rm_alloc(
       1, sizeof *comm + 2 * (size_t)size *
                             (sizeof *comm->send + sizeof *comm->given + sizeof *comm->accounts));
@@ -120,8 +118,8 @@ void rm_comm_set_timeout(rm_comm *comm, double seconds) { comm->timeout = clamp_
 void rm_comm_statistics(const rm_comm *comm, rm_comm_stats *out) { *out = comm->stats; }
 
 rm_code rm_comm_check(rm_comm *comm, rm_error *err) {
-  const rm_code code = check_usable(comm, err);
-  return code || !comm->transport.check ? code : comm->transport.check(comm->transport.self, err);
+  RM_TRY(check_usable(comm, err));
+  return comm->transport.check ? comm->transport.check(comm->transport.self, err) : RM_OK;
 }
 
 void rm_comm_abort(rm_comm *comm, rm_code why) {
@@ -133,17 +131,16 @@ void rm_comm_abort(rm_comm *comm, rm_code why) {
 // --------------------------------------------------------------------------------------- one call
 static rm_code check_own(const rm_comm *comm, rm_comm_op op, const rm_block *send,
                          const rm_block *recv, rm_error *err) {
-  if (rm_block_bytes(send) == rm_block_bytes(recv)) return RM_OK;
-  return rm_fail(err, RM_E_LAYOUT,
-                 "%s: rank %d sends itself %zu bytes: expected a receive block of as many, got %zu",
-                 rm_comm_op_name(op), comm->rank, rm_block_bytes(send), rm_block_bytes(recv));
+  RM_FAIL_IF(rm_block_bytes(send) != rm_block_bytes(recv), RM_E_LAYOUT,
+             "%s: rank %d sends itself %zu bytes: expected a receive block of as many, got %zu",
+             rm_comm_op_name(op), comm->rank, rm_block_bytes(send), rm_block_bytes(recv));
+  return RM_OK;
 }
 
 static rm_code move(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
                     rm_error *err) {
-  const rm_code code = comm->transport.exchange(comm->transport.self, op, comm->sequence,
-                                                comm->epoch, comm->timeout, send, recv, err);
-  if (code) return code;
+  RM_TRY(comm->transport.exchange(comm->transport.self, op, comm->sequence, comm->epoch,
+                                  comm->timeout, send, recv, err));
   if (!comm->transport.moves_own) rm_block_copy(&send[comm->rank], &recv[comm->rank]);
   for (int r = 0; r < comm->size; r++) {
     if (r == comm->rank) continue;
@@ -180,10 +177,9 @@ static rm_code refuse(rm_comm *comm, rm_code code, const rm_error *err) {
 rm_code rm_comm_exchange(rm_comm *comm, rm_comm_op op, const rm_block send[], const rm_block recv[],
                          rm_error *err) {
   const double start = rm_now();
-  rm_code code = check_usable(comm, err);
-  if (code) return code;
+  RM_TRY(check_usable(comm, err));
   comm->sequence++;
-  code = check_own(comm, op, &send[comm->rank], &recv[comm->rank], err);
+  rm_code code = check_own(comm, op, &send[comm->rank], &recv[comm->rank], err);
   if (code) return refuse(comm, code, err);
   code = move(comm, op, send, recv, err);
   if (code) return keep(comm, code, err);
@@ -232,11 +228,9 @@ rm_code rm_comm_barrier(rm_comm *comm, rm_error *err) {
 static rm_code check_completed(rm_comm *const comms[], int n, rm_error *err) {
   for (int i = 0; i < n; i++) {
     if (!comms[i] || !(comms[i]->error.code || atomic_load(&comms[i]->aborted))) continue;
-    const rm_code code = rm_comm_check(comms[i], err),
-                  why = (rm_code)atomic_load(&comms[i]->aborted);
-    return code ? code
-                : rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted: %s", comms[i]->rank,
-                          rm_code_name(why));
+    RM_TRY(rm_comm_check(comms[i], err));
+    return rm_fail(err, RM_E_RANK_LOST, "rank %d has aborted: %s", comms[i]->rank,
+                   rm_code_name((rm_code)atomic_load(&comms[i]->aborted)));
   }
   return RM_OK;
 }
@@ -249,14 +243,12 @@ static int waits_in_queue(const rm_comm *comm) {
 static rm_code check_pending(rm_comm *const comms[], int n, const rm_device *device, double timeout,
                              double waited, rm_error *err) {
   for (int i = 0; i < n; i++) {
-    const rm_code code =
-        comms[i] && waits_in_queue(comms[i]) ? rm_comm_check(comms[i], err) : RM_OK;
-    if (code) return code;
+    if (comms[i] && waits_in_queue(comms[i])) RM_TRY(rm_comm_check(comms[i], err));
   }
-  if (waited < timeout) return RM_OK;
-  return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
-                 "%s: its work was not done within %.3g s; a rank that it waits for did not arrive",
-                 device->name, timeout);
+  RM_FAIL_IF(waited >= timeout, RM_E_COLLECTIVE_TIMEOUT,
+             "%s: its work was not done within %.3g s; a rank that it waits for did not arrive",
+             device->name, timeout);
+  return RM_OK;
 }
 
 static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, int event,
@@ -269,8 +261,7 @@ static rm_code wait_for(rm_comm *const comms[], int n, const rm_device *device, 
     const double now = rm_now();
     if (status != RM_DEVICE_BUSY) return rm_device_check(device, status, err);
     if (now - looked >= LOOK_SECONDS || now - start >= timeout) {
-      const rm_code code = check_pending(comms, n, device, timeout, now - start, err);
-      if (code) return code;
+      RM_TRY(check_pending(comms, n, device, timeout, now - start, err));
       looked = now;
     }
     if (now - start > AWAKE_SECONDS)
@@ -299,20 +290,17 @@ rm_code rm_comm_wait(rm_comm *const comms[], int n, const rm_device *device, int
 int rm_comm_can_be_captured(const rm_comm *comm) { return comm->transport.waits_in_queue; }
 
 static rm_code judge_account(const rm_comm *comm, int other, const account *theirs, rm_error *err) {
-  const unsigned long long n = comm->sequence;
+  const uint64_t n = comm->sequence;
   const int me = comm->rank;
-  if (theirs->calls != comm->sequence)
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH, "rank %d has made %llu calls, rank %d %llu",
-                   other, (unsigned long long)theirs->calls, me, n);
-  if (theirs->epoch != comm->epoch)
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                   "after call %llu: rank %d has weights of epoch %lld, rank %d of epoch %lld", n,
-                   other, (long long)theirs->epoch, me, (long long)comm->epoch);
-  if (theirs->digest != comm->taken[other])
-    return rm_fail(err, RM_E_COLLECTIVE_MISMATCH,
-                   "after call %llu: rank %d has made other calls than rank %d, or sends other "
-                   "sizes to it than it expects",
-                   n, other, me);
+  RM_FAIL_IF(theirs->calls != comm->sequence, RM_E_COLLECTIVE_MISMATCH,
+             "rank %d has made %lu calls, rank %d %lu", other, theirs->calls, me, n);
+  RM_FAIL_IF(theirs->epoch != comm->epoch, RM_E_COLLECTIVE_MISMATCH,
+             "after call %lu: rank %d has weights of epoch %ld, rank %d of epoch %ld", n, other,
+             theirs->epoch, me, comm->epoch);
+  RM_FAIL_IF(theirs->digest != comm->taken[other], RM_E_COLLECTIVE_MISMATCH,
+             "after call %lu: rank %d has made other calls than rank %d, or sends other "
+             "sizes to it than it expects",
+             n, other, me);
   return RM_OK;
 }
 
@@ -323,15 +311,14 @@ static rm_code compare(rm_comm *comm, rm_comm *host, account *mine, account *the
     comm->send[r] = (rm_block){&mine[r], r != comm->rank, sizeof *mine, sizeof *mine};
     comm->recv[r] = (rm_block){&theirs[r], r != comm->rank, sizeof *theirs, sizeof *theirs};
   }
-  rm_code code = rm_comm_exchange(host, RM_COMM_STEP, comm->send, comm->recv, err);
-  for (int r = 0; r < comm->size && !code; r++)
-    if (r != comm->rank) code = judge_account(comm, r, &theirs[r], err);
-  return code;
+  RM_TRY(rm_comm_exchange(host, RM_COMM_STEP, comm->send, comm->recv, err));
+  for (int r = 0; r < comm->size; r++)
+    if (r != comm->rank) RM_TRY(judge_account(comm, r, &theirs[r], err));
+  return RM_OK;
 }
 
 rm_code rm_comm_compare(rm_comm *comm, rm_comm *host, rm_error *err) {
-  rm_code code = check_usable(comm, err);
-  if (code) return code;
-  code = compare(comm, host, comm->accounts, comm->accounts + comm->size, err);
+  RM_TRY(check_usable(comm, err));
+  const rm_code code = compare(comm, host, comm->accounts, comm->accounts + comm->size, err);
   return code ? refuse(comm, code, err) : RM_OK;
 }

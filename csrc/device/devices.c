@@ -91,8 +91,9 @@ rm_device rm_device_cpu(const rm_kernels *kernels) {
 
 // ------------------------------------------------------------------------------------- any device
 rm_code rm_device_check(const rm_device *device, rm_device_status status, rm_error *err) {
-  if (status == RM_DEVICE_OK) return RM_OK;
-  return rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, device->message(device->self));
+  RM_FAIL_IF(status != RM_DEVICE_OK, RM_E_DEVICE, "%s: %s", device->name,
+             device->message(device->self));
+  return RM_OK;
 }
 
 rm_code rm_device_wait(const rm_device *device, rm_error *err) {
@@ -105,8 +106,7 @@ rm_code rm_device_alloc(const rm_device *device, size_t bytes, const char *what,
   const rm_device_status status =
       bytes ? device->alloc(device->self, bytes, out) : RM_DEVICE_NO_MEMORY;
   if (status == RM_DEVICE_OK) return RM_OK;
-  if (device->on_host || !bytes)
-    return rm_fail(err, RM_E_MEMORY, "no memory for %zu bytes of %s", bytes, what);
+  RM_FAIL_IF(device->on_host || !bytes, RM_E_MEMORY, "no memory for %zu bytes of %s", bytes, what);
   if (status != RM_DEVICE_NO_MEMORY) return rm_device_check(device, status, err);
   char why[160];
   // Copied before another call of the device replaces its message.

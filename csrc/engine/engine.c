@@ -43,15 +43,9 @@ static void report(const rm_engine *engine, const rm_worker *worst, rm_error *er
 
 rm_code rm_run_workers(rm_engine *engine, rm_worker_call call, void *arg, rm_error *err) {
   job it = {engine, call, arg};
-  rm_worker *first = engine->workers;
   const rm_worker *worst = NULL;
-  if (engine->team) {
-    rm_team_run(engine->team, run_worker, &it);
-  } else { // at most one worker exists
-    const rm_entered saved = rm_enter(first);
-    first->code = call(first, arg);
-    rm_leave(saved);
-  }
+  if (engine->team) rm_team_run(engine->team, run_worker, &it);
+  else run_worker(&it, 0, 1); // at most one worker exists
   for (int w = 0; w < engine->n_workers; w++) {
     const rm_worker *worker = &engine->workers[w];
     if (worker->code && (!worst || (is_consequence(worst->code) && !is_consequence(worker->code))))
@@ -77,55 +71,49 @@ static rm_code check_ranges(const rm_spec *spec, const rm_engine_options *option
     if (option->attribute.type == RM_ATTR_I32) value = *(const int *)member;
     else if (option->attribute.type == RM_ATTR_I64) value = *(const int64_t *)member;
     else continue;
-    const rm_code code = rm_check_range(err, RM_E_CONFIG, option->attribute.name, value,
-                                        option->least, (int64_t)option->most);
-    if (code) return code;
+    RM_TRY(rm_check_range(err, RM_E_CONFIG, option->attribute.name, value, option->least,
+                          (int64_t)option->most));
   }
   for (int64_t i = 0; i < options->n_eos; i++)
-    if (options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size)
-      return rm_fail(err, RM_E_CONFIG, "eos_token_id: expected 0 to %lld, got %d",
-                     (long long)spec->vocab_size - 1, options->eos_ids[i]);
+    RM_FAIL_IF(options->eos_ids[i] < 0 || options->eos_ids[i] >= spec->vocab_size, RM_E_CONFIG,
+               "eos_token_id: expected 0 to %ld, got %d", spec->vocab_size - 1,
+               options->eos_ids[i]);
   return RM_OK;
 }
 
 // Whether the mesh fits the model and the dispatcher.
 static rm_code check_mesh(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
   const rm_mesh *mesh = &options->mesh;
-  const rm_code code = rm_placement_check(spec, mesh, err);
-  if (code) return code;
-  if (mesh->tp > RM_MAX_TP)
-    return rm_fail(err, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP, mesh->tp);
-  if (mesh->ep > 1 && options->dispatcher == RM_DISPATCH_DISABLED)
-    return rm_fail(err, RM_E_CONFIG,
-                   "ep_backend: expected a token dispatcher for ep=%d, got \"disabled\"", mesh->ep);
-  if (mesh->ep > 1 && mesh->ep != mesh->tp && options->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE)
-    return rm_fail(err, RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d",
-                   rm_dispatcher_name(options->dispatcher), mesh->ep, mesh->tp);
+  RM_TRY(rm_placement_check(spec, mesh, err));
+  RM_FAIL_IF(mesh->tp > RM_MAX_TP, RM_E_CONFIG, "tp: expected at most %d, got %d", RM_MAX_TP,
+             mesh->tp);
+  RM_FAIL_IF(mesh->ep > 1 && options->dispatcher == RM_DISPATCH_DISABLED, RM_E_CONFIG,
+             "ep_backend: expected a token dispatcher for ep=%d, got \"disabled\"", mesh->ep);
+  RM_FAIL_IF(mesh->ep > 1 && mesh->ep != mesh->tp &&
+                 options->dispatcher == RM_DISPATCH_LOCAL_ALLREDUCE,
+             RM_E_CONFIG, "ep_backend=\"%s\": expected ep=tp, got ep=%d and tp=%d",
+             rm_dispatcher_name(options->dispatcher), mesh->ep, mesh->tp);
   return RM_OK;
 }
 
 static rm_code check_options(const rm_spec *spec, const rm_engine_options *options, rm_error *err) {
   const rm_endpoints *ends = options->endpoints;
   const int world = rm_mesh_world(&options->mesh);
-  rm_code code = check_mesh(spec, options, err);
   // The caller makes these from names, groups and devices that it has checked.
   assert(!ends || (ends->index >= 0 && ends->index < world && !ends->world == (world == 1)));
   assert(options->dispatcher >= 0 && options->dispatcher < RM_N_DISPATCHER);
   assert(options->dtype == RM_BF16 || options->dtype == RM_F32);
   assert(options->cuda_library || !(options->nccl_library || options->cublas_library));
   assert(options->dtype == RM_BF16 || !options->cublas_library);
-  if (code) return code;
-  if (options->external_pages > 0 && !ends && world > 1)
-    return rm_fail(err, RM_E_CONFIG,
-                   "external_pages: expected one rank in each process, got %d in this one", world);
-  if ((code = check_ranges(spec, options, err))) return code;
-  if (options->page_size % 16)
-    return rm_fail(err, RM_E_CONFIG, "block_size: expected a multiple of 16, got %lld",
-                   (long long)options->page_size);
-  if (options->state_interval % options->page_size)
-    return rm_fail(err, RM_E_CONFIG,
-                   "state_interval: expected a multiple of block_size=%lld, got %lld",
-                   (long long)options->page_size, (long long)options->state_interval);
+  RM_TRY(check_mesh(spec, options, err));
+  RM_FAIL_IF(options->external_pages > 0 && !ends && world > 1, RM_E_CONFIG,
+             "external_pages: expected one rank in each process, got %d in this one", world);
+  RM_TRY(check_ranges(spec, options, err));
+  RM_FAIL_IF(options->page_size % 16, RM_E_CONFIG, "block_size: expected a multiple of 16, got %ld",
+             options->page_size);
+  RM_FAIL_IF(options->state_interval % options->page_size, RM_E_CONFIG,
+             "state_interval: expected a multiple of block_size=%ld, got %ld", options->page_size,
+             options->state_interval);
   return RM_OK;
 }
 
@@ -134,12 +122,12 @@ static rm_code connect_threads(rm_engine *engine, rm_error *err) {
   const int n = engine->n_workers;
   const rm_region_options region = {
       .world = n, .n_groups = N_GROUPS, .buffer_bytes = RM_GROUP_BUFFER_BYTES, .timeout = 600};
-  rm_code code = rm_team_create(n, &engine->team, err);
-  if (!code) code = rm_region_create(&region, &engine->region, err);
-  for (int i = 0; i < n * N_GROUPS && !code; i++)
-    code = rm_groups_comm(engine->region, &engine->options.mesh, i % N_GROUPS, i / N_GROUPS,
-                          &engine->workers[i / N_GROUPS].groups[i % N_GROUPS], err);
-  return code;
+  RM_TRY(rm_team_create(n, &engine->team, err));
+  RM_TRY(rm_region_create(&region, &engine->region, err));
+  for (int i = 0; i < n * N_GROUPS; i++)
+    RM_TRY(rm_groups_comm(engine->region, &engine->options.mesh, i % N_GROUPS, i / N_GROUPS,
+                          &engine->workers[i / N_GROUPS].groups[i % N_GROUPS], err));
+  return RM_OK;
 }
 
 static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
@@ -158,10 +146,9 @@ static rm_code create_schedulers(rm_engine *engine, rm_error *err) {
       .prefix_caching = options->prefix_caching,
       .external_pages = options->external_pages,
   };
-  rm_code code = RM_OK;
-  for (int d = 0; d < engine->n_replicas && !code; d++)
-    code = rm_scheduler_create(&engine->schedulers[d], &scheduler, err);
-  return code;
+  for (int d = 0; d < engine->n_replicas; d++)
+    RM_TRY(rm_scheduler_create(&engine->schedulers[d], &scheduler, err));
+  return RM_OK;
 }
 
 // GPUs of different architectures round differently. Processes compare families when they connect.
@@ -169,10 +156,9 @@ static rm_code check_families(const rm_engine *engine, rm_error *err) {
   const rm_device *first = engine->workers[0].device;
   for (int w = 1; w < engine->n_workers; w++) {
     const rm_device *device = engine->workers[w].device;
-    if (strcmp(device->kernels->family, first->kernels->family) != 0)
-      return rm_fail(err, RM_E_MESH_MISMATCH,
-                     "family: expected %s on all ranks, as on rank 0 (%s), got %s on rank %d (%s)",
-                     first->kernels->family, first->name, device->kernels->family, w, device->name);
+    RM_FAIL_IF(strcmp(device->kernels->family, first->kernels->family) != 0, RM_E_MESH_MISMATCH,
+               "family: expected %s on all ranks, as on rank 0 (%s), got %s on rank %d (%s)",
+               first->kernels->family, first->name, device->kernels->family, w, device->name);
   }
   return RM_OK;
 }
@@ -181,10 +167,10 @@ static rm_code allocate(rm_engine *engine, rm_error *err) {
   const rm_engine_options *options = &engine->options;
   int32_t *eos = NULL;
   const rm_field fields[] = {
-      RM_FIELD(eos, (size_t)options->n_eos),
-      RM_FIELD(engine->schedulers, (size_t)engine->n_replicas),
-      RM_FIELD(engine->workers, (size_t)engine->n_workers),
-      RM_FIELD(engine->assigned, (size_t)options->mesh.dp),
+      RM_FIELD(eos, options->n_eos),
+      RM_FIELD(engine->schedulers, engine->n_replicas),
+      RM_FIELD(engine->workers, engine->n_workers),
+      RM_FIELD(engine->assigned, options->mesh.dp),
       RM_FIELD(engine->prefixes, PREFIX_SLOTS),
   };
   const size_t n = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n);
@@ -204,25 +190,24 @@ static rm_code allocate(rm_engine *engine, rm_error *err) {
 static rm_code create_parts(rm_engine *engine, rm_error *err) {
   const rm_endpoints *ends = engine->options.endpoints;
   const rm_kv_room *room = &engine->workers[0].room;
-  rm_code code = create_schedulers(engine, err);
-  if (!code && ends) {
+  RM_TRY(create_schedulers(engine, err));
+  if (ends) {
     rm_comm *const groups[N_GROUPS] = {ends->tp, ends->ep, ends->world};
     memcpy(engine->workers[0].groups, groups, sizeof groups);
-  } else if (!code && engine->n_workers > 1) {
-    code = connect_threads(engine, err);
+  } else if (engine->n_workers > 1) {
+    RM_TRY(connect_threads(engine, err));
   }
-  if (!code)
-    code = rm_ready_streams_init(&engine->ready_streams, engine->options.cuda_library, err);
-  if (!code) code = rm_run_workers(engine, rm_worker_create, NULL, err);
-  if (!code) code = check_families(engine, err);
-  for (int d = 0; d < engine->n_replicas && !code; d++)
-    code = rm_scheduler_open_pages(&engine->schedulers[d], room->n_pages, room->n_states,
-                                   room->state_interval, err);
-  for (int w = engine->n_workers - 1; w >= 0 && !code; w--) {
+  RM_TRY(rm_ready_streams_init(&engine->ready_streams, engine->options.cuda_library, err));
+  RM_TRY(rm_run_workers(engine, rm_worker_create, NULL, err));
+  RM_TRY(check_families(engine, err));
+  for (int d = 0; d < engine->n_replicas; d++)
+    RM_TRY(rm_scheduler_open_pages(&engine->schedulers[d], room->n_pages, room->n_states,
+                                   room->state_interval, err));
+  for (int w = engine->n_workers - 1; w >= 0; w--) {
     const rm_device *gpu = &engine->workers[w].gpu;
     if (gpu->self && gpu->ordinal < RM_MAX_GPUS) engine->ready_streams.own[gpu->ordinal] = gpu;
   }
-  return code;
+  return RM_OK;
 }
 
 rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, rm_engine **out,
@@ -231,13 +216,12 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   *out = NULL;
   if (!mine.mesh.tp) mine.mesh = rm_rank_alone().mesh;
   if (!mine.cuda_library && !mine.kernels) mine.kernels = rm_kernels_best();
-  rm_code code = check_options(spec, &mine, err);
-  if (code) return code;
-  if (!mine.cuda_library && !mine.kernels)
-    return rm_fail(err, RM_E_CONFIG, "RM_ISA: expected an instruction set of this build, got %.40s",
-                   getenv("RM_ISA") ? getenv("RM_ISA") : "");
+  RM_TRY(check_options(spec, &mine, err));
+  RM_FAIL_IF(!mine.cuda_library && !mine.kernels, RM_E_CONFIG,
+             "RM_ISA: expected an instruction set of this build, got %.40s",
+             getenv("RM_ISA") ? getenv("RM_ISA") : "");
   rm_engine *engine = rm_alloc(1, sizeof *engine);
-  if (!engine) return rm_fail(err, RM_E_MEMORY, "no memory for the engine");
+  RM_FAIL_IF(!engine, RM_E_MEMORY, "no memory for the engine");
   const rm_endpoints *ends = options->endpoints;
   engine->spec = spec;
   engine->options = mine;
@@ -246,7 +230,7 @@ rm_code rm_engine_create(const rm_spec *spec, const rm_engine_options *options, 
   engine->per_replica = ends ? 1 : mine.mesh.tp;
   engine->own = ends ? rm_mesh_coords(&mine.mesh, ends->index).dp : 0;
   engine->next_id = 1;
-  code = allocate(engine, err);
+  rm_code code = allocate(engine, err);
   if (!code) code = create_parts(engine, err);
   if (!code) {
     *out = engine;

@@ -24,8 +24,8 @@ rm_code rm_groups_attach(const rm_mesh *mesh, const char *name, int rank, uint64
                                      .buffer_bytes = RM_GROUP_BUFFER_BYTES,
                                      .timeout = timeout};
   rm_region *region;
-  rm_code code = rm_region_attach(name, rank, nonce, &options, &region, err);
-  if (code) return code;
+  RM_TRY(rm_region_attach(name, rank, nonce, &options, &region, err));
+  rm_code code = RM_OK;
   for (int group = 0; group < RM_N_GROUPS && !code; group++)
     code = rm_groups_comm(region, mesh, group, rank, &out[group], err);
   rm_region_release(region);

@@ -44,12 +44,13 @@ static double share_of(const claim *c) { return c->fraction * (double)c->availab
 // and the records of pages count too.
 static claim claim_of(const rm_worker *worker) {
   const rm_device *device = worker->device;
+  const rm_cache_bytes cache = rm_model_cache_bytes(worker->model);
   const size_t available = device->available(device->self);
   claim c = {.memory = worker->memory,
              .available = available == SIZE_MAX ? UINT64_MAX : available,
              .fixed = 2 * worker->params->bytes + rm_staging_bytes(&worker->store->staging),
-             .page = rm_model_page_bytes(worker->model),
-             .state = rm_model_state_bytes(worker->model),
+             .page = cache.page,
+             .state = cache.state,
              .fraction = worker->engine->options.memory_fraction};
   if (device->on_host) c.fixed += rm_runner_workspace(&worker->runner);
   if (device->on_host && worker->runner.options.keeps_records) { // the scheduler, for its replica
@@ -98,8 +99,7 @@ static rm_code refuse(const claim *claims, int size, const pool *p, rm_error *er
   return rm_fail(
       err, RM_E_CAPACITY,
       "%smemory_fraction=%g of the %s that %s has free is %s: expected more than two copies of "
-      "the weights and their "
-      "buffers, %s, and a page of KV cache, %.0f bytes%s%s",
+      "the weights and their buffers, %s, and a page of KV cache, %.0f bytes%s%s",
       rank, c->fraction, rm_say_bytes((double)c->available).text, c->device,
       rm_say_bytes(p->share).text, rm_say_bytes(p->fixed).text, p->page,
       p->state > 0 ? ", with two states" : "", sharing);
@@ -108,11 +108,10 @@ static rm_code refuse(const claim *claims, int size, const pool *p, rm_error *er
 static rm_code judge(const rm_engine_options *options, const claim *claims, int size,
                      rm_kv_room *out, rm_error *err) {
   for (int r = 0; r < size; r++) {
-    if (claims[r].available == UINT64_MAX)
-      return rm_fail(
-          err, RM_E_CONFIG,
-          "kv_cache_gib: expected a number, since the free memory of %s is not known, got none",
-          claims[r].device);
+    RM_FAIL_IF(
+        claims[r].available == UINT64_MAX, RM_E_CONFIG,
+        "kv_cache_gib: expected a number, since the free memory of %s is not known, got none",
+        claims[r].device);
     const pool p = pool_of(claims, size, claims[r].memory);
     if (!divide(options, p.share - p.fixed, p.page, p.state, out))
       return refuse(claims, size, &p, err);
@@ -138,19 +137,17 @@ static rm_code left_room(const rm_worker *worker, rm_kv_room *out, rm_error *err
 
 rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
   const rm_engine_options *options = &worker->engine->options;
-  const uint64_t page = rm_model_page_bytes(worker->model),
-                 state = rm_model_state_bytes(worker->model);
+  const rm_cache_bytes cache = rm_model_cache_bytes(worker->model);
+  const uint64_t page = cache.page, state = cache.state;
   const int64_t pages_of_state = (int64_t)rm_max64(1, (int64_t)((state + page - 1) / page));
   *out = (rm_kv_room){
       .n_pages = options->external_pages,
       .state_interval =
           options->state_interval ? options->state_interval : pages_of_state * options->page_size,
   };
-  if (out->n_pages && (uint64_t)out->n_pages > SIZE_MAX / 2 / page)
-    return rm_fail(
-        err, RM_E_CAPACITY,
-        "external_pages: expected pages that fit into the address space, got %lld of %llu bytes",
-        (long long)out->n_pages, (unsigned long long)page);
+  RM_FAIL_IF(out->n_pages && (uint64_t)out->n_pages > SIZE_MAX / 2 / page, RM_E_CAPACITY,
+             "external_pages: expected pages that fit into the address space, got %ld of %lu bytes",
+             out->n_pages, page);
   if (out->n_pages && state)
     out->n_states =
         options->max_num_seqs + 1 +
@@ -159,8 +156,7 @@ rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
   out->n_pages = out->n_states = MOST_PAGES;
   if (!options->kv_bytes && options->memory_fraction > 0) return left_room(worker, out, err);
   if (divide(options, (double)options->kv_bytes, (double)page, (double)state, out)) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY,
-                 "kv_cache_gib: expected at least %s%llu bytes%s, got %llu bytes",
-                 state ? "" : "a page of ", (unsigned long long)(page + 2 * state),
-                 state ? " for a page and two states" : "", (unsigned long long)options->kv_bytes);
+  return rm_fail(err, RM_E_CAPACITY, "kv_cache_gib: expected at least %s%lu bytes%s, got %lu bytes",
+                 state ? "" : "a page of ", page + 2 * state,
+                 state ? " for a page and two states" : "", options->kv_bytes);
 }

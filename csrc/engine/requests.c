@@ -37,13 +37,11 @@ static int choose_replica(const rm_engine *engine, const rm_request *request, ui
 rm_code rm_engine_add(rm_engine *engine, const rm_request *request, uint64_t *id, rm_error *err) {
   const rm_request_limits *limits = &engine->schedulers[0].options.limits;
   uint64_t hash;
-  rm_code code = rm_check_serving(engine, RM_PART_WEIGHTS, "a request", err);
-  if (!code) code = rm_sequence_group_check(request, limits, err);
-  if (code) return code;
+  RM_TRY(rm_check_serving(engine, RM_PART_WEIGHTS, "a request", err));
+  RM_TRY(rm_sequence_group_check(request, limits, err));
   const int chosen = choose_replica(engine, request, &hash), here = chosen - engine->own;
-  if (here >= 0 && here < engine->n_replicas &&
-      (code = rm_scheduler_add(&engine->schedulers[here], request, engine->next_id, err)))
-    return code;
+  if (here >= 0 && here < engine->n_replicas)
+    RM_TRY(rm_scheduler_add(&engine->schedulers[here], request, engine->next_id, err));
   if (hash) engine->prefixes[hash % PREFIX_SLOTS] = (rm_prefix){hash, chosen};
   engine->assigned[chosen] += work_of(request);
   *id = engine->next_id++;

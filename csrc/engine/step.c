@@ -8,9 +8,10 @@ static rm_code check_not_lost(const rm_engine *engine, rm_error *err) {
 }
 
 rm_code rm_check_awake(const rm_engine *engine, unsigned parts, const char *before, rm_error *err) {
-  if (!(engine->asleep & parts)) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "%s: expected awake, got asleep; call wake() before %s",
-                 engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache", before);
+  RM_FAIL_IF(engine->asleep & parts, RM_E_STATE,
+             "%s: expected awake, got asleep; call wake() before %s",
+             engine->asleep & RM_PART_WEIGHTS ? "weights" : "KV cache", before);
+  return RM_OK;
 }
 
 rm_code rm_check_serving(const rm_engine *engine, unsigned parts, const char *before,
@@ -79,16 +80,15 @@ rm_code rm_engine_step(rm_engine *engine, const rm_external_step *external, int6
                        rm_error *err) {
   rm_scheduler *first = &engine->schedulers[0];
   *n_work = 0;
-  if (!external != !engine->options.external_pages)
-    return rm_fail(err, RM_E_STATE, "%s",
-                   external ? "this engine schedules its own requests: expected step, got "
-                              "external_step"
-                            : "this engine has an external scheduler: expected external_step, got "
-                              "step");
-  rm_code code = rm_check_serving(engine, RM_PART_WEIGHTS | RM_PART_KV, "a step", err);
-  if (!code) code = check_not_lost(engine, err);
-  if (!code && external) code = rm_external_begin(first, external, err);
-  if (code) return code;
+  RM_FAIL_IF(!external != !engine->options.external_pages, RM_E_STATE, "%s",
+             external ? "this engine schedules its own requests: expected step, got "
+                        "external_step"
+                      : "this engine has an external scheduler: expected external_step, got "
+                        "step");
+  RM_TRY(rm_check_serving(engine, RM_PART_WEIGHTS | RM_PART_KV, "a step", err));
+  RM_TRY(check_not_lost(engine, err));
+  if (external) RM_TRY(rm_external_begin(first, external, err));
+  rm_code code = RM_OK;
   // An external step with more rows than a batch has takes several rounds.
   for (rm_progress progress = RM_MORE_BATCHES; progress == RM_MORE_BATCHES && !code;) {
     schedule(engine);
@@ -105,10 +105,9 @@ rm_code rm_engine_external_draw(rm_engine *engine, const rm_external_draws *draw
   rm_worker *worker = &engine->workers[0];
   rm_scheduler *scheduler = worker->scheduler;
   const int64_t vocab = engine->spec->vocab_size;
-  rm_code code = check_not_lost(engine, err);
-  for (int64_t i = 0; i < draws->n && !code; i++)
-    code = rm_external_drawing(scheduler, draws->ids[i], err);
-  if (code) return code;
+  RM_TRY(check_not_lost(engine, err));
+  for (int64_t i = 0; i < draws->n; i++) RM_TRY(rm_external_drawing(scheduler, draws->ids[i], err));
+  rm_code code = RM_OK;
   scheduler->version = worker->store->version;
   const rm_entered saved = rm_enter(worker);
   for (int64_t i = 0; i < draws->n && !code; i++) { // fails only if the device is dead

@@ -13,10 +13,9 @@ static void on_all(rm_engine *engine, void (*call)(rm_store *)) {
 // ------------------------------------------------------------------------------------------- sync
 static rm_code refuse_unfinished(const rm_engine *engine, const char *sync, const char *instead,
                                  rm_error *err) {
-  const long long n = rm_engine_unfinished(engine);
-  if (!n) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "unfinished requests: expected none %s, got %lld; %s", sync, n,
-                 instead);
+  const int64_t n = rm_engine_unfinished(engine);
+  RM_FAIL_IF(n, RM_E_STATE, "unfinished requests: expected none %s, got %ld; %s", sync, n, instead);
+  return RM_OK;
 }
 
 static rm_code begin_worker(rm_worker *worker, void *options) {
@@ -24,11 +23,10 @@ static rm_code begin_worker(rm_worker *worker, void *options) {
 }
 
 rm_code rm_engine_sync_begin(rm_engine *engine, const rm_sync_options *options, rm_error *err) {
-  rm_code code = rm_check_awake(engine, RM_PART_WEIGHTS, "a sync", err);
-  if (!code && options->in_place)
-    code = refuse_unfinished(engine, "before a sync in place", "finish or abort them first", err);
-  if (code) return code;
-  code = rm_run_workers(engine, begin_worker, (void *)options, err);
+  RM_TRY(rm_check_awake(engine, RM_PART_WEIGHTS, "a sync", err));
+  if (options->in_place)
+    RM_TRY(refuse_unfinished(engine, "before a sync in place", "finish or abort them first", err));
+  const rm_code code = rm_run_workers(engine, begin_worker, (void *)options, err);
   if (code && engine->n_workers > 1) rm_engine_sync_abort(engine);
   if (!engine->workers[0].store->serving.block) // in place: cached KV loses its version
     rm_engine_reset_prefix_cache(engine);
@@ -52,16 +50,15 @@ static rm_code await_tensors(rm_engine *engine, const rm_entry *const *entries, 
                              rm_error *err) {
   const rm_device *only = engine->n_workers == 1 ? engine->workers[0].device : NULL;
   uint64_t waited_for = 0; // a bit for each device
-  rm_code code = RM_OK;
-  for (int64_t i = 0; i < n && !code && rm_engine_reads_gpus(engine); i++) {
+  for (int64_t i = 0; i < n && rm_engine_reads_gpus(engine); i++) {
     const rm_tensor *tensor = &entries[i]->tensor;
     const int ordinal = tensor->ordinal;
     if (!tensor->on_device || (only && ordinal == only->ordinal)) continue;
     if (ordinal >= 0 && ordinal < RM_MAX_GPUS && waited_for >> ordinal & 1) continue;
-    code = rm_ready_streams_wait(&engine->ready_streams, ordinal, err);
-    if (!code) waited_for |= (uint64_t)1 << ordinal;
+    RM_TRY(rm_ready_streams_wait(&engine->ready_streams, ordinal, err));
+    waited_for |= (uint64_t)1 << ordinal;
   }
-  return code;
+  return RM_OK;
 }
 
 void rm_engine_sync_undo(rm_engine *engine) { on_all(engine, rm_sync_undo); }
@@ -77,8 +74,7 @@ static rm_code push_on_all(rm_engine *engine, rm_code (*part)(rm_worker *, void 
 rm_code rm_engine_sync_push(rm_engine *engine, const rm_entry *const *entries, int64_t n,
                             rm_error *err) {
   pushed it = {entries, n};
-  rm_code code = await_tensors(engine, entries, n, err);
-  if (code) return code;
+  RM_TRY(await_tensors(engine, entries, n, err));
   return push_on_all(engine, push_worker, &it, err);
 }
 
@@ -95,18 +91,17 @@ rm_code rm_engine_sync_copy(rm_engine *engine, int64_t most, int *is_done, rm_er
 
 static rm_code commit_worker(rm_worker *worker, void *arg) {
   (void)arg;
-  const rm_code code = rm_sync_commit(worker->store, &worker->runner.rank, &worker->err);
-  if (!code) rm_rank_set_epoch(&worker->runner.rank, worker->store->version);
-  return code;
+  RM_TRY(rm_sync_commit(worker->store, &worker->runner.rank, &worker->err));
+  rm_rank_set_epoch(&worker->runner.rank, worker->store->version);
+  return RM_OK;
 }
 
 rm_code rm_engine_sync_commit(rm_engine *engine, rm_inflight inflight, rm_sync_report *report,
                               rm_error *err) {
-  rm_code code = RM_OK;
   if (inflight == RM_INFLIGHT_REFUSE && rm_engine_store(engine)->open)
-    code = refuse_unfinished(engine, "with inflight=refuse",
-                             "finish them, or choose restart, abort or keep", err);
-  if (code || (code = rm_run_workers(engine, commit_worker, NULL, err))) return code;
+    RM_TRY(refuse_unfinished(engine, "with inflight=refuse",
+                             "finish them, or choose restart, abort or keep", err));
+  RM_TRY(rm_run_workers(engine, commit_worker, NULL, err));
   for (int d = 0; d < engine->n_replicas; d++) {
     rm_scheduler *scheduler = &engine->schedulers[d];
     rm_weights_changed(scheduler, inflight);
@@ -134,9 +129,9 @@ rm_code rm_engine_ready_queue(rm_engine *engine, int ordinal, const rm_device **
 
 // ------------------------------------------------------------------------------------------ sleep
 static rm_code check_no_sync(const rm_engine *engine, rm_error *err) {
-  if (!engine->workers[0].store->open) return RM_OK;
-  return rm_fail(err, RM_E_STATE,
-                 "sync: expected none open while the weights go to sleep, got an open one");
+  RM_FAIL_IF(engine->workers[0].store->open, RM_E_STATE,
+             "sync: expected none open while the weights go to sleep, got an open one");
+  return RM_OK;
 }
 
 static rm_code offload_worker(rm_worker *worker, void *arg) {
@@ -154,14 +149,13 @@ size_t rm_engine_offload_bytes(const rm_engine *engine) {
 rm_code rm_engine_offload_weights(rm_engine *engine, rm_error *err) {
   const size_t available = rm_memory_available(), wanted = rm_engine_offload_bytes(engine);
   if (engine->asleep & RM_PART_WEIGHTS) return RM_OK;
-  rm_code code = check_no_sync(engine, err);
-  if (code) return code;
+  RM_TRY(check_no_sync(engine, err));
   if (wanted > available) // the ranks of a process share the host's memory
     return rm_fail(
         err, RM_E_CAPACITY,
         "keep_weights: expected %s of free host memory for the weights of %d ranks, got %s",
         rm_say_bytes((double)wanted).text, engine->n_workers, rm_say_bytes((double)available).text);
-  code = rm_run_workers(engine, offload_worker, NULL, err);
+  const rm_code code = rm_run_workers(engine, offload_worker, NULL, err);
   if (code) rm_engine_free_offloaded(engine);
   return code;
 }
@@ -186,11 +180,9 @@ static rm_code sleep_worker(rm_worker *worker, void *arg) {
 rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
   const unsigned offload = parts & RM_SLEEP_OFFLOAD, asked = parts & ~(unsigned)RM_SLEEP_OFFLOAD;
   unsigned job = (asked & ~engine->asleep) | offload;
-  rm_code code = RM_OK;
   assert(!(asked & ~(unsigned)(RM_PART_WEIGHTS | RM_PART_KV)));
   if (job & RM_PART_WEIGHTS)
-    code = offload ? rm_engine_offload_weights(engine, err) : check_no_sync(engine, err);
-  if (code) return code;
+    RM_TRY(offload ? rm_engine_offload_weights(engine, err) : check_no_sync(engine, err));
   if (!offload) job |= asked & RM_PART_WEIGHTS; // also those that an earlier sleep offloaded
   rm_run_workers(engine, sleep_worker, &job, NULL);
   for (int d = 0; d < engine->n_replicas && job & asked; d++) {
@@ -205,10 +197,8 @@ rm_code rm_engine_sleep(rm_engine *engine, unsigned parts, rm_error *err) {
 
 static rm_code wake_worker(rm_worker *worker, void *arg) {
   const unsigned parts = *(const unsigned *)arg;
-  rm_code code = RM_OK;
-  if (parts & RM_PART_WEIGHTS) code = rm_store_restore(worker->store, &worker->err);
-  if (parts & RM_PART_KV && !code) code = rm_worker_map_cache(worker);
-  return code;
+  if (parts & RM_PART_WEIGHTS) RM_TRY(rm_store_restore(worker->store, &worker->err));
+  return parts & RM_PART_KV ? rm_worker_map_cache(worker) : RM_OK;
 }
 
 rm_code rm_engine_wake(rm_engine *engine, unsigned parts, rm_error *err) {

@@ -7,13 +7,14 @@ static rm_code open_gpu(rm_worker *worker, char card[32]) {
   const rm_engine_options *options = &worker->engine->options;
   const char *library = options->cuda_library;
   int ordinal = options->cuda_ordinal, count = 0;
-  rm_code code = ordinal < 0 ? rm_cuda_count(library, &count, &worker->err) : RM_OK;
-  if (ordinal < 0) ordinal = count > 0 ? worker->index % count : 0;
-  if (!code)
-    code = rm_cuda_device(library, ordinal, options->cuda_family, &worker->gpu, &worker->err);
-  if (!code) code = rm_cuda_bus_id(library, ordinal, card, &worker->err);
-  if (!code) worker->device = &worker->gpu;
-  return code;
+  if (ordinal < 0) {
+    RM_TRY(rm_cuda_count(library, &count, &worker->err));
+    ordinal = count > 0 ? worker->index % count : 0;
+  }
+  RM_TRY(rm_cuda_device(library, ordinal, options->cuda_family, &worker->gpu, &worker->err));
+  RM_TRY(rm_cuda_bus_id(library, ordinal, card, &worker->err));
+  worker->device = &worker->gpu;
+  return RM_OK;
 }
 
 static rm_code open_cpu(rm_worker *worker) {
@@ -59,22 +60,22 @@ static rm_code create_team(rm_worker *worker) {
 }
 
 static rm_code create_cache(rm_worker *worker) {
-  const rm_code code = rm_kv_size(worker, &worker->room, &worker->err);
-  if (code) return code;
-  worker->kv_bytes = (size_t)worker->room.n_pages * rm_model_page_bytes(worker->model) +
-                     (size_t)worker->room.n_states * rm_model_state_bytes(worker->model);
+  RM_TRY(rm_kv_size(worker, &worker->room, &worker->err));
+  const rm_cache_bytes bytes = rm_model_cache_bytes(worker->model);
+  worker->kv_bytes =
+      (size_t)worker->room.n_pages * bytes.page + (size_t)worker->room.n_states * bytes.state;
   return rm_worker_map_cache(worker);
 }
 
 rm_code rm_worker_map_cache(rm_worker *worker) {
   rm_cache *cache = &worker->runner.cache;
   const rm_kv_room *room = &worker->room;
-  const rm_code code = rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache",
-                                       &cache->pages, &worker->err);
-  if (code) return code;
+  RM_TRY(rm_device_alloc(worker->device, worker->kv_bytes, "the KV cache", &cache->pages,
+                         &worker->err));
   cache->n_pages = room->n_pages;
   cache->n_states = room->n_states;
-  cache->states = (char *)cache->pages + (size_t)room->n_pages * rm_model_page_bytes(worker->model);
+  cache->states =
+      (char *)cache->pages + (size_t)room->n_pages * rm_model_cache_bytes(worker->model).page;
   return RM_OK;
 }
 
@@ -85,19 +86,15 @@ static rm_code create_parts(rm_worker *worker) {
   const rm_placement placement = rm_placement_of(spec, &runner->rank.mesh, worker->index);
   const int plain = options->cublas_library != NULL;
   rm_error *err = &worker->err;
-  rm_code code = create_team(worker);
-  if (!code)
-    code = rm_device_comms_create(&runner->rank, worker->device, spec, &runner->options.model,
-                                  options->nccl_library, err);
-  if (!code) code = rm_params_create(spec, &placement, options->dtype, plain, &worker->params, err);
-  if (!code)
-    code = rm_model_create(worker->params, worker->device, worker->team, &runner->options.model,
-                           &worker->model, err);
-  if (!code)
-    code = rm_store_create(worker->params, worker->device, worker->team, &worker->store, err);
-  if (!code)
-    code = rm_runner_create(runner, worker->model, worker->store, &worker->scheduler->plan, err);
-  return code ? code : create_cache(worker); // last, since it may take all memory that is left
+  RM_TRY(create_team(worker));
+  RM_TRY(rm_device_comms_create(&runner->rank, worker->device, spec, &runner->options.model,
+                                options->nccl_library, err));
+  RM_TRY(rm_params_create(spec, &placement, options->dtype, plain, &worker->params, err));
+  RM_TRY(rm_model_create(worker->params, worker->device, worker->team, &runner->options.model,
+                         &worker->model, err));
+  RM_TRY(rm_store_create(worker->params, worker->device, worker->team, &worker->store, err));
+  RM_TRY(rm_runner_create(runner, worker->model, worker->store, &worker->scheduler->plan, err));
+  return create_cache(worker); // last, since it may take all memory that is left
 }
 
 rm_code rm_worker_create(rm_worker *worker, void *unused) {

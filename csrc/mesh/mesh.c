@@ -2,18 +2,14 @@
 #include "mesh/mesh.h"
 
 rm_code rm_mesh_create(int64_t tp, int64_t dp, int64_t ep, rm_mesh *out, rm_error *err) {
-  rm_code code;
-  if ((code = rm_check_range(err, RM_E_CONFIG, "tp", tp, 1, RM_MAX_WORLD)) ||
-      (code = rm_check_range(err, RM_E_CONFIG, "dp", dp, 1, RM_MAX_WORLD)) ||
-      (code = rm_check_range(err, RM_E_CONFIG, "ep", ep, 1, RM_MAX_WORLD)))
-    return code;
-  if (tp * dp > RM_MAX_WORLD)
-    return rm_fail(err, RM_E_CONFIG,
-                   "dp*tp: expected at most %d ranks, got %lld (dp=%lld, tp=%lld)", RM_MAX_WORLD,
-                   (long long)(tp * dp), (long long)dp, (long long)tp);
-  if (ep != 1 && ep != tp && ep != dp * tp)
-    return rm_fail(err, RM_E_CONFIG, "ep: expected 1, tp=%lld or dp*tp=%lld, got %lld",
-                   (long long)tp, (long long)(dp * tp), (long long)ep);
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "tp", tp, 1, RM_MAX_WORLD));
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "dp", dp, 1, RM_MAX_WORLD));
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "ep", ep, 1, RM_MAX_WORLD));
+  RM_FAIL_IF(tp * dp > RM_MAX_WORLD, RM_E_CONFIG,
+             "dp*tp: expected at most %d ranks, got %ld (dp=%ld, tp=%ld)", RM_MAX_WORLD, tp * dp,
+             dp, tp);
+  RM_FAIL_IF(ep != 1 && ep != tp && ep != dp * tp, RM_E_CONFIG,
+             "ep: expected 1, tp=%ld or dp*tp=%ld, got %ld", tp, dp * tp, ep);
   *out = (rm_mesh){.tp = (int32_t)tp, .dp = (int32_t)dp, .ep = (int32_t)ep};
   return RM_OK;
 }

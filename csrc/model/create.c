@@ -73,9 +73,9 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
       {&model->attn_gate, spec->attention_gate ? rows : 0, (size_t)(heads * spec->head_dim) * elem},
       {&model->inner, spec->n_moe_layers < spec->n_layers || shared_rows ? rows : 0,
        (size_t)rm_max64(spec->intermediate_size, spec->shared_intermediate_size) * elem},
-      RM_FIELD_ROWS(model->squares, normed_rows, (size_t)(heads + here->kv_heads.n)),
+      RM_FIELD_ROWS(model->squares, normed_rows, heads + here->kv_heads.n),
       RM_FIELD_ROWS(model->all_squares, parallel ? normed_rows : 0,
-                    (size_t)(spec->n_heads + spec->n_kv_heads)),
+                    spec->n_heads + spec->n_kv_heads),
       {&model->shared, shared_rows, row},
       {&model->shared_home, parallel ? shared_rows : 0, row},
       {&model->shared_switch, spec->shared_switch ? shared_rows : 0, elem},
@@ -89,11 +89,11 @@ static rm_code create_buffers(rm_model *model, char **workspace, size_t workspac
   if (spec->n_moe_layers) n_fields += rm_moe_fields(&model->moe, fields + n_fields);
   model->block_bytes = rm_fields_bytes(fields, n_fields);
   char what[96];
-  snprintf(what, sizeof what, "activations (%lld rows a step, %lld positions)",
-           (long long)options->max_rows, (long long)options->max_positions);
-  const rm_code code = rm_device_alloc(model->device, model->block_bytes, what, &model->block, err);
-  if (!code) rm_fields_place(fields, n_fields, model->block);
-  return code;
+  snprintf(what, sizeof what, "activations (%ld rows a step, %ld positions)", options->max_rows,
+           options->max_positions);
+  RM_TRY(rm_device_alloc(model->device, model->block_bytes, what, &model->block, err));
+  rm_fields_place(fields, n_fields, model->block);
+  return RM_OK;
 }
 
 static void make_rope_table(const rm_model *model, float *cos, float *sin) {
@@ -129,22 +129,22 @@ static rm_code fill_rope_table(rm_model *model, rm_error *err) {
 
 // Allocates the arrays of host_indices.c, with tp > 1.
 static rm_code create_indices(rm_model *model, rm_error *err) {
-  const size_t rows = (size_t)model->options.max_rows, outs = (size_t)model->options.max_out_rows;
+  const int64_t rows = model->options.max_rows, outs = model->options.max_out_rows;
   const rm_field fields[] = {
       RM_FIELD(model->embed_ids, rows),
       RM_FIELD(model->embed_rows, rows),
       RM_FIELD(model->own_out_rows, rows),
       RM_FIELD(model->local_targets, outs),
       RM_FIELD(model->from_targets, outs),
-      RM_FIELD(model->embed_counts, (size_t)model->shard.size),
-      RM_FIELD(model->out_counts, (size_t)model->shard.size),
+      RM_FIELD(model->embed_counts, model->shard.size),
+      RM_FIELD(model->out_counts, model->shard.size),
   };
   const size_t n = sizeof fields / sizeof *fields;
   if (!model->shard.comm) return RM_OK;
-  const rm_code code = rm_mirrored_create(model->device, rm_fields_bytes(fields, n), "indices",
-                                          &model->indices, err);
-  if (!code) rm_fields_place(fields, n, model->indices.host);
-  return code;
+  RM_TRY(rm_mirrored_create(model->device, rm_fields_bytes(fields, n), "indices", &model->indices,
+                            err));
+  rm_fields_place(fields, n, model->indices.host);
+  return RM_OK;
 }
 
 static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
@@ -153,16 +153,13 @@ static rm_code create_parts(rm_model *model, rm_team *team, rm_error *err) {
   const rm_limits limits = limits_of(model->params, options, rm_team_threads(team));
   char *workspace;
   const size_t workspace_bytes = model->kernels->workspace_bytes(&limits);
-  rm_code code = rm_shard_create(spec, options->rank, options->dtype, &model->shard, err);
-  if (code) return code;
-  if (spec->n_moe_layers &&
-      (code = rm_moe_create(&model->moe, model->params, model->device, options->rank, &model->shard,
-                            &model->ctx, options->max_rows, err)))
-    return code;
-  if ((code = create_buffers(model, &workspace, workspace_bytes, err)) ||
-      (code = create_indices(model, err)))
-    return code;
-  if (model->params->plain && (code = rm_open_vendor_gemm(model, err))) return code;
+  RM_TRY(rm_shard_create(spec, options->rank, options->dtype, &model->shard, err));
+  if (spec->n_moe_layers)
+    RM_TRY(rm_moe_create(&model->moe, model->params, model->device, options->rank, &model->shard,
+                         &model->ctx, options->max_rows, err));
+  RM_TRY(create_buffers(model, &workspace, workspace_bytes, err));
+  RM_TRY(create_indices(model, err));
+  if (model->params->plain) RM_TRY(rm_open_vendor_gemm(model, err));
   model->ctx = (rm_ctx){.workspace = workspace,
                         .workspace_bytes = workspace_bytes,
                         .n_threads = rm_team_threads(team),

@@ -5,10 +5,11 @@
 // save one, so the result of the sequence does not change.
 #include "model/layer_kinds.h"
 
-size_t rm_delta_net_state_bytes(const rm_model *model, const rm_placement *here) {
+rm_layer_bytes rm_delta_net_bytes(const rm_model *model, const rm_placement *here) {
   const rm_spec *spec = model->spec;
-  return (size_t)rm_delta_state_bytes(here->delta_heads.n, spec->delta_k_dim, spec->delta_v_dim,
-                                      spec->delta_kernel, model->options.dtype);
+  return (rm_layer_bytes){.state = (size_t)rm_delta_state_bytes(
+                              here->delta_heads.n, spec->delta_k_dim, spec->delta_v_dim,
+                              spec->delta_kernel, model->options.dtype)};
 }
 
 rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache) {
@@ -16,10 +17,8 @@ rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   const rm_spec *spec = model->spec;
   const rm_batch *batch = pass->batch;
   const rm_placement *here = &model->params->placement;
-  const int64_t group = rm_delta_group(spec), width = here->delta_heads.n * spec->delta_v_dim;
-  rm_shard *shard = &model->shard;
-  rm_code code = rm_complete_rows(pass);
-  if (code) return code;
+  const int64_t group = rm_delta_group(spec);
+  RM_TRY(rm_complete_rows(pass));
   const rm_delta_net_args args = {
       .out = model->q,
       .x = model->qkv,
@@ -45,9 +44,5 @@ rm_code rm_delta_net_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   };
   rm_linear(pass, RM_P_DELTA_Q, model->x, model->qkv);
   if (pass->rows) model->kernels->delta_net(&model->ctx, &args);
-  if ((code = rm_shard_gather_part(shard, RM_DIM_DELTA_V, shard->elem, model->q, width,
-                                   model->attended, pass->rows, pass->err)))
-    return code;
-  rm_linear(pass, RM_P_DELTA_OUT, shard->comm ? model->attended : model->q, model->x);
-  return rm_complete_columns(pass, model->x, model->home);
+  return rm_project_output(pass, RM_DIM_DELTA_V, model->q, RM_P_DELTA_OUT);
 }

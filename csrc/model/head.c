@@ -47,8 +47,7 @@ static rm_code compute_shard(rm_model *model, const char *weights, const rm_head
   args.targets = NULL;
   if (head->logits) args.logits = head->logits + mine.first;
   if (head->target_logprobs) {
-    const rm_code code = rm_indices_begin(model, err);
-    if (code) return code;
+    RM_TRY(rm_indices_begin(model, err));
     for (int64_t i = 0; i < head->rows; i++) {
       const int64_t at = head->host_targets[i] - mine.first;
       model->local_targets[i] =
@@ -72,9 +71,9 @@ static rm_code gather_pairs(rm_model *model, int64_t rows, rm_error *err) {
 // Gathers each target's logit from the rank that holds it, into own_logits.
 static rm_code gather_targets(rm_model *model, const rm_head *head, rm_error *err) {
   rm_shard *shard = &model->shard;
-  rm_code code = rm_comm_all_gather(shard->comm, model->target_logits + shard->me * head->rows,
-                                    model->target_logits, (size_t)head->rows * sizeof(float), err);
-  if (code || (code = rm_indices_begin(model, err))) return code;
+  RM_TRY(rm_comm_all_gather(shard->comm, model->target_logits + shard->me * head->rows,
+                            model->target_logits, (size_t)head->rows * sizeof(float), err));
+  RM_TRY(rm_indices_begin(model, err));
   for (int64_t i = 0; i < head->rows; i++)
     model->from_targets[i] =
         (int32_t)(rm_shard_owner(shard, head->host_targets[i]) * head->rows + i);
@@ -109,17 +108,16 @@ rm_range rm_model_own_rows(const rm_model *model, int64_t n, int r) {
 }
 
 rm_code rm_model_head(rm_model *model, const void *weights, const rm_head *head, rm_error *err) {
-  rm_code code;
   if (!head->rows) return RM_OK;
   if (!model->shard.comm) {
     const rm_lm_head_args args = args_of(model, weights, head);
     model->kernels->lm_head(&model->ctx, &args);
     return RM_OK;
   }
-  if ((code = compute_shard(model, weights, head, err))) return code;
-  if ((code = gather_pairs(model, head->rows, err))) return code;
-  if (head->target_logprobs && (code = gather_targets(model, head, err))) return code;
-  if (head->logits && (code = exchange_logits(model, head, err))) return code;
+  RM_TRY(compute_shard(model, weights, head, err));
+  RM_TRY(gather_pairs(model, head->rows, err));
+  if (head->target_logprobs) RM_TRY(gather_targets(model, head, err));
+  if (head->logits) RM_TRY(exchange_logits(model, head, err));
   const rm_merge_pairs_args merge = {
       .stats = head->stats,
       .target_logprobs = head->target_logprobs,

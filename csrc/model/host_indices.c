@@ -48,8 +48,7 @@ static void prepare_outs(rm_model *model, const rm_batch *batch) {
 
 rm_code rm_model_prepare(rm_model *model, const rm_batch *batch, rm_error *err) {
   if (!model->shard.comm) return RM_OK;
-  const rm_code code = rm_indices_begin(model, err);
-  if (code) return code;
+  RM_TRY(rm_indices_begin(model, err));
   prepare_embed(model, batch);
   if (model->sequence_parallel) prepare_outs(model, batch);
   return RM_OK;

@@ -6,9 +6,6 @@
 // the kv head and then its V, which is the latent again, in V's layout.
 #include "model/layer_kinds.h"
 
-// transformers norms latents with this eps for every rms_norm_eps.
-static const float latent_eps = 1e-6f;
-
 // For each head: y[head] ← x[head] · the head's matrix [n]×[k] of kind k_b or v_b. ldx, ldy:
 // elements from one row to the next; x_step, y_step: elements from one head to the next.
 static void multiply_heads(const rm_pass *pass, rm_param_kind kind, rm_gemm_args args,
@@ -34,7 +31,7 @@ static void project(const rm_pass *pass) {
     const rm_rms_norm_args args = {.out = model->latents,
                                    .residual = model->latents,
                                    .weight = weight,
-                                   .eps = latent_eps,
+                                   .eps = RM_LATENT_EPS,
                                    .rows = pass->rows,
                                    .n = model->spec->q_lora_rank,
                                    .dtype = model->options.dtype};
@@ -44,44 +41,14 @@ static void project(const rm_pass *pass) {
   }
   rm_linear(pass, RM_P_Q_B, from, model->qkv);
   rm_linear(pass, RM_P_KV_A, model->x,
-            model->qkv + (size_t)model->params->here[RM_DIM_Q_B].n * model->shard.elem);
-}
-
-static void write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
-  rm_model *model = pass->model;
-  const rm_batch *batch = pass->batch;
-  const rm_spec *spec = model->spec;
-  const rm_qk_rope_kv_args args = {
-      .q_out = model->q,
-      .qkv = model->qkv,
-      .k_weight = rm_weight(pass->weights, pass->layer, RM_P_KV_A_NORM),
-      .cos = model->cos,
-      .sin = model->sin,
-      .positions = rm_on_device(pass, batch->positions),
-      .slots = rm_on_device(pass, batch->slots),
-      .k_cache = cache->pages[0],
-      .v_cache = cache->pages[1],
-      .row_flags = rm_on_device(pass, batch->row_flags),
-      .eps = latent_eps,
-      .rows = pass->rows,
-      .n_heads = model->params->placement.heads.n,
-      .n_kv_heads = 1,
-      .head_dim = spec->head_dim,
-      .page_size = model->options.page_size,
-      .rotary_dim = spec->rotary_dim,
-      .dtype = model->options.dtype,
-      .value_dim = spec->kv_lora_rank,
-      .q_dim = rm_q_dim(spec),
-  };
-  if (pass->rows) model->kernels->qk_rope_kv(&model->ctx, &args);
+            model->qkv + (size_t)model->params->placement.dims[RM_DIM_Q_B].n * model->shard.elem);
 }
 
 rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache) {
   rm_model *model = pass->model;
   const rm_spec *spec = model->spec;
   const int64_t heads = model->params->placement.heads.n, rank = spec->kv_lora_rank;
-  const rm_code code = rm_complete_rows(pass);
-  if (code) return code;
+  RM_TRY(rm_complete_rows(pass));
   project(pass);
   const rm_gemm_args to_latents = {.y = model->q + (size_t)spec->rotary_dim * model->shard.elem,
                                    .x = model->qkv,
@@ -90,7 +57,7 @@ rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache) {
                                    .ldx = rm_qkv_width(model->params),
                                    .ldy = heads * spec->head_dim};
   multiply_heads(pass, RM_P_K_B, to_latents, rm_q_dim(spec), spec->head_dim);
-  write_kv(pass, cache);
+  RM_TRY(rm_write_kv(pass, cache));
   rm_attend(pass, cache, model->latents);
   const rm_gemm_args to_heads = {.y = model->qkv,
                                  .x = model->latents,
@@ -99,5 +66,5 @@ rm_code rm_latent_forward(const rm_pass *pass, const rm_layer_cache *cache) {
                                  .ldx = heads * rank,
                                  .ldy = heads * spec->v_head_dim};
   multiply_heads(pass, RM_P_V_B, to_heads, rank, spec->v_head_dim);
-  return rm_attention_output(pass);
+  return rm_project_output(pass, RM_DIM_Q, model->qkv, RM_P_O);
 }

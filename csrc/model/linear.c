@@ -7,8 +7,8 @@ static rm_gemm_args args_of(const rm_pass *pass, rm_param_kind kind, const void 
   const rm_model *model = pass->model;
   const rm_params *params = model->params;
   const rm_dim dim = rm_kinds[kind].rows;
-  const rm_range mine = params->here[dim];
-  const int64_t k = params->sizes[rm_kinds[kind].cols];
+  const rm_range mine = params->placement.dims[dim];
+  const int64_t k = params->whole.dims[rm_kinds[kind].cols].n;
   rm_gemm_args args = {.y = y + (size_t)mine.first * model->shard.elem,
                        .x = x,
                        .w = rm_weight(pass->weights, pass->layer, kind),
@@ -16,7 +16,7 @@ static rm_gemm_args args_of(const rm_pass *pass, rm_param_kind kind, const void 
                        .n = mine.n,
                        .k = k,
                        .ldx = k,
-                       .ldy = params->sizes[dim],
+                       .ldy = params->whole.dims[dim].n,
                        .activation = params->spec->activation,
                        .alpha = params->spec->swiglu_alpha,
                        .limit = params->spec->swiglu_limit,

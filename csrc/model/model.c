@@ -63,10 +63,10 @@ static rm_code embed(const rm_pass *pass) {
   const int32_t *ids = copy_indices(model, model->embed_ids, n_mine),
                 *from = copy_indices(model, model->embed_rows, n_kept);
   look_up(pass, model->x, ids, model->params->placement.vocab.n ? n_mine : 0);
-  const rm_code code = rm_comm_gather_rows(shard->comm, model->x, model->home, model->embed_counts,
-                                           rm_row_bytes(model), pass->err);
-  if (!code) gather(model, model->residual, model->home, from, n_kept);
-  return code;
+  RM_TRY(rm_comm_gather_rows(shard->comm, model->x, model->home, model->embed_counts,
+                             rm_row_bytes(model), pass->err));
+  gather(model, model->residual, model->home, from, n_kept);
+  return RM_OK;
 }
 
 // out ← norm(residual += x · gate · scale), without the addition when x is NULL, without the norm
@@ -151,13 +151,11 @@ static void ungated_up(const rm_pass *pass) {
 static rm_code mlp_block(const rm_pass *pass, int is_shared) {
   rm_model *model = pass->model;
   char *out = is_shared ? model->shared : model->x;
-  rm_code code = rm_complete_rows(pass);
-  if (code) return code;
+  RM_TRY(rm_complete_rows(pass));
   if (!is_shared && model->spec->ungated) ungated_up(pass);
   else rm_linear(pass, is_shared ? RM_P_SHARED_GATE : RM_P_GATE, model->x, model->inner);
-  if ((code = rm_shard_gather_columns(&model->shard, is_shared ? RM_DIM_SHARED_INNER : RM_DIM_INNER,
-                                      model->inner, pass->rows, pass->err)))
-    return code;
+  RM_TRY(rm_shard_gather_columns(&model->shard, is_shared ? RM_DIM_SHARED_INNER : RM_DIM_INNER,
+                                 model->inner, pass->rows, pass->err));
   rm_linear(pass, is_shared ? RM_P_SHARED_DOWN : RM_P_DOWN, model->inner, out);
   return rm_complete_columns(pass, out, is_shared ? model->shared_home : model->home);
 }
@@ -179,9 +177,9 @@ static rm_code routed_experts(const rm_pass *pass) {
       .routed = (int16_t *)rm_on_device(pass, batch->routed) + pass->moe_index * spec->top_k,
   };
   if (!model->moe.dispatches) {
-    rm_code code = spec->shared_intermediate_size ? RM_OK : rm_complete_rows(pass);
-    if (!code) code = rm_moe_forward(&model->moe, &rows, pass->err);
-    return code ? code : rm_complete_columns(pass, model->x, model->home);
+    if (!spec->shared_intermediate_size) RM_TRY(rm_complete_rows(pass));
+    RM_TRY(rm_moe_forward(&model->moe, &rows, pass->err));
+    return rm_complete_columns(pass, model->x, model->home);
   }
   rows.out += (size_t)home.first * rm_row_bytes(model);
   rows.x = rows.out;
@@ -224,10 +222,10 @@ static rm_code finish(const rm_pass *pass, const void **hidden) {
   int64_t n = batch->n_out;
   if (model->sequence_parallel && rm_is_static(model, batch)) {
     norm(pass, weight, 0);
-    const rm_code code = rm_complete_rows(pass);
-    if (!code) gather(model, model->home, model->x, from, n);
+    RM_TRY(rm_complete_rows(pass));
+    gather(model, model->home, model->x, from, n);
     *hidden = model->home;
-    return code;
+    return RM_OK;
   }
   if (model->sequence_parallel) {
     n = model->out_counts[model->shard.me];
@@ -250,22 +248,22 @@ rm_code rm_model_forward(rm_model *model, const void *weights, const rm_cache *c
   rm_pass pass = {
       .model = model, .weights = weights, .batch = batch, .rows = batch->n_rows, .err = err};
   rm_cache rest = *cache; // of the layers to come
-  rm_code code = embed(&pass);
-  for (int64_t i = 0; i < spec->n_layers && !code; i++) {
+  RM_TRY(embed(&pass));
+  for (int64_t i = 0; i < spec->n_layers; i++) {
     pass.index = i;
     pass.layer = &model->params->layers[i];
     norm(&pass, rm_weight(weights, pass.layer, RM_P_INPUT_NORM), i == 0);
     const rm_layer_cache of_layer = rm_next_cache(&pass, &rest);
-    if ((code = rm_layer_kinds[spec->layers[i].kind].forward(&pass, &of_layer))) break;
+    RM_TRY(rm_layer_kinds[spec->layers[i].kind].forward(&pass, &of_layer));
     norm_output(&pass, RM_P_POST_ATTN_NORM);
     norm(&pass, rm_weight(weights, pass.layer, RM_P_PRE_MLP_NORM), 0);
-    if ((code = spec->layers[i].is_moe ? moe_block(&pass) : mlp_block(&pass, 0))) break;
+    RM_TRY(spec->layers[i].is_moe ? moe_block(&pass) : mlp_block(&pass, 0));
     pass.moe_index += spec->layers[i].is_moe != 0;
     norm_output(&pass, RM_P_POST_MLP_NORM);
   }
-  if (!code && pass.moe_index && model->moe.dispatches)
-    code = rm_shard_gather_rows(&model->shard, rm_on_device(&pass, batch->routed), pass.rows,
+  if (pass.moe_index && model->moe.dispatches)
+    RM_TRY(rm_shard_gather_rows(&model->shard, rm_on_device(&pass, batch->routed), pass.rows,
                                 (size_t)(spec->n_moe_layers * spec->top_k) * sizeof *batch->routed,
-                                err);
-  return code ? code : finish(&pass, hidden);
+                                err));
+  return finish(&pass, hidden);
 }

@@ -64,8 +64,10 @@ rm_code rm_model_create(const rm_params *params, const rm_device *device, rm_tea
 void rm_model_destroy(rm_model *model);
 // Bytes of one KV page, and of the state of one sequence, over all layers, on the rank of the tp
 // group whose page or state is largest, so that all ranks have the same number of them.
-size_t rm_model_page_bytes(const rm_model *model);
-size_t rm_model_state_bytes(const rm_model *model); // 0: all layers have only pages
+typedef struct rm_cache_bytes {
+  size_t page, state; // state 0: all layers have only pages
+} rm_cache_bytes;
+rm_cache_bytes rm_model_cache_bytes(const rm_model *model);
 // Bytes of activations, rope table and the ops' scratch.
 size_t rm_model_workspace_bytes(const rm_model *model);
 // Copies a page over another, or zeroes it (from −1).

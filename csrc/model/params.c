@@ -100,7 +100,7 @@ rm_range rm_param_rows_of(const rm_params *params, const rm_placement *placement
   if (param->expert >= 0 &&
       (param->expert < experts.first || param->expert >= experts.first + experts.n))
     return (rm_range){0, 0};
-  return rm_placement_dim(params->spec, placement, rm_kind_rows(params->spec, param->kind));
+  return placement->dims[rm_kind_rows(params->spec, param->kind)];
 }
 
 // ----------------------------------------------------------------------------------------- layout
@@ -195,10 +195,10 @@ static void lay(layout *l, rm_layer_params *out, int layer, rm_param_kind first,
                     (first == RM_P_EMBED && !tied) || first == RM_P_CONV_Q;
   const int gated = n == 2 && !plain;
   const rm_dtype dtype = rm_kind_is_float32(first) ? RM_F32 : params->dtype;
-  const int64_t cols = params->sizes[rm_kinds[first].cols],
+  const int64_t cols = params->whole.dims[rm_kinds[first].cols].n,
                 copies = first >= RM_P_EXPERT_GATE ? params->placement.experts.n : 1;
   int64_t rows = 0, row0 = 0;
-  for (int i = 0; i < n; i++) rows += params->here[rm_kind_rows(spec, first + i)].n;
+  for (int i = 0; i < n; i++) rows += params->placement.dims[rm_kind_rows(spec, first + i)].n;
   if (gated) rows = rm_gate_up_rows(rows / 2);
   const int64_t each = plain ? rows * cols : rm_packed_elems(rows, cols);
   const rm_matrix matrix = first == RM_P_LM_HEAD && tied
@@ -206,7 +206,7 @@ static void lay(layout *l, rm_layer_params *out, int layer, rm_param_kind first,
                                : (rm_matrix){take(l, copies * each, dtype), copies * each, 0};
   for (int i = 0; i < n; i++) {
     const rm_param_kind kind = first + i;
-    const int64_t size = params->sizes[rm_kind_rows(spec, kind)];
+    const int64_t size = params->whole.dims[rm_kind_rows(spec, kind)].n;
     const size_t elem = rm_dtype_bytes(dtype);
     out->of[kind] = matrix;
     out->of[kind].is_rest = i > 0;
@@ -225,7 +225,7 @@ static void lay(layout *l, rm_layer_params *out, int layer, rm_param_kind first,
                    .required = kind == RM_P_ROUTER_BIAS ? spec->router_bias
                                                         : kind != RM_P_LM_HEAD || !tied},
         (size_t)each * elem);
-    row0 += params->here[rm_kind_rows(spec, kind)].n;
+    row0 += params->placement.dims[rm_kind_rows(spec, kind)].n;
   }
 }
 
@@ -248,21 +248,15 @@ rm_code rm_params_create(const rm_spec *spec, const rm_placement *placement, rm_
   *out = NULL;
   // Checked before anything of that size is allocated.
   const int64_t per_expert = (spec->moe_bias ? 6 : 3) * spec->n_experts * spec->n_moe_layers;
-  if (per_expert > MAX_PARAMS)
-    return rm_fail(err, RM_E_CONFIG,
-                   "num_experts: expected at most %d expert tensors, got %lld (num_experts=%lld in "
-                   "%lld layers)",
-                   MAX_PARAMS, (long long)per_expert, (long long)spec->n_experts,
-                   (long long)spec->n_moe_layers);
+  RM_FAIL_IF(per_expert > MAX_PARAMS, RM_E_CONFIG,
+             "num_experts: expected at most %d expert tensors, got %ld (num_experts=%ld in "
+             "%ld layers)",
+             MAX_PARAMS, per_expert, spec->n_experts, spec->n_moe_layers);
   rm_params *params = rm_alloc(1, sizeof *params);
   if (!params) goto no_memory;
   params->spec = spec;
-  const rm_placement whole = rm_placement_whole(spec);
-  params->placement = placement ? *placement : whole;
-  for (int dim = 0; dim < RM_N_DIM; dim++) {
-    params->here[dim] = rm_placement_dim(spec, &params->placement, dim);
-    params->sizes[dim] = rm_placement_dim(spec, &whole, dim).n;
-  }
+  params->whole = rm_placement_whole(spec);
+  params->placement = placement ? *placement : params->whole;
   params->dtype = dtype;
   params->plain = plain;
   params->layers = rm_alloc((size_t)spec->n_layers, sizeof *params->layers);

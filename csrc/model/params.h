@@ -47,9 +47,7 @@ typedef struct rm_layer_params {
 
 typedef struct rm_params {
   const rm_spec *spec; // view
-  rm_placement placement; // what this rank holds
-  rm_range here[RM_N_DIM]; // of each dim, what this rank holds
-  int64_t sizes[RM_N_DIM]; // of each dim, what a single rank holds
+  rm_placement placement, whole; // what this rank holds; what a single rank holds
   rm_dtype dtype;
   // qkv, o, gate_up and down are plain rows, gate before up, for cuBLASLt (vendor_gemm.h).
   int plain;

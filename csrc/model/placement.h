@@ -15,29 +15,6 @@ typedef struct rm_range {
   int64_t first, n; // [first, first + n)
 } rm_range;
 
-typedef struct rm_placement { // of one rank
-  rm_range heads, kv_heads;
-  rm_range hidden; // rows of o_proj and of a dense layer's down_proj
-  rm_range inner; // rows of a dense layer's gate_proj and up_proj
-  rm_range shared_inner; // rows of a shared expert's gate and up
-  rm_range vocab; // rows of embed_tokens and lm_head
-  rm_range experts; // experts of which the rank holds a shard
-  rm_range expert_inner, expert_hidden; // rows of an expert's gate and up; of its down
-  rm_range delta_heads, delta_k_heads; // value heads of delta nets, and the key heads they read
-  // The rank is the first that holds its replicated, sharded, expert parameters
-  // (rm_placement_counted).
-  int counts_replicated, counts_sharded, counts_experts;
-} rm_placement;
-
-enum { RM_SHARD_WIDTH = 32, RM_SHARD_VOCAB = 128 };
-
-// RM_E_CONFIG: tp does not divide the heads or the value heads of delta nets, ep does not divide
-// the experts, or ep > 1 in a model without experts.
-rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err);
-// The placement of one rank of a mesh that rm_placement_check has accepted.
-rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t rank);
-// The placement of a single rank, which holds everything.
-rm_placement rm_placement_whole(const rm_spec *spec);
 // The meaning of a parameter's rows or columns. A range is counted in rows, for q, k and v too.
 typedef enum rm_dim {
   // Whole on every rank.
@@ -73,8 +50,30 @@ typedef enum rm_dim {
   RM_N_DIM
 } rm_dim;
 
-// The range of a dim that the rank holds.
-rm_range rm_placement_dim(const rm_spec *spec, const rm_placement *placement, rm_dim dim);
+typedef struct rm_placement { // of one rank
+  rm_range heads, kv_heads;
+  rm_range hidden; // rows of o_proj and of a dense layer's down_proj
+  rm_range inner; // rows of a dense layer's gate_proj and up_proj
+  rm_range shared_inner; // rows of a shared expert's gate and up
+  rm_range vocab; // rows of embed_tokens and lm_head
+  rm_range experts; // experts of which the rank holds a shard
+  rm_range expert_inner, expert_hidden; // rows of an expert's gate and up; of its down
+  rm_range delta_heads, delta_k_heads; // value heads of delta nets, and the key heads they read
+  // The rank is the first that holds its replicated, sharded, expert parameters
+  // (rm_placement_counted).
+  int counts_replicated, counts_sharded, counts_experts;
+  rm_range dims[RM_N_DIM]; // of each dim, what the rank holds
+} rm_placement;
+
+enum { RM_SHARD_WIDTH = 32, RM_SHARD_VOCAB = 128 };
+
+// RM_E_CONFIG: tp does not divide the heads or the value heads of delta nets, ep does not divide
+// the experts, or ep > 1 in a model without experts.
+rm_code rm_placement_check(const rm_spec *spec, const rm_mesh *mesh, rm_error *err);
+// The placement of one rank of a mesh that rm_placement_check has accepted.
+rm_placement rm_placement_of(const rm_spec *spec, const rm_mesh *mesh, int32_t rank);
+// The placement of a single rank, which holds everything.
+rm_placement rm_placement_whole(const rm_spec *spec);
 // The rows that this rank counts among those it holds. Exactly one rank counts each row, so that a
 // sum over ranks is a sum over the parameter.
 rm_range rm_placement_counted(const rm_spec *spec, const rm_placement *placement, rm_dim dim);

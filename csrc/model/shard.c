@@ -10,7 +10,6 @@ rm_code rm_shard_create(const rm_spec *spec, const rm_rank *rank, rm_dtype dtype
   *out = (rm_shard){.comm = size < 2          ? NULL
                             : rank->device_tp ? rank->device_tp
                                               : rank->tp,
-                    .spec = spec,
                     .size = size,
                     .me = at.tp,
                     .elem = rm_dtype_bytes(dtype),

@@ -17,7 +17,6 @@
 
 typedef struct rm_shard {
   rm_comm *comm; // view, for device memory; NULL: one rank
-  const rm_spec *spec; // view
   int size, me;
   size_t elem; // bytes of an element
   rm_placement whole, *placements; // of a single rank; [size] of each rank, owned
@@ -29,10 +28,10 @@ void rm_shard_destroy(rm_shard *shard);
 
 // The columns of rank r in a matrix whose columns are `dim`; the width of the matrix.
 static inline rm_range rm_shard_columns(const rm_shard *shard, rm_dim dim, int r) {
-  return rm_placement_dim(shard->spec, &shard->placements[r], dim);
+  return shard->placements[r].dims[dim];
 }
 static inline int64_t rm_shard_width(const rm_shard *shard, rm_dim dim) {
-  return rm_placement_dim(shard->spec, &shard->whole, dim).n;
+  return shard->whole.dims[dim].n;
 }
 // The home rows of rank r among n rows.
 static inline rm_range rm_shard_rows(const rm_shard *shard, int64_t n, int r) {

@@ -24,17 +24,16 @@ typedef struct bound {
 } bound;
 
 static rm_code check_bounds(const bound list[], size_t n, rm_error *err) {
-  rm_code code = RM_OK;
-  for (size_t i = 0; i < n && !code; i++)
-    code =
-        rm_check_range(err, RM_E_CONFIG, list[i].name, list[i].value, list[i].least, list[i].most);
-  return code;
+  for (size_t i = 0; i < n; i++)
+    RM_TRY(
+        rm_check_range(err, RM_E_CONFIG, list[i].name, list[i].value, list[i].least, list[i].most));
+  return RM_OK;
 }
 
 static rm_code check_even(const char *name, int64_t value, rm_error *err) {
-  if (value % 2 == 0) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s: expected an even number (rope rotates pairs), got %lld",
-                 name, (long long)value);
+  RM_FAIL_IF(value % 2 != 0, RM_E_CONFIG,
+             "%s: expected an even number (rope rotates pairs), got %ld", name, value);
+  return RM_OK;
 }
 
 static rm_code check_positive(const char *name, float value, rm_error *err) {
@@ -43,25 +42,22 @@ static rm_code check_positive(const char *name, float value, rm_error *err) {
 }
 
 static rm_code check_attention(const rm_spec *s, rm_error *err) {
-  rm_code code;
-  if (s->n_heads % s->n_kv_heads)
-    return rm_fail(err, RM_E_CONFIG,
-                   "num_key_value_heads: expected a divisor of num_attention_heads=%lld, got %lld",
-                   (long long)s->n_heads, (long long)s->n_kv_heads);
-  if ((code = check_even("head_dim", s->head_dim, err)) ||
-      (code = rm_check_range(err, RM_E_CONFIG, "rotary_dim", s->rotary_dim, 0, s->head_dim)) ||
-      (code = check_even("rotary_dim", s->rotary_dim, err)))
-    return code;
-  if (s->n_heads * s->head_dim > MAX_WIDTH)
-    return rm_fail(err, RM_E_CONFIG, "num_attention_heads·head_dim: expected at most %d, got %lld",
-                   MAX_WIDTH, (long long)(s->n_heads * s->head_dim));
+  RM_FAIL_IF(s->n_heads % s->n_kv_heads, RM_E_CONFIG,
+             "num_key_value_heads: expected a divisor of num_attention_heads=%ld, got %ld",
+             s->n_heads, s->n_kv_heads);
+  RM_TRY(check_even("head_dim", s->head_dim, err));
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "rotary_dim", s->rotary_dim, 0, s->head_dim));
+  RM_TRY(check_even("rotary_dim", s->rotary_dim, err));
+  RM_FAIL_IF(s->n_heads * s->head_dim > MAX_WIDTH, RM_E_CONFIG,
+             "num_attention_heads·head_dim: expected at most %d, got %ld", MAX_WIDTH,
+             s->n_heads * s->head_dim);
   return RM_OK;
 }
 
 static rm_code check_tiles(const char *name, int64_t value, rm_error *err) {
   if (value > 0 && value % RM_N_TILE == 0) return RM_OK;
-  return rm_fail(err, RM_E_CONFIG, "%s: expected a multiple of %d, got %lld", name, RM_N_TILE,
-                 (long long)value);
+  return rm_fail(err, RM_E_CONFIG, "%s: expected a multiple of %d, got %ld", name, RM_N_TILE,
+                 value);
 }
 
 // Latent attention is in all layers: pages of all layers have parts of the same sizes. The matrices
@@ -69,12 +65,12 @@ static rm_code check_tiles(const char *name, int64_t value, rm_error *err) {
 static rm_code check_latent(const rm_spec *s, rm_error *err) {
   const int is_latent = s->kv_lora_rank > 0;
   for (int64_t i = 0; i < s->n_layers; i++)
-    if ((s->layers[i].kind == RM_LAYER_LATENT) != is_latent ||
-        (is_latent && s->layers[i].rotates != 1))
-      return rm_fail(err, RM_E_CONFIG,
-                     "layer_kinds: expected latent and rope in all layers with kv_lora_rank > 0, "
-                     "else no latent, got another layer %lld with kv_lora_rank=%lld",
-                     (long long)i, (long long)s->kv_lora_rank);
+    RM_FAIL_IF((s->layers[i].kind == RM_LAYER_LATENT) != is_latent ||
+                   (is_latent && s->layers[i].rotates != 1),
+               RM_E_CONFIG,
+               "layer_kinds: expected latent and rope in all layers with kv_lora_rank > 0, "
+               "else no latent, got another layer %ld with kv_lora_rank=%ld",
+               i, s->kv_lora_rank);
   if (!is_latent) return RM_OK;
   const int64_t of_cache = s->kv_lora_rank + s->rotary_dim;
   const bound bounds[] = {
@@ -85,39 +81,34 @@ static rm_code check_latent(const rm_spec *s, rm_error *err) {
       {"head_dim (kv_lora_rank + qk_rope_head_dim)", s->head_dim, of_cache, of_cache},
       {"num_key_value_heads of latent attention", s->n_kv_heads, 1, 1},
   };
-  rm_code code = check_tiles("kv_lora_rank", s->kv_lora_rank, err);
-  if (!code) code = check_tiles("v_head_dim", s->v_head_dim, err);
-  if (!code) code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
-  if (!code)
-    code = rm_check_range(err, RM_E_CONFIG, "num_attention_heads·(elements of a head)",
-                          s->n_heads * rm_max64(rm_q_dim(s), s->v_head_dim), 1, MAX_WIDTH);
-  if (!code &&
-      (s->attention_bias || s->qk_norm || s->attention_gate || s->sinks || s->zero_centered_norms))
-    return rm_fail(err, RM_E_CONFIG,
-                   "attention_bias, qk_norm, attention_gate, sinks, zero_centered_norms: expected "
-                   "none of them with latent attention");
-  return code;
+  RM_TRY(check_tiles("kv_lora_rank", s->kv_lora_rank, err));
+  RM_TRY(check_tiles("v_head_dim", s->v_head_dim, err));
+  RM_TRY(check_bounds(bounds, sizeof bounds / sizeof *bounds, err));
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "num_attention_heads·(elements of a head)",
+                        s->n_heads * rm_max64(rm_q_dim(s), s->v_head_dim), 1, MAX_WIDTH));
+  RM_FAIL_IF(s->attention_bias || s->qk_norm || s->attention_gate || s->sinks ||
+                 s->zero_centered_norms,
+             RM_E_CONFIG,
+             "attention_bias, qk_norm, attention_gate, sinks, zero_centered_norms: expected "
+             "none of them with latent attention");
+  return RM_OK;
 }
 
 static rm_code check_frequencies(const char *name, const float *inv_freq, int64_t n,
                                  rm_error *err) {
-  if (!inv_freq)
-    return rm_fail(err, RM_E_CONFIG, "%s: expected rotary_dim/2=%lld values, got none", name,
-                   (long long)n);
+  RM_FAIL_IF(!inv_freq, RM_E_CONFIG, "%s: expected rotary_dim/2=%ld values, got none", name, n);
   for (int64_t i = 0; i < n; i++)
-    if (!(isfinite(inv_freq[i]) && inv_freq[i] >= 0))
-      return rm_fail(err, RM_E_CONFIG, "%s[%lld]: expected a finite number ≥ 0, got %g", name,
-                     (long long)i, (double)inv_freq[i]);
+    RM_FAIL_IF(!(isfinite(inv_freq[i]) && inv_freq[i] >= 0), RM_E_CONFIG,
+               "%s[%ld]: expected a finite number ≥ 0, got %g", name, i, (double)inv_freq[i]);
   return RM_OK;
 }
 
 static rm_code check_rope(const rm_spec *s, rm_error *err) {
-  rm_code code = check_positive("rope_scale", s->rope_scale, err);
-  if (!code) code = check_frequencies("inv_freq", s->inv_freq, s->rotary_dim / 2, err);
-  if (code || !s->local_inv_freq) return code;
-  code = check_positive("local_rope_scale", s->local_rope_scale, err);
-  return code ? code
-              : check_frequencies("local_inv_freq", s->local_inv_freq, s->rotary_dim / 2, err);
+  RM_TRY(check_positive("rope_scale", s->rope_scale, err));
+  RM_TRY(check_frequencies("inv_freq", s->inv_freq, s->rotary_dim / 2, err));
+  if (!s->local_inv_freq) return RM_OK;
+  RM_TRY(check_positive("local_rope_scale", s->local_rope_scale, err));
+  return check_frequencies("local_inv_freq", s->local_inv_freq, s->rotary_dim / 2, err);
 }
 
 static rm_code check_factors(const rm_spec *s, rm_error *err) {
@@ -129,29 +120,25 @@ static rm_code check_factors(const rm_spec *s, rm_error *err) {
       {"logits_softcap", s->logits_softcap},     {"embed_scale", s->embed_scale},
       {"embed_scale_bf16", s->embed_scale_bf16}, {"residual_scale", s->residual_scale},
       {"logits_scale", s->logits_scale}};
-  rm_code code = RM_OK;
-  for (size_t i = 0; i < sizeof factors / sizeof *factors && !code; i++)
-    if (factors[i].value != 0) code = check_positive(factors[i].name, factors[i].value, err);
-  if (!code && s->qk_norm_last && s->qk_norm == RM_QK_NORM_WHOLE)
-    return rm_fail(err, RM_E_CONFIG,
-                   "qk_norm_last: expected false with norms over all heads, got true");
-  return code;
+  for (size_t i = 0; i < sizeof factors / sizeof *factors; i++)
+    if (factors[i].value != 0) RM_TRY(check_positive(factors[i].name, factors[i].value, err));
+  RM_FAIL_IF(s->qk_norm_last && s->qk_norm == RM_QK_NORM_WHOLE, RM_E_CONFIG,
+             "qk_norm_last: expected false with norms over all heads, got true");
+  return RM_OK;
 }
 
 static rm_code check_experts(const rm_spec *s, rm_error *err) {
   if (s->n_experts == 0) {
-    if (s->top_k || s->moe_intermediate_size)
-      return rm_fail(
-          err, RM_E_CONFIG,
-          "num_experts_per_tok, moe_intermediate_size: expected 0 and 0 with num_experts=0, got "
-          "%lld and %lld",
-          (long long)s->top_k, (long long)s->moe_intermediate_size);
+    RM_FAIL_IF(
+        s->top_k || s->moe_intermediate_size, RM_E_CONFIG,
+        "num_experts_per_tok, moe_intermediate_size: expected 0 and 0 with num_experts=0, got "
+        "%ld and %ld",
+        s->top_k, s->moe_intermediate_size);
     return RM_OK;
   }
-  if (s->top_k > s->n_experts)
-    return rm_fail(err, RM_E_CONFIG,
-                   "num_experts_per_tok: expected at most num_experts=%lld, got %lld",
-                   (long long)s->n_experts, (long long)s->top_k);
+  RM_FAIL_IF(s->top_k > s->n_experts, RM_E_CONFIG,
+             "num_experts_per_tok: expected at most num_experts=%ld, got %ld", s->n_experts,
+             s->top_k);
   const bound bounds[] = {
       {"num_experts_per_tok", s->top_k, 1, RM_MAX_TOP_K},
       {"n_group", s->n_groups, 1, RM_MAX_EXPERT_GROUPS},
@@ -159,16 +146,14 @@ static rm_code check_experts(const rm_spec *s, rm_error *err) {
       {"moe_intermediate_size", s->moe_intermediate_size, 1, MAX_WIDTH},
       {"shared_intermediate_size", s->shared_intermediate_size, 0, MAX_WIDTH},
   };
-  const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
-  if (code) return code;
+  RM_TRY(check_bounds(bounds, sizeof bounds / sizeof *bounds, err));
   const int64_t each = s->n_experts / s->n_groups;
-  if (s->n_groups > 1 &&
-      (s->n_experts % s->n_groups || each < 2 || s->top_groups * each < s->top_k))
-    return rm_fail(err, RM_E_CONFIG,
-                   "n_group=%lld, topk_group=%lld: expected groups of equal size, at least 2 of "
-                   "num_experts=%lld in each, with num_experts_per_tok=%lld in topk_group of them",
-                   (long long)s->n_groups, (long long)s->top_groups, (long long)s->n_experts,
-                   (long long)s->top_k);
+  RM_FAIL_IF(s->n_groups > 1 &&
+                 (s->n_experts % s->n_groups || each < 2 || s->top_groups * each < s->top_k),
+             RM_E_CONFIG,
+             "n_group=%ld, topk_group=%ld: expected groups of equal size, at least 2 of "
+             "num_experts=%ld in each, with num_experts_per_tok=%ld in topk_group of them",
+             s->n_groups, s->top_groups, s->n_experts, s->top_k);
   return check_positive("routed_scaling_factor", s->route_scale, err);
 }
 
@@ -180,46 +165,42 @@ static rm_code check_delta_net(const rm_spec *s, rm_error *err) {
       {"linear_value_head_dim", s->delta_v_dim, 1, RM_MAX_DELTA_DIM},
       {"linear_conv_kernel_dim", s->delta_kernel, 1, MAX_KERNEL},
   };
-  const rm_code code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err);
-  if (code) return code;
-  if (s->delta_v_heads % s->delta_k_heads)
-    return rm_fail(
-        err, RM_E_CONFIG,
-        "linear_num_value_heads: expected a multiple of linear_num_key_heads=%lld, got %lld",
-        (long long)s->delta_k_heads, (long long)s->delta_v_heads);
+  RM_TRY(check_bounds(bounds, sizeof bounds / sizeof *bounds, err));
+  RM_FAIL_IF(s->delta_v_heads % s->delta_k_heads, RM_E_CONFIG,
+             "linear_num_value_heads: expected a multiple of linear_num_key_heads=%ld, got %ld",
+             s->delta_k_heads, s->delta_v_heads);
   return RM_OK;
 }
 
 static rm_code check_layers(const rm_spec *s, int64_t *n_moe, int64_t *n_attention, rm_error *err) {
-  if (!s->layers)
-    return rm_fail(err, RM_E_CONFIG, "layers: expected num_hidden_layers=%lld entries, got none",
-                   (long long)s->n_layers);
+  RM_FAIL_IF(!s->layers, RM_E_CONFIG, "layers: expected num_hidden_layers=%ld entries, got none",
+             s->n_layers);
   for (int64_t i = 0; i < s->n_layers; i++) {
-    if (s->layers[i].window < 0)
-      return rm_fail(err, RM_E_CONFIG,
-                     "sliding_window of layer %lld: expected at least 0, got %lld", (long long)i,
-                     (long long)s->layers[i].window);
-    if (s->layers[i].kind < 0 || s->layers[i].kind >= RM_N_LAYER_KIND)
-      return rm_fail(err, RM_E_CONFIG, "kind of layer %lld: expected 0 to %d, got %d", (long long)i,
-                     RM_N_LAYER_KIND - 1, (int)s->layers[i].kind);
-    if (s->layers[i].rotates == 2 && !s->local_inv_freq)
-      return rm_fail(err, RM_E_CONFIG, "layer %lld: expected local_inv_freq, got none",
-                     (long long)i);
-    if (s->layers[i].is_moe && s->n_experts == 0)
-      return rm_fail(err, RM_E_CONFIG,
-                     "layer %lld: expected a dense MLP with num_experts=0, got experts",
-                     (long long)i);
+    RM_FAIL_IF(s->layers[i].window < 0, RM_E_CONFIG,
+               "sliding_window of layer %ld: expected at least 0, got %ld", i, s->layers[i].window);
+    RM_FAIL_IF(s->layers[i].kind < 0 || s->layers[i].kind >= RM_N_LAYER_KIND, RM_E_CONFIG,
+               "kind of layer %ld: expected 0 to %d, got %d", i, RM_N_LAYER_KIND - 1,
+               (int)s->layers[i].kind);
+    RM_FAIL_IF(s->layers[i].rotates == 2 && !s->local_inv_freq, RM_E_CONFIG,
+               "layer %ld: expected local_inv_freq, got none", i);
+    RM_FAIL_IF(s->layers[i].is_moe && s->n_experts == 0, RM_E_CONFIG,
+               "layer %ld: expected a dense MLP with num_experts=0, got experts", i);
     *n_moe += s->layers[i].is_moe != 0;
     *n_attention += s->layers[i].kind != RM_LAYER_DELTA_NET;
   }
-  if (!*n_attention)
-    return rm_fail(err, RM_E_CONFIG, "layer_types: expected a layer of attention, got none");
-  const rm_code code = *n_attention < s->n_layers ? check_delta_net(s, err) : RM_OK;
-  if (code) return code;
+  RM_FAIL_IF(!*n_attention, RM_E_CONFIG, "layer_types: expected a layer of attention, got none");
+  RM_TRY(*n_attention < s->n_layers ? check_delta_net(s, err) : RM_OK);
   if (*n_moe < s->n_layers)
     return rm_check_range(err, RM_E_CONFIG, "intermediate_size", s->intermediate_size, 1,
                           MAX_WIDTH);
   return RM_OK;
+}
+
+// Copies `bytes` to *at, and moves it behind them. Returns the copy; NULL for NULL.
+static void *append(char **at, const void *from, size_t bytes) {
+  void *copy = from ? memcpy(*at, from, bytes) : NULL;
+  *at += bytes;
+  return copy;
 }
 
 rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
@@ -234,36 +215,32 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
       {"num_experts", values->n_experts, 0, MAX_EXPERTS},
       {"num_hidden_layers", values->n_layers, 1, MAX_LAYERS},
   };
-  rm_code code;
-  if ((code = check_bounds(bounds, sizeof bounds / sizeof *bounds, err)) ||
-      (code = check_attention(values, err)) || (code = check_rope(values, err)) ||
-      (code = check_factors(values, err)) || (code = check_experts(values, err)) ||
-      (code = check_layers(values, &n_moe, &n_attention, err)) ||
-      (code = check_latent(values, err)) ||
-      (code = check_positive("rms_norm_eps", values->rms_norm_eps, err)))
-    return code;
-  if (values->activation == RM_SWIGLU_OAI &&
-      ((code = check_positive("swiglu_alpha", values->swiglu_alpha, err)) ||
-       (code = check_positive("swiglu_limit", values->swiglu_limit, err))))
-    return code;
-  if (values->ungated && values->activation == RM_SWIGLU_OAI)
-    return rm_fail(err, RM_E_CONFIG,
-                   "activation: expected one of MLPs without a gate, got swiglu_oai");
-  if (!values->norm_before && !values->norm_after)
-    return rm_fail(
-        err, RM_E_CONFIG,
-        "norm_before, norm_after: expected norms of a block's input, of its output, or of both, "
-        "got neither");
+  RM_TRY(check_bounds(bounds, sizeof bounds / sizeof *bounds, err));
+  RM_TRY(check_attention(values, err));
+  RM_TRY(check_rope(values, err));
+  RM_TRY(check_factors(values, err));
+  RM_TRY(check_experts(values, err));
+  RM_TRY(check_layers(values, &n_moe, &n_attention, err));
+  RM_TRY(check_latent(values, err));
+  RM_TRY(check_positive("rms_norm_eps", values->rms_norm_eps, err));
+  if (values->activation == RM_SWIGLU_OAI) {
+    RM_TRY(check_positive("swiglu_alpha", values->swiglu_alpha, err));
+    RM_TRY(check_positive("swiglu_limit", values->swiglu_limit, err));
+  }
+  RM_FAIL_IF(values->ungated && values->activation == RM_SWIGLU_OAI, RM_E_CONFIG,
+             "activation: expected one of MLPs without a gate, got swiglu_oai");
+  RM_FAIL_IF(
+      !values->norm_before && !values->norm_after, RM_E_CONFIG,
+      "norm_before, norm_after: expected norms of a block's input, of its output, or of both, "
+      "got neither");
 
   const size_t layers_bytes = (size_t)values->n_layers * sizeof *values->layers;
   size_t names_bytes = 0;
   for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
     const char *name = values->names[kind];
-    if (name && strlen(name) > RM_MAX_PARAM_NAME)
-      return rm_fail(err, RM_E_CONFIG,
-                     "%.32s…: expected a parameter name of at most %d bytes, got "
-                     "%zu",
-                     name, RM_MAX_PARAM_NAME, strlen(name));
+    RM_FAIL_IF(name && strlen(name) > RM_MAX_PARAM_NAME, RM_E_CONFIG,
+               "%.32s…: expected a parameter name of at most %d bytes, got %zu", name,
+               RM_MAX_PARAM_NAME, strlen(name));
     names_bytes += name ? strlen(name) + 1 : 0;
   }
   const size_t freq_bytes = (size_t)(values->rotary_dim / 2) * sizeof *values->inv_freq;
@@ -273,16 +250,13 @@ rm_code rm_spec_create(const rm_spec *values, rm_spec **out, rm_error *err) {
   *spec = *values;
   spec->n_moe_layers = n_moe;
   spec->n_attention_layers = n_attention;
-  spec->layers = memcpy(spec + 1, values->layers, layers_bytes);
-  spec->inv_freq = memcpy((char *)(spec + 1) + layers_bytes, values->inv_freq, freq_bytes);
-  char *local = (char *)(spec + 1) + layers_bytes + freq_bytes, *name = local + freq_bytes;
-  if (values->local_inv_freq)
-    spec->local_inv_freq = memcpy(local, values->local_inv_freq, freq_bytes);
+  char *at = (char *)(spec + 1);
+  spec->layers = append(&at, values->layers, layers_bytes);
+  spec->inv_freq = append(&at, values->inv_freq, freq_bytes);
+  spec->local_inv_freq = append(&at, values->local_inv_freq, freq_bytes);
   for (int kind = 0; kind < RM_N_PARAM_KIND; kind++) {
-    if (!values->names[kind]) continue;
-    const size_t bytes = strlen(values->names[kind]) + 1;
-    spec->names[kind] = memcpy(name, values->names[kind], bytes);
-    name += bytes;
+    const char *name = values->names[kind];
+    spec->names[kind] = append(&at, name, name ? strlen(name) + 1 : 0);
   }
   *out = spec;
   return RM_OK;

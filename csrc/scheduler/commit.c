@@ -29,7 +29,7 @@ static void fail_flagged(rm_scheduler *scheduler, const rm_sequence *seq, const 
 // ---------------------------------------------------------------------------------- computed rows
 // The routing of a position, in its page.
 static int16_t *routed_at(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t p) {
-  const int64_t size = scheduler->options.limits.page_size;
+  const int64_t size = rm_page_size(scheduler);
   return rm_kv_routed(scheduler->cache, rm_block_table(scheduler, seq)[p / size]) +
          p % size * scheduler->options.limits.routed_per_token;
 }
@@ -60,10 +60,10 @@ static void record_routed(rm_scheduler *scheduler, rm_sequence *seq, const int16
 static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index,
                          int32_t page) {
   const rm_sequence_group *group = seq->group;
-  const int64_t start = index * scheduler->options.limits.page_size;
+  const int64_t start = index * rm_page_size(scheduler);
   float *out = rm_kv_logprobs(scheduler->cache, page);
   if (!group->want_prompt_logprobs || group->mixed) return 0;
-  for (int64_t i = 0; i < scheduler->options.limits.page_size; i++) {
+  for (int64_t i = 0; i < rm_page_size(scheduler); i++) {
     const int64_t p = start + i;
     out[i] = p == 0                ? 0
              : p < group->n_prompt ? group->prompt_logprobs[p - 1]
@@ -76,7 +76,7 @@ static int fill_logprobs(rm_scheduler *scheduler, const rm_sequence *seq, int64_
 // of generated tokens only the last one keeps its state, besides those at the interval.
 static void keep_state(rm_scheduler *scheduler, const rm_sequence *seq, int64_t index,
                        int32_t page) {
-  const int64_t size = scheduler->options.limits.page_size, start = index * size,
+  const int64_t size = rm_page_size(scheduler), start = index * size,
                 row = seq->first_row + seq->n_rows - 1 - (seq->kv_len - start - size);
   if (page < 0 || row < seq->first_row || scheduler->plan.save_states[row] < 0) return;
   rm_kv_keep_state(scheduler->cache, page, scheduler->plan.save_states[row]);
@@ -85,7 +85,7 @@ static void keep_state(rm_scheduler *scheduler, const rm_sequence *seq, int64_t 
 }
 
 static void index_pages(rm_scheduler *scheduler, rm_sequence *seq) {
-  const int64_t size = scheduler->options.limits.page_size;
+  const int64_t size = rm_page_size(scheduler);
   const int32_t *table = rm_block_table(scheduler, seq);
   if (!scheduler->options.prefix_caching || seq->stale || rm_is_external(scheduler)) return;
   for (; (seq->n_indexed + 1) * size <= seq->kv_len; seq->n_indexed++) {

@@ -22,28 +22,28 @@ static rm_sequence *sequence_of(const rm_scheduler *scheduler, uint64_t id, rm_e
 static rm_code check_part(const rm_scheduler *scheduler, const rm_sequence *seq,
                           const rm_external_step *step, int64_t i, const int32_t *pages,
                           rm_error *err) {
-  const long long id = (long long)step->ids[i], size = scheduler->options.limits.page_size,
-                  most = scheduler->options.limits.n_pages;
-  const long long end = step->computed[i] + step->rows[i], known = rm_sequence_length(seq);
-  const long long n_pages =
+  const int64_t id = step->ids[i], size = rm_page_size(scheduler),
+                most = scheduler->options.limits.n_pages;
+  const int64_t end = step->computed[i] + step->rows[i], known = rm_sequence_length(seq);
+  const int64_t n_pages =
       step->page_counts[i] + (step->replace[i] || seq->status != RM_ACTIVE ? 0 : seq->n_pages);
   REFUSE_UNLESS(seq->external_step != scheduler->external_steps,
-                "request %lld: expected one part in a step, got two", id);
+                "request %ld: expected one part in a step, got two", id);
   REFUSE_UNLESS(
       step->computed[i] >= 0 && step->rows[i] >= 1 && end <= known,
-      "request %lld: expected at most its %lld tokens, got %lld computed positions and %lld rows",
-      id, known, (long long)step->computed[i], (long long)step->rows[i]);
+      "request %ld: expected at most its %ld tokens, got %ld computed positions and %ld rows", id,
+      known, step->computed[i], step->rows[i]);
   REFUSE_UNLESS(
       end < known || seq->n_tokens < seq->group->capacity,
-      "request %lld: expected at most %lld generated tokens, got a step that draws one more", id,
-      (long long)seq->group->capacity);
+      "request %ld: expected at most %ld generated tokens, got a step that draws one more", id,
+      seq->group->capacity);
   REFUSE_UNLESS(n_pages <= scheduler->max_pages && n_pages * size >= end,
-                "request %lld: expected pages for %lld positions, at most %lld pages, got %lld of "
-                "%lld positions",
-                id, end, (long long)scheduler->max_pages, n_pages, size);
+                "request %ld: expected pages for %ld positions, at most %ld pages, got %ld of "
+                "%ld positions",
+                id, end, scheduler->max_pages, n_pages, size);
   for (int64_t p = 0; p < step->page_counts[i]; p++)
-    REFUSE_UNLESS(pages[p] >= 0 && pages[p] < most,
-                  "request %lld: expected pages 0 to %lld, got %d", id, most - 1, pages[p]);
+    REFUSE_UNLESS(pages[p] >= 0 && pages[p] < most, "request %ld: expected pages 0 to %ld, got %d",
+                  id, most - 1, pages[p]);
   return RM_OK;
 }
 
@@ -56,8 +56,7 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
     rm_sequence *seq = sequence_of(scheduler, step->ids[i], err);
     if (!seq) return RM_E_REQUEST;
     if (seq->status == RM_DONE) continue;
-    const rm_code code = check_part(scheduler, seq, step, i, pages, err);
-    if (code) return code;
+    RM_TRY(check_part(scheduler, seq, step, i, pages, err));
     n_started += seq->status != RM_ACTIVE;
     seq->external_step = scheduler->external_steps;
     seq->external_end = step->computed[i] + step->rows[i];
@@ -67,12 +66,11 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
     n_drawn += seq->external_last && seq->group->external_draws;
   }
   REFUSE_UNLESS(n_started <= scheduler->n_free_table_rows,
-                "max_num_seqs: expected at most %lld requests at once, got %lld",
-                (long long)scheduler->options.max_num_seqs,
-                (long long)(scheduler->n_active + n_started));
+                "max_num_seqs: expected at most %ld requests at once, got %ld",
+                scheduler->options.max_num_seqs, scheduler->n_active + n_started);
   REFUSE_UNLESS(n_drawn <= step->n_logits,
-                "logits: expected room for %lld requests with external_draws, got room for %lld",
-                (long long)n_drawn, (long long)step->n_logits);
+                "logits: expected room for %ld requests with external_draws, got room for %ld",
+                n_drawn, step->n_logits);
   return RM_OK;
 }
 
@@ -80,24 +78,19 @@ static rm_code enter_step(rm_scheduler *scheduler, const rm_external_step *step,
 static void take_pages(rm_scheduler *scheduler, rm_sequence *seq, int64_t computed, int replace,
                        const int32_t *pages, int64_t n) {
   const int fresh = seq->status != RM_ACTIVE;
-  if (fresh) {
-    rm_list_remove(&seq->link);
-    scheduler->n_waiting--;
-    rm_activate(scheduler, seq);
-  }
+  if (fresh) rm_activate(scheduler, seq);
   if (fresh || replace) seq->n_pages = 0;
   int32_t *table = rm_change_table(scheduler, seq);
   for (int64_t p = 0; p < n; p++, seq->n_pages++) {
     table[seq->n_pages] = pages[p];
-    if (seq->n_pages * scheduler->options.limits.page_size >= computed)
-      scheduler->page_versions[pages[p]] = -1;
+    if (seq->n_pages * rm_page_size(scheduler) >= computed) scheduler->page_versions[pages[p]] = -1;
   }
 }
 
 // ---------------------------------------------------------------------------------------- batches
 // Returns the first position to compute.
 static int64_t first_row(const rm_scheduler *scheduler, const rm_sequence *seq, int64_t computed) {
-  const int64_t size = scheduler->options.limits.page_size, version = scheduler->version;
+  const int64_t size = rm_page_size(scheduler), version = scheduler->version;
   const int32_t *table = rm_block_table(scheduler, seq);
   const rm_sequence_group *group = seq->group;
   int64_t i = 0;
@@ -114,17 +107,11 @@ static int may_share_state(const rm_scheduler *scheduler) {
          scheduler->n_states - scheduler->options.max_num_seqs;
 }
 
-static int is_planned(const rm_plan *plan, int32_t state) {
-  int64_t r = 0;
-  while (r < plan->n_rows && plan->save_states[r] != state) r++;
-  return r < plan->n_rows;
-}
-
 // Lets a sequence hold the last available state of its first `from` positions. Returns the number
 // of positions that the state covers, or −1 if the current plan saves the state. Returns `from` in
 // models without states.
 static int64_t load_state(rm_scheduler *scheduler, rm_sequence *seq, int64_t from) {
-  const int64_t size = scheduler->options.limits.page_size;
+  const int64_t size = rm_page_size(scheduler);
   const int32_t *table = rm_block_table(scheduler, seq);
   if (!scheduler->n_states || (seq->state >= 0 && seq->kv_len == from)) return from;
   rm_drop_state(scheduler, seq);
@@ -132,14 +119,14 @@ static int64_t load_state(rm_scheduler *scheduler, rm_sequence *seq, int64_t fro
   while (i && rm_kv_state_of(scheduler->cache, table[i - 1]) < 0) i--;
   if (!i) return 0;
   const int32_t state = rm_kv_state_of(scheduler->cache, table[i - 1]);
-  if (is_planned(&scheduler->plan, state)) return -1;
+  if (rm_kv_state_is_new(scheduler->cache, state)) return -1;
   rm_kv_retain_state(scheduler->cache, state);
   seq->state = state;
   return i * size;
 }
 
 static void keep_states(rm_scheduler *scheduler, const rm_sequence *seq) {
-  const int64_t size = scheduler->options.limits.page_size, end = seq->next + seq->n_rows;
+  const int64_t size = rm_page_size(scheduler), end = seq->next + seq->n_rows;
   for (int64_t p = (seq->next / size + 1) * size; p <= end; p += size) {
     const int32_t state = scheduler->plan.save_states[seq->first_row + p - 1 - seq->next];
     if (state >= 0 && rm_keeps_state(scheduler, seq, p) && may_share_state(scheduler))
@@ -148,7 +135,7 @@ static void keep_states(rm_scheduler *scheduler, const rm_sequence *seq) {
 }
 
 static void plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
-  const int64_t size = scheduler->options.limits.page_size, version = scheduler->version,
+  const int64_t size = rm_page_size(scheduler), version = scheduler->version,
                 end = seq->next + n_rows;
   const int32_t *table = rm_block_table(scheduler, seq);
   for (int64_t i = seq->next / size; i * size < end; i++) {
@@ -204,8 +191,7 @@ static rm_drawn result_of(const rm_sequence *seq) {
 // ----------------------------------------------------------------------------------------- a step
 rm_code rm_external_begin(rm_scheduler *scheduler, const rm_external_step *step, rm_error *err) {
   const int32_t *pages = step->pages;
-  const rm_code code = enter_step(scheduler, step, err);
-  if (code) return code;
+  RM_TRY(enter_step(scheduler, step, err));
   for (int64_t i = 0; i < step->n; pages += step->page_counts[i++]) {
     rm_sequence *seq = sequence_of(scheduler, step->ids[i], NULL);
     if (seq->status != RM_DONE)
@@ -233,8 +219,8 @@ rm_code rm_external_drawing(const rm_scheduler *scheduler, uint64_t id, rm_error
   const rm_sequence *seq = sequence_of(scheduler, id, err);
   if (!seq) return RM_E_REQUEST;
   if (seq->status == RM_ACTIVE && seq->external_row >= 0) return RM_OK;
-  return rm_fail(err, RM_E_STATE, "request %llu: expected logits that wait for a draw, got none",
-                 (unsigned long long)id);
+  return rm_fail(err, RM_E_STATE, "request %lu: expected logits that wait for a draw, got none",
+                 id);
 }
 
 void rm_external_drawn(rm_scheduler *scheduler, rm_sequence *seq, const rm_drawn *drawn,
@@ -284,13 +270,13 @@ rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *
   if (!seq) return RM_E_REQUEST;
   if (seq->status == RM_DONE) return RM_OK;
   REFUSE_UNLESS(n <= seq->n_tokens,
-                "request %llu: expected at most its %lld generated tokens, got %lld",
-                (unsigned long long)id, (long long)seq->n_tokens, (long long)n);
+                "request %lu: expected at most its %ld generated tokens, got %ld", id,
+                seq->n_tokens, n);
   const int32_t *mine = seq->ids + seq->group->n_prompt;
   for (int64_t i = 0; i < n; i++)
     REFUSE_UNLESS(tokens[i] == mine[i],
-                  "request %llu: expected generated token %lld to be %d, got %d",
-                  (unsigned long long)id, (long long)i, mine[i], tokens[i]);
+                  "request %lu: expected generated token %ld to be %d, got %d", id, i, mine[i],
+                  tokens[i]);
   if (!n && seq->n_tokens)
     // The records are returned again, of the version that serves then.
     seq->group->n_scored = seq->group->n_prompt_routed = 0;
@@ -302,15 +288,14 @@ rm_code rm_external_tokens(rm_scheduler *scheduler, uint64_t id, const int32_t *
 // ---------------------------------------------------------------------------------------- records
 rm_code rm_external_top(const rm_scheduler *scheduler, const uint64_t *ids, int64_t n, int64_t k,
                         int32_t *top_ids, float *top_logprobs, rm_error *err) {
-  REFUSE_UNLESS(k >= 1, "k: expected at least 1, got %lld", (long long)k);
+  REFUSE_UNLESS(k >= 1, "k: expected at least 1, got %ld", k);
   for (int64_t i = 0; i < n; i++, top_ids += k, top_logprobs += k) {
     const rm_sequence *seq = sequence_of(scheduler, ids[i], err);
     if (!seq) return RM_E_REQUEST;
     const int64_t n_top = seq->group->top_logprobs, from = (seq->n_tokens - 1) * n_top;
-    REFUSE_UNLESS(
-        n_top >= k && seq->n_tokens,
-        "request %llu: expected a token with %lld logprobs, got %lld tokens with %lld each",
-        (unsigned long long)ids[i], (long long)k, (long long)seq->n_tokens, (long long)n_top);
+    REFUSE_UNLESS(n_top >= k && seq->n_tokens,
+                  "request %lu: expected a token with %ld logprobs, got %ld tokens with %ld each",
+                  ids[i], k, seq->n_tokens, n_top);
     memcpy(top_ids, seq->top_ids + from, (size_t)k * sizeof *top_ids);
     memcpy(top_logprobs, seq->top_logprobs + from, (size_t)k * sizeof *top_logprobs);
   }

@@ -4,9 +4,10 @@
 // page with the same content as an indexed page gets the node of that page, so that pages after it
 // can be indexed.
 //
-// Pages are allocated from a stack of free pages, then from pages that were never used, then by
-// evicting the least recently released cached page. Sequences release their last page first, so a
-// prefix stays longer than the pages after it.
+// One list has the available pages: first the free ones, the last released one first, then the
+// cached ones by their release. Pages are allocated from the free ones, then from pages that were
+// never used, then by evicting the first cached one. Sequences release their last page first, so a
+// prefix stays longer than the pages after it. Available states have such a list too.
 #include "scheduler/kv_cache.h"
 
 #include <assert.h>
@@ -17,20 +18,21 @@
 #include "scheduler/list.h"
 
 typedef struct rm_page {
-  rm_link link; // first member; in `cached` or in no list
+  rm_link link; // first member; in `available` or in no list
   uint64_t node, parent; // node of the content, 0: none; node of the page before it, 0: the start
   int64_t version;
   uint64_t hash;
   int32_t references;
-  int32_t chain; // next page + 1 in its bucket, or in the free stack if the page is free
+  int32_t chain; // next page + 1 in its bucket
   int32_t state; // state + 1 that the page keeps; 0: none
   uint8_t indexed, has_logprobs;
 } rm_page;
 
 typedef struct rm_state {
-  rm_link link; // first member; in `cached_states` or in no list
+  rm_link link; // first member; in `available_states` or in no list
   int32_t references; // without the page's
-  int32_t page; // page + 1 that keeps it; next state + 1 in the free stack if the state is free
+  int32_t page; // page + 1 that keeps it; 0: none
+  int64_t kept_at; // n_takes when the page began to keep it
 } rm_state;
 
 struct rm_kv_cache {
@@ -43,15 +45,13 @@ struct rm_kv_cache {
   int32_t *buckets; // [n_buckets] page + 1
   uint64_t n_buckets; // a power of two
   rm_page_write *writes; // [2·n_pages]
-  int64_t n_writes;
+  int64_t n_writes, n_takes; // n_takes: calls of rm_kv_take_writes
   uint64_t last_node;
   int64_t n_fresh; // pages [n_fresh, n_pages) were never used and are zero
-  int32_t free; // page + 1
-  rm_link cached; // pages by their release, the oldest first
-  int64_t n_available; // free or cached
+  rm_link available; // pages
+  int64_t n_available; // also those that were never used
   rm_state *states; // [n_states]
-  int32_t free_state; // state + 1
-  rm_link cached_states; // by their release, the oldest first
+  rm_link available_states;
   int64_t n_available_states, n_shared_states;
   rm_kv_counts counts;
 };
@@ -64,23 +64,22 @@ size_t rm_kv_record_bytes(int64_t page_size, int64_t routed_per_token) {
          4 * sizeof *cache->buckets; // less than four buckets per page
 }
 
-static void free_state(rm_kv_cache *cache, int32_t id) {
-  cache->states[id].page = cache->free_state;
-  cache->free_state = id + 1;
-  cache->n_available_states++;
+// Inserts a page or state that nobody holds: a cached one is the last to be allocated, a free one
+// the next.
+static void make_available(rm_link *list, rm_link *link, int is_cached) {
+  rm_list_insert_before(is_cached ? list : list->next, link);
 }
 
 rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *err) {
   *out = NULL;
-  const rm_code code =
-      rm_check_range(err, RM_E_CAPACITY, "KV pages", options->n_pages, 1, INT32_MAX / 2);
-  if (code) return code;
+  RM_TRY(rm_check_range(err, RM_E_CAPACITY, "KV pages", options->n_pages, 1, INT32_MAX / 2));
   rm_kv_cache *cache = rm_alloc(1, sizeof *cache);
   if (!cache) return rm_no_memory(err, "the table of KV pages", 0);
   cache->options = *options;
   cache->n_available = options->n_pages;
-  rm_list_init(&cache->cached);
-  rm_list_init(&cache->cached_states);
+  cache->n_available_states = options->n_states;
+  rm_list_init(&cache->available);
+  rm_list_init(&cache->available_states);
   const size_t n = (size_t)options->n_pages, size = (size_t)options->page_size,
                routed = (size_t)options->routed_per_token;
   for (cache->n_buckets = 1; cache->n_buckets < 2 * n; cache->n_buckets *= 2) continue;
@@ -91,7 +90,7 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
       RM_FIELD_ROWS(cache->routed, routed ? n * size : 0, routed),
       RM_FIELD(cache->buckets, cache->n_buckets),
       RM_FIELD(cache->writes, 2 * n),
-      RM_FIELD(cache->states, (size_t)options->n_states),
+      RM_FIELD(cache->states, options->n_states),
   };
   const size_t n_fields = sizeof fields / sizeof *fields, bytes = rm_fields_bytes(fields, n_fields);
   cache->block = bytes ? rm_alloc(1, bytes) : NULL;
@@ -100,7 +99,8 @@ rm_code rm_kv_create(const rm_kv_options *options, rm_kv_cache **out, rm_error *
     return rm_no_memory(err, "the records of KV pages", bytes);
   }
   rm_fields_place(fields, n_fields, cache->block);
-  for (int64_t i = options->n_states - 1; i >= 0; i--) free_state(cache, (int32_t)i);
+  for (int64_t i = 0; i < options->n_states; i++)
+    make_available(&cache->available_states, &cache->states[i].link, 1);
   *out = cache;
   return RM_OK;
 }
@@ -142,8 +142,7 @@ void rm_kv_drop_state(rm_kv_cache *cache, int32_t page) {
     return;
   }
   rm_list_remove(&cache->states[id].link);
-  cache->n_available_states--;
-  free_state(cache, id);
+  make_available(&cache->available_states, &cache->states[id].link, 0);
 }
 
 static void remove_from_index(rm_kv_cache *cache, int32_t id) {
@@ -157,33 +156,19 @@ static void remove_from_index(rm_kv_cache *cache, int32_t id) {
 }
 
 // ------------------------------------------------------------------------------------------ pages
-static void free_push(rm_kv_cache *cache, int32_t id) {
-  cache->pages[id].node = 0;
-  cache->pages[id].chain = cache->free;
-  cache->free = id + 1;
-}
-
 int64_t rm_kv_free_pages(const rm_kv_cache *cache) { return cache->n_available; }
 
 int32_t rm_kv_alloc(rm_kv_cache *cache) {
-  int32_t id;
-  int dirty = 1;
-  if (cache->free) {
-    id = cache->free - 1;
-    cache->free = cache->pages[id].chain;
-  } else if (cache->n_fresh < cache->options.n_pages) {
-    id = (int32_t)cache->n_fresh++;
-    dirty = 0;
-  } else if (!rm_list_empty(&cache->cached)) {
-    rm_page *oldest = (rm_page *)cache->cached.next;
-    id = (int32_t)(oldest - cache->pages);
-    rm_list_remove(&oldest->link);
-    remove_from_index(cache, id);
-    cache->counts.evictions++;
-  } else {
-    return -1;
+  if (!cache->n_available) return -1;
+  rm_page *first = rm_list_empty(&cache->available) ? NULL : (rm_page *)cache->available.next;
+  const int is_fresh = (!first || first->indexed) && cache->n_fresh < cache->options.n_pages;
+  const int32_t id = (int32_t)(is_fresh ? cache->n_fresh++ : first - cache->pages);
+  if (!is_fresh) {
+    rm_list_remove(&first->link);
+    cache->counts.evictions += first->indexed;
+    if (first->indexed) remove_from_index(cache, id);
+    rm_kv_zero(cache, id);
   }
-  if (dirty) rm_kv_zero(cache, id);
   cache->pages[id].references = 1;
   cache->n_available--;
   return id;
@@ -213,6 +198,7 @@ int32_t rm_kv_copy(rm_kv_cache *cache, int32_t from) {
 const rm_page_write *rm_kv_take_writes(rm_kv_cache *cache, int64_t *n) {
   *n = cache->n_writes;
   cache->n_writes = 0;
+  cache->n_takes++;
   return cache->writes;
 }
 
@@ -224,11 +210,12 @@ void rm_kv_retain(rm_kv_cache *cache, int32_t id) {
 }
 
 void rm_kv_release(rm_kv_cache *cache, int32_t id) {
-  assert(cache->pages[id].references > 0);
-  if (--cache->pages[id].references) return;
+  rm_page *page = &cache->pages[id];
+  assert(page->references > 0);
+  if (--page->references) return;
   cache->n_available++;
-  if (cache->pages[id].indexed) rm_list_insert_before(&cache->cached, &cache->pages[id].link);
-  else free_push(cache, id);
+  if (!page->indexed) page->node = 0;
+  make_available(&cache->available, &page->link, page->indexed);
 }
 
 int32_t rm_kv_references(const rm_kv_cache *cache, int32_t id) {
@@ -280,11 +267,6 @@ int32_t rm_kv_index(rm_kv_cache *cache, int32_t id, int64_t version, int32_t par
 }
 
 void rm_kv_reset(rm_kv_cache *cache) {
-  while (!rm_list_empty(&cache->cached)) {
-    rm_page *page = (rm_page *)cache->cached.next;
-    rm_list_remove(&page->link);
-    free_push(cache, (int32_t)(page - cache->pages));
-  }
   for (int64_t id = 0; id < cache->n_fresh; id++) {
     rm_kv_drop_state(cache, (int32_t)id);
     cache->pages[id].indexed = cache->pages[id].has_logprobs = 0;
@@ -297,7 +279,7 @@ void rm_kv_renew(rm_kv_cache *cache) {
   assert(cache->n_available == cache->options.n_pages);
   assert(cache->n_available_states == cache->options.n_states);
   rm_kv_reset(cache);
-  cache->free = 0;
+  rm_list_init(&cache->available);
   cache->n_fresh = 0;
 }
 
@@ -307,18 +289,14 @@ int64_t rm_kv_free_states(const rm_kv_cache *cache) { return cache->n_available_
 int64_t rm_kv_shared_states(const rm_kv_cache *cache) { return cache->n_shared_states; }
 
 int32_t rm_kv_alloc_state(rm_kv_cache *cache) {
-  if (!cache->free_state && !rm_list_empty(&cache->cached_states)) {
-    const rm_state *oldest = (const rm_state *)cache->cached_states.next;
-    rm_kv_drop_state(cache, oldest->page - 1);
-    cache->counts.state_evictions++;
-  }
-  const int32_t id = cache->free_state - 1;
-  if (id < 0) return -1;
-  cache->free_state = cache->states[id].page;
-  cache->states[id].page = 0;
-  cache->states[id].references = 1;
+  if (!cache->n_available_states) return -1;
+  rm_state *first = (rm_state *)cache->available_states.next;
+  cache->counts.state_evictions += first->page > 0;
+  if (first->page) rm_kv_drop_state(cache, first->page - 1);
+  rm_list_remove(&first->link);
+  first->references = 1;
   cache->n_available_states--;
-  return id;
+  return (int32_t)(first - cache->states);
 }
 
 void rm_kv_retain_state(rm_kv_cache *cache, int32_t id) {
@@ -333,13 +311,9 @@ void rm_kv_release_state(rm_kv_cache *cache, int32_t id) {
   rm_state *state = &cache->states[id];
   assert(state->references > 0);
   if (--state->references) return;
-  if (!state->page) {
-    free_state(cache, id);
-    return;
-  }
-  rm_list_insert_before(&cache->cached_states, &state->link);
+  make_available(&cache->available_states, &state->link, state->page > 0);
   cache->n_available_states++;
-  cache->n_shared_states--;
+  cache->n_shared_states -= state->page > 0;
 }
 
 int rm_kv_owns_state(rm_kv_cache *cache, int32_t id) {
@@ -354,7 +328,12 @@ void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t id) {
   if (cache->pages[page].state) return;
   cache->pages[page].state = id + 1;
   cache->states[id].page = page + 1;
+  cache->states[id].kept_at = cache->n_takes;
   cache->n_shared_states++;
+}
+
+int rm_kv_state_is_new(const rm_kv_cache *cache, int32_t id) {
+  return cache->states[id].kept_at == cache->n_takes;
 }
 
 int32_t rm_kv_state_of(const rm_kv_cache *cache, int32_t page) {

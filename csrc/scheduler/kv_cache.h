@@ -76,6 +76,8 @@ int rm_kv_owns_state(rm_kv_cache *cache, int32_t state);
 // Lets a page keep a held state, unless the page keeps one already.
 void rm_kv_keep_state(rm_kv_cache *cache, int32_t page, int32_t state);
 int32_t rm_kv_state_of(const rm_kv_cache *cache, int32_t page); // −1: none
+// Returns whether a page began to keep the state after the last rm_kv_take_writes.
+int rm_kv_state_is_new(const rm_kv_cache *cache, int32_t state);
 void rm_kv_drop_state(rm_kv_cache *cache, int32_t page); // the page no longer keeps a state
 
 float *rm_kv_logprobs(rm_kv_cache *cache, int32_t page); // [page_size], view

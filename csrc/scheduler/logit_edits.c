@@ -10,8 +10,8 @@ enum { MAX_BAD_WORDS = 16384 };
 // ----------------------------------------------------------------------------------------- checks
 static rm_code check_biases(const rm_request *request, int64_t vocab, rm_error *err) {
   REFUSE_UNLESS(request->n_biases <= vocab && (request->n_biases == 0 || request->biases),
-                "logit_bias: expected at most %lld tokens with a number each, got %lld",
-                (long long)vocab, (long long)request->n_biases);
+                "logit_bias: expected at most %ld tokens with a number each, got %ld", vocab,
+                request->n_biases);
   for (int64_t i = 0; i < request->n_biases; i++)
     REFUSE_UNLESS(isfinite(request->biases[i]), "logit_bias: expected finite numbers, got %g",
                   (double)request->biases[i]);
@@ -21,14 +21,12 @@ static rm_code check_biases(const rm_request *request, int64_t vocab, rm_error *
 static rm_code check_bad_words(const rm_request *request, int64_t vocab, rm_error *err) {
   const int64_t n = request->n_bad_words;
   REFUSE_UNLESS(n >= 0 && n <= MAX_BAD_WORDS,
-                "bad_words: expected at most %d of several tokens, got %lld", MAX_BAD_WORDS,
-                (long long)n);
+                "bad_words: expected at most %d of several tokens, got %ld", MAX_BAD_WORDS, n);
   REFUSE_UNLESS(n == 0 || request->bad_word_ends,
-                "bad_words: expected an array of %lld ends, got none", (long long)n);
+                "bad_words: expected an array of %ld ends, got none", n);
   for (int64_t i = 0; i < n; i++)
     REFUSE_UNLESS(request->bad_word_ends[i] > (i ? request->bad_word_ends[i - 1] : 0),
-                  "bad_words: expected 1 token or more in each, got none in word %lld",
-                  (long long)i);
+                  "bad_words: expected 1 token or more in each, got none in word %ld", i);
   return rm_check_token_ids("bad_words", request->bad_words, n ? request->bad_word_ends[n - 1] : 0,
                             vocab, err);
 }
@@ -41,10 +39,9 @@ static int repeats(const rm_request *request) {
 rm_code rm_logit_edits_check(const rm_request *request, const rm_request_limits *limits,
                              rm_error *err) {
   const int64_t vocab = limits->vocab;
-  rm_code code = check_biases(request, vocab, err);
-  if (!code) code = rm_check_token_ids("banned", request->banned, request->n_banned, vocab, err);
-  if (!code) code = check_bad_words(request, vocab, err);
-  if (code) return code;
+  RM_TRY(check_biases(request, vocab, err));
+  RM_TRY(rm_check_token_ids("banned", request->banned, request->n_banned, vocab, err));
+  RM_TRY(check_bad_words(request, vocab, err));
   const int by_tokens = repeats(request) || request->frequency_penalty != 0 ||
                         request->presence_penalty != 0 || request->n_bad_words,
             any = by_tokens || request->n_biases || request->n_banned;

@@ -5,8 +5,7 @@
 
 #include "base/status.h"
 
-#define REFUSE_UNLESS(condition, ...) \
-  if (!(condition)) return rm_fail(err, RM_E_REQUEST, __VA_ARGS__)
+#define REFUSE_UNLESS(condition, ...) RM_FAIL_IF(!(condition), RM_E_REQUEST, __VA_ARGS__)
 
 typedef enum rm_request_kind { RM_GENERATE, RM_SCORE } rm_request_kind;
 

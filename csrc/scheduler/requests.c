@@ -31,8 +31,7 @@ rm_sequence_group *rm_find_sequence_group(const rm_scheduler *scheduler, uint64_
   rm_sequence_group *group = scheduler->n_buckets ? *bucket(scheduler, id) : NULL;
   while (group && group->id != id) group = group->next_in_bucket;
   if (!group)
-    rm_fail(err, RM_E_REQUEST, "request %llu: expected one that was added and not released",
-            (unsigned long long)id);
+    rm_fail(err, RM_E_REQUEST, "request %lu: expected one that was added and not released", id);
   return group;
 }
 
@@ -41,8 +40,8 @@ rm_sequence *rm_find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t 
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return NULL;
   if (sample >= 0 && sample < group->n) return &group->sequences[sample];
-  rm_fail(err, RM_E_REQUEST, "request %llu: expected sample 0 to %d, got %d",
-          (unsigned long long)id, group->n - 1, sample);
+  rm_fail(err, RM_E_REQUEST, "request %lu: expected sample 0 to %d, got %d", id, group->n - 1,
+          sample);
   return NULL;
 }
 
@@ -50,9 +49,8 @@ rm_sequence *rm_find_sample(const rm_scheduler *scheduler, uint64_t id, int32_t 
 rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uint64_t id,
                          rm_error *err) {
   rm_sequence_group *group;
-  const rm_code code = rm_sequence_group_create(request, &scheduler->options.limits, id,
-                                                scheduler->next_order, &group, err);
-  if (code) return code;
+  RM_TRY(rm_sequence_group_create(request, &scheduler->options.limits, id, scheduler->next_order,
+                                  &group, err));
   if (!grow_buckets(scheduler)) {
     rm_free(group);
     return rm_no_memory(err, "the table of requests", 0);
@@ -71,10 +69,8 @@ rm_code rm_scheduler_add(rm_scheduler *scheduler, const rm_request *request, uin
 rm_code rm_scheduler_release(rm_scheduler *scheduler, uint64_t id, rm_error *err) {
   rm_sequence_group *group = rm_find_sequence_group(scheduler, id, err);
   if (!group) return RM_E_REQUEST;
-  if (group->n_done < group->n)
-    return rm_fail(err, RM_E_STATE,
-                   "request %llu: expected a finished one to release; abort it first",
-                   (unsigned long long)id);
+  RM_FAIL_IF(group->n_done < group->n, RM_E_STATE,
+             "request %lu: expected a finished one to release; abort it first", id);
   rm_sequence_group **at = bucket(scheduler, id);
   while (*at != group) at = &(*at)->next_in_bucket;
   *at = group->next_in_bucket;
@@ -102,13 +98,13 @@ void rm_finish_sequence_group(rm_scheduler *scheduler, rm_sequence_group *group,
       rm_finish_sequence(scheduler, &group->sequences[i], finish);
 }
 
-void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position,
+void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, int64_t position,
                             const char *what) {
   rm_sequence_group *group = seq->group;
   group->error = RM_E_NUMERICS;
   snprintf(group->message, sizeof group->message,
-           "request %llu, sample %d, position %lld: %s not finite", (unsigned long long)group->id,
-           seq->index, position, what);
+           "request %lu, sample %d, position %ld: %s not finite", group->id, seq->index, position,
+           what);
   // Own pages are not in the prefix index, and are zeroed when they are allocated again.
   if (rm_is_external(scheduler)) rm_external_invalidate(scheduler, seq);
   rm_finish_sequence_group(scheduler, group, RM_FINISH_ERROR);
@@ -127,13 +123,11 @@ rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t s
   rm_sequence *seq = rm_find_sample(scheduler, id, sample, err);
   if (!seq) return RM_E_REQUEST;
   REFUSE_UNLESS(n_tokens >= 0 && n_tokens <= seq->n_tokens,
-                "request %llu, sample %d: expected a stop after 0 to %lld tokens, got %lld",
-                (unsigned long long)id, sample, (long long)seq->n_tokens, (long long)n_tokens);
-  if (seq->finish == RM_FINISH_ABORT || seq->finish == RM_FINISH_ERROR)
-    return rm_fail(err, RM_E_STATE,
-                   "request %llu, sample %d: expected one to stop, got one that was %s",
-                   (unsigned long long)id, sample,
-                   seq->finish == RM_FINISH_ABORT ? "aborted" : "ended by an error");
+                "request %lu, sample %d: expected a stop after 0 to %ld tokens, got %ld", id,
+                sample, seq->n_tokens, n_tokens);
+  RM_FAIL_IF(seq->finish == RM_FINISH_ABORT || seq->finish == RM_FINISH_ERROR, RM_E_STATE,
+             "request %lu, sample %d: expected one to stop, got one that was %s", id, sample,
+             seq->finish == RM_FINISH_ABORT ? "aborted" : "ended by an error");
   if (seq->status != RM_DONE) rm_finish_sequence(scheduler, seq, RM_FINISH_STOP);
   seq->finish = RM_FINISH_STOP;
   seq->stop_token = -1;

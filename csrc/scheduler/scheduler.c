@@ -30,13 +30,12 @@
 rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options *options,
                             rm_error *err) {
   const rm_request_limits *limits = &options->limits;
-  const size_t rows = (size_t)options->max_num_batched_tokens, seqs = (size_t)options->max_num_seqs;
-  const size_t max_pages =
-      (size_t)((limits->max_model_len + limits->page_size - 1) / limits->page_size);
+  const int64_t rows = options->max_num_batched_tokens, seqs = options->max_num_seqs,
+                max_pages = (limits->max_model_len + limits->page_size - 1) / limits->page_size;
   rm_plan *plan = &scheduler->plan;
   const rm_field fields[] = {
       RM_FIELD(scheduler->free_table_rows, seqs),
-      RM_FIELD(scheduler->page_versions, (size_t)options->external_pages),
+      RM_FIELD(scheduler->page_versions, options->external_pages),
       RM_FIELD(plan->scheduled, seqs),
       RM_FIELD(plan->ids, rows),
       RM_FIELD(plan->positions, rows),
@@ -52,7 +51,7 @@ rm_code rm_scheduler_create(rm_scheduler *scheduler, const rm_scheduler_options 
       RM_FIELD(plan->table_changed, seqs),
   };
   scheduler->options = *options;
-  scheduler->max_pages = (int64_t)max_pages;
+  scheduler->max_pages = max_pages;
   rm_list_init(&scheduler->waiting);
   rm_list_init(&scheduler->active);
   rm_list_init(&scheduler->live);
@@ -111,7 +110,9 @@ void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 void rm_activate(rm_scheduler *scheduler, rm_sequence *seq) {
-  assert(scheduler->n_free_table_rows > 0);
+  assert(seq->status == RM_WAITING && scheduler->n_free_table_rows > 0);
+  rm_list_remove(&seq->link);
+  scheduler->n_waiting--;
   seq->table_row = scheduler->free_table_rows[--scheduler->n_free_table_rows];
   seq->status = RM_ACTIVE;
   insert_by_order(&scheduler->active, seq);
@@ -148,8 +149,7 @@ void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq) {
 }
 
 static int64_t pages_for(const rm_scheduler *scheduler, int64_t n_positions) {
-  return (n_positions + scheduler->options.limits.page_size - 1) /
-         scheduler->options.limits.page_size;
+  return (n_positions + rm_page_size(scheduler) - 1) / rm_page_size(scheduler);
 }
 
 // Allocates pages for n_positions. The caller has checked that there are enough.
@@ -166,7 +166,7 @@ static void extend(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_position
 // kv_len.
 static int64_t shared_page(const rm_scheduler *scheduler, const rm_sequence *seq,
                            int64_t n_positions) {
-  const int64_t index = seq->kv_len / scheduler->options.limits.page_size;
+  const int64_t index = seq->kv_len / rm_page_size(scheduler);
   if (n_positions <= seq->kv_len || index >= seq->n_pages) return -1;
   return rm_kv_references(scheduler->cache, rm_block_table(scheduler, seq)[index]) > 1 ? index : -1;
 }
@@ -219,15 +219,14 @@ void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq) {
 // rows up to its last but one.
 static int page_serves(const rm_scheduler *scheduler, const rm_sequence_group *group,
                        int64_t page) {
-  const int64_t rows =
-      rm_min64((page + 1) * scheduler->options.limits.page_size - 1, group->n_targets);
+  const int64_t rows = rm_min64((page + 1) * rm_page_size(scheduler) - 1, group->n_targets);
   if (group->n_scored >= rows) return 2;
   return !group->prompt_top && !group->score_sampling && !group->logits_out;
 }
 
 static void take_logprobs(rm_scheduler *scheduler, rm_sequence_group *group, int64_t index,
                           int32_t page) {
-  const int64_t size = scheduler->options.limits.page_size, start = index * size;
+  const int64_t size = rm_page_size(scheduler), start = index * size;
   for (int64_t position = rm_max64(start, group->n_scored + 1);
        position < start + size && position <= group->n_targets; position++) {
     group->prompt_logprobs[position - 1] = rm_kv_logprobs(scheduler->cache, page)[position - start];
@@ -236,13 +235,11 @@ static void take_logprobs(rm_scheduler *scheduler, rm_sequence_group *group, int
 }
 
 // Releases the last pages of a prefix until it ends with a page that keeps a state from which all
-// missing rows can be computed. Logprobs are copied first, also from the pages to be released,
-// because the logprob of a page's last row is a record of the next page.
+// missing rows can be computed.
 static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
   rm_sequence_group *group = seq->group;
-  const int64_t size = scheduler->options.limits.page_size, length = rm_sequence_length(seq);
+  const int64_t size = rm_page_size(scheduler), length = rm_sequence_length(seq);
   const int32_t *table = rm_block_table(scheduler, seq);
-  for (int64_t i = 0; i < seq->n_pages; i++) take_logprobs(scheduler, group, i, table[i]);
   for (; seq->n_pages; rm_kv_release(scheduler->cache, table[--seq->n_pages])) {
     const int64_t end = seq->n_pages * size;
     const int32_t state = rm_kv_state_of(scheduler->cache, table[seq->n_pages - 1]);
@@ -254,11 +251,11 @@ static void end_at_state(rm_scheduler *scheduler, rm_sequence *seq) {
   }
 }
 
-// Takes the cached pages of the longest cached prefix. Except for what end_at_state copies, their
-// records are copied later, when the sequence is certain to start.
+// Takes the cached pages of the longest cached prefix, and copies their logprobs: also from pages
+// that end_at_state releases, because the logprob of a page's last row belongs to the next page.
 static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
   int32_t *table = rm_change_table(scheduler, seq), parent = -1;
-  const int64_t size = scheduler->options.limits.page_size, n = rm_sequence_length(seq) / size;
+  const int64_t size = rm_page_size(scheduler), n = rm_sequence_length(seq) / size;
   seq->n_pages = 0;
   if (!scheduler->options.prefix_caching) return;
   for (int64_t i = 0; i < n; i++) {
@@ -268,35 +265,29 @@ static void match_prefix(rm_scheduler *scheduler, rm_sequence *seq) {
         rm_kv_find(scheduler->cache, scheduler->version, parent, seq->ids + i * size, serves == 1);
     if (parent < 0) break;
     table[seq->n_pages++] = parent;
+    take_logprobs(scheduler, seq->group, i, parent);
   }
   if (scheduler->n_states) end_at_state(scheduler, seq);
 }
 
 // Activates a waiting sequence, with pages for all of its known tokens. Returns 0 if there are too
-// few pages; the sequence is then unchanged.
+// few pages; the sequence then keeps waiting.
 static int start(rm_scheduler *scheduler, rm_sequence *seq) {
-  const int64_t length = rm_sequence_length(seq), size = scheduler->options.limits.page_size;
+  const int64_t length = rm_sequence_length(seq), size = rm_page_size(scheduler);
   rm_sequence_group *group = seq->group;
   if (scheduler->blocked == seq && scheduler->n_active &&
       rm_kv_free_pages(scheduler->cache) <= scheduler->blocked_free)
     return 0;
   // The prefix may take one state, and the first rows save another one.
   if (scheduler->n_states && rm_kv_free_states(scheduler->cache) < 2) return 0;
-  rm_link *next = seq->link.next;
-  rm_list_remove(&seq->link);
   rm_activate(scheduler, seq);
   match_prefix(scheduler, seq);
   if (pages_for(scheduler, length) - seq->n_pages > rm_kv_free_pages(scheduler->cache)) {
-    rm_leave_lists(scheduler, seq);
-    rm_list_insert_before(next, &seq->link);
-    seq->status = RM_WAITING;
+    rm_preempt(scheduler, seq);
     scheduler->blocked = seq;
     scheduler->blocked_free = rm_kv_free_pages(scheduler->cache);
     return 0;
   }
-  scheduler->n_waiting--;
-  for (int64_t i = 0; i < seq->n_pages; i++)
-    take_logprobs(scheduler, group, i, rm_block_table(scheduler, seq)[i]);
   seq->kv_len = seq->n_pages * size;
   rm_take_routed(scheduler, seq, seq->kv_len);
   seq->n_indexed = seq->n_pages;
@@ -331,7 +322,6 @@ static void join_siblings(rm_scheduler *scheduler, const rm_sequence *leader, in
   for (int32_t i = 0; i < group->n && scheduler->n_free_table_rows && rows_left(scheduler); i++) {
     rm_sequence *seq = &group->sequences[i];
     if (seq->status != RM_WAITING || seq->n_tokens) continue;
-    rm_leave_lists(scheduler, seq);
     rm_activate(scheduler, seq);
     int32_t *table = rm_change_table(scheduler, seq);
     for (; seq->n_pages < leader->n_pages; seq->n_pages++) {
@@ -341,7 +331,7 @@ static void join_siblings(rm_scheduler *scheduler, const rm_sequence *leader, in
     seq->kv_len = seq->next = group->n_prompt;
     if ((seq->state = plan->save_states[row]) >= 0)
       rm_kv_retain_state(scheduler->cache, seq->state);
-    seq->n_indexed = group->n_prompt / scheduler->options.limits.page_size; // by the leader
+    seq->n_indexed = group->n_prompt / rm_page_size(scheduler); // by the leader
     add_out(plan, row, (rm_out_row){seq, seq->next - 1, -1, 1, 1});
   }
 }
@@ -369,8 +359,7 @@ static int32_t state_after(rm_scheduler *scheduler, const rm_sequence *seq, int6
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows) {
   rm_plan *plan = &scheduler->plan;
   const rm_sequence_group *group = seq->group;
-  const int64_t end = seq->next + n_rows, size = scheduler->options.limits.page_size,
-                first = plan->n_rows;
+  const int64_t end = seq->next + n_rows, size = rm_page_size(scheduler), first = plan->n_rows;
   const int32_t *table = rm_block_table(scheduler, seq);
   seq->first_row = first;
   seq->n_rows = n_rows;

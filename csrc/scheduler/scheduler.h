@@ -104,12 +104,12 @@ rm_code rm_scheduler_stop_sample(rm_scheduler *scheduler, uint64_t id, int32_t s
 void rm_finish_sequence(rm_scheduler *scheduler, rm_sequence *seq, rm_finish finish);
 // Finishes all sequences of a group that are not DONE.
 void rm_finish_sequence_group(rm_scheduler *scheduler, rm_sequence_group *group, rm_finish finish);
-void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, long long position,
+void rm_fail_sequence_group(rm_scheduler *scheduler, const rm_sequence *seq, int64_t position,
                             const char *what); // with RM_E_NUMERICS
 
 // ------------------------------------------------------ scheduler.c, for the files of this folder
 void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq); // into `waiting`, by order
-// Makes a sequence that is not in a list ACTIVE, with a table row.
+// Makes a WAITING sequence ACTIVE, with a table row.
 void rm_activate(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_drop_state(rm_scheduler *scheduler, rm_sequence *seq); // which then holds none
 // Removes a sequence from its list and releases its pages and table row.
@@ -120,10 +120,13 @@ void rm_preempt(rm_scheduler *scheduler, rm_sequence *seq);
 void rm_count_start(rm_scheduler *scheduler, const rm_sequence *seq);
 // Plans n_rows rows from seq->next on, and the draw from the last one.
 void rm_plan_rows(rm_scheduler *scheduler, rm_sequence *seq, int64_t n_rows);
+static inline int64_t rm_page_size(const rm_scheduler *scheduler) {
+  return scheduler->options.limits.page_size;
+}
 // Whether a page that ends at a position keeps the state there, wherever the sequence ends.
 static inline int rm_keeps_state(const rm_scheduler *scheduler, const rm_sequence *seq,
                                  int64_t position) {
-  const int64_t size = scheduler->options.limits.page_size;
+  const int64_t size = rm_page_size(scheduler);
   return scheduler->n_states && scheduler->options.prefix_caching && !seq->stale &&
          (position % scheduler->state_interval == 0 ||
           position == (seq->group->n_prompt - 1) / size * size);

@@ -13,11 +13,10 @@ enum { MAX_SAMPLES = 16384 };
 
 rm_code rm_check_token_ids(const char *what, const int32_t *ids, int64_t n, int64_t vocab,
                            rm_error *err) {
-  REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %lld, got none", what,
-                (long long)n);
+  REFUSE_UNLESS(n == 0 || (n > 0 && ids), "%s: expected an array of %ld, got none", what, n);
   for (int64_t i = 0; i < n; i++)
-    REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%lld]: expected 0 to %lld, got %d", what,
-                  (long long)i, (long long)vocab - 1, ids[i]);
+    REFUSE_UNLESS(ids[i] >= 0 && ids[i] < vocab, "%s[%ld]: expected 0 to %ld, got %d", what, i,
+                  vocab - 1, ids[i]);
   return RM_OK;
 }
 
@@ -51,12 +50,12 @@ static rm_code check_kept(const rm_request *request, int64_t vocab, rm_error *er
                 "kept_tokens=True: expected a generation, got a score; score without kept_tokens");
   REFUSE_UNLESS(
       request->top_k >= 1 && request->top_k < vocab,
-      "kept_tokens=True: expected top_k in [1, %lld), got %d; set top_k, which bounds the tokens "
+      "kept_tokens=True: expected top_k in [1, %ld), got %d; set top_k, which bounds the tokens "
       "kept",
-      (long long)vocab, request->top_k);
+      vocab, request->top_k);
   REFUSE_UNLESS(request->min_tokens == 0,
-                "kept_tokens=True: expected min_tokens=0, got %lld; leave one of the two out",
-                (long long)request->min_tokens);
+                "kept_tokens=True: expected min_tokens=0, got %ld; leave one of the two out",
+                request->min_tokens);
   REFUSE_UNLESS(
       !request->external_draws,
       "kept_tokens=True: expected draws of the engine, got external_draws=True; leave kept_tokens "
@@ -66,24 +65,19 @@ static rm_code check_kept(const rm_request *request, int64_t vocab, rm_error *er
 
 static rm_code check_lengths(const rm_request *request, const rm_request_limits *limits,
                              rm_error *err) {
-  const long long n_prompt = request->n_prompt, longest = limits->max_model_len;
+  const int64_t n_prompt = request->n_prompt, longest = limits->max_model_len;
   REFUSE_UNLESS(n_prompt >= 1 && request->prompt, "prompt: expected 1 token or more, got none");
   if (request->kind == RM_SCORE) {
-    REFUSE_UNLESS(n_prompt <= longest,
-                  "prompt: expected at most max_model_len=%lld tokens, got %lld", longest,
-                  n_prompt);
+    REFUSE_UNLESS(n_prompt <= longest, "prompt: expected at most max_model_len=%ld tokens, got %ld",
+                  longest, n_prompt);
     return RM_OK;
   }
-  REFUSE_UNLESS(n_prompt < longest,
-                "prompt: expected fewer tokens than max_model_len=%lld, got %lld", longest,
-                n_prompt);
-  rm_code code = rm_check_range(err, RM_E_REQUEST, "n", request->n, 1, MAX_SAMPLES);
-  if (!code)
-    code = rm_check_range(err, RM_E_REQUEST, "max_tokens", request->max_tokens, 1, INT64_MAX);
-  if (!code)
-    code = rm_check_range(err, RM_E_REQUEST, "min_tokens", request->min_tokens, 0,
-                          request->max_tokens);
-  return code;
+  REFUSE_UNLESS(n_prompt < longest, "prompt: expected fewer tokens than max_model_len=%ld, got %ld",
+                longest, n_prompt);
+  RM_TRY(rm_check_range(err, RM_E_REQUEST, "n", request->n, 1, MAX_SAMPLES));
+  RM_TRY(rm_check_range(err, RM_E_REQUEST, "max_tokens", request->max_tokens, 1, INT64_MAX));
+  return rm_check_range(err, RM_E_REQUEST, "min_tokens", request->min_tokens, 0,
+                        request->max_tokens);
 }
 
 // Returns the number of tokens that each sample may generate. An external scheduler may end a
@@ -100,32 +94,27 @@ static rm_code check_capacity(const rm_request *request, const rm_request_limits
                               rm_error *err) {
   const int64_t n_positions = request->n_prompt + rm_max64(capacity_of(request, limits) - 1, 0);
   const int64_t n_pages = (n_positions + limits->page_size - 1) / limits->page_size;
-  if (n_pages <= limits->n_pages) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY,
-                 "KV cache: expected a request of at most %lld pages of %lld positions, got one of "
-                 "%lld pages (%lld tokens)",
-                 (long long)limits->n_pages, (long long)limits->page_size, (long long)n_pages,
-                 (long long)n_positions);
+  RM_FAIL_IF(n_pages > limits->n_pages, RM_E_CAPACITY,
+             "KV cache: expected a request of at most %ld pages of %ld positions, got one of "
+             "%ld pages (%ld tokens)",
+             limits->n_pages, limits->page_size, n_pages, n_positions);
+  return RM_OK;
 }
 
 rm_code rm_sequence_group_check(const rm_request *request, const rm_request_limits *limits,
                                 rm_error *err) {
-  rm_code code;
   REFUSE_UNLESS(request->kind == RM_GENERATE || request->kind == RM_SCORE,
                 "kind: expected generate or score, got %d", (int)request->kind);
   const int64_t vocab = limits->vocab;
   const int draws = request->kind == RM_GENERATE || request->score_sampling;
-  if ((code = check_lengths(request, limits, err)) ||
-      (code = rm_check_token_ids("prompt", request->prompt, request->n_prompt, vocab, err)) ||
-      (code = check_numbers(request, draws, err)) ||
-      (code = rm_check_range(err, RM_E_REQUEST, "logprobs", request->logprobs, 0, vocab)) ||
-      (code = rm_check_range(err, RM_E_REQUEST, "prompt_logprobs", request->prompt_logprobs, -1,
-                             vocab)) ||
-      (code = check_kept(request, vocab, err)) ||
-      (code = rm_logit_edits_check(request, limits, err)) ||
-      (code = rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, vocab,
-                                 err)))
-    return code;
+  RM_TRY(check_lengths(request, limits, err));
+  RM_TRY(rm_check_token_ids("prompt", request->prompt, request->n_prompt, vocab, err));
+  RM_TRY(check_numbers(request, draws, err));
+  RM_TRY(rm_check_range(err, RM_E_REQUEST, "logprobs", request->logprobs, 0, vocab));
+  RM_TRY(rm_check_range(err, RM_E_REQUEST, "prompt_logprobs", request->prompt_logprobs, -1, vocab));
+  RM_TRY(check_kept(request, vocab, err));
+  RM_TRY(rm_logit_edits_check(request, limits, err));
+  RM_TRY(rm_check_token_ids("stop_token_ids", request->stop_ids, request->n_stop_ids, vocab, err));
   REFUSE_UNLESS(
       limits->external || !request->external_draws,
       "external_draws=True: expected an engine with an external scheduler (external_pages > 0)");
@@ -169,24 +158,23 @@ enum { GROUP_FIELDS = 12, SEQUENCE_FIELDS = 12 };
 static void group_fields(rm_sequence_group *group, const rm_request *request,
                          const rm_request_limits *limits, rm_field fields[GROUP_FIELDS]) {
   // One more than needed, so that a prompt of one token has arrays that are not NULL.
-  const size_t targets = group->want_prompt_logprobs ? (size_t)group->n_prompt : 0;
-  const int64_t n_bad = request->n_bad_words;
-  const size_t top = group->prompt_top ? targets : 0,
-               set = (size_t)request->n_stop_ids + (size_t)limits->n_eos;
+  const int64_t targets = group->want_prompt_logprobs ? group->n_prompt : 0,
+                n_bad = request->n_bad_words, top = group->prompt_top ? targets : 0,
+                set = request->n_stop_ids + limits->n_eos;
   const rm_field all[GROUP_FIELDS] = {
-      RM_FIELD(group->sequences, (size_t)group->n),
+      RM_FIELD(group->sequences, group->n),
       RM_FIELD(group->stops, set),
-      RM_FIELD(group->banned, set + (size_t)request->n_banned),
-      RM_FIELD(group->edits, (size_t)rm_logit_edits_most(request)),
-      RM_FIELD(group->bad_words, n_bad ? (size_t)request->bad_word_ends[n_bad - 1] : 0),
-      RM_FIELD(group->bad_word_ends, (size_t)n_bad),
+      RM_FIELD(group->banned, set + request->n_banned),
+      RM_FIELD(group->edits, rm_logit_edits_most(request)),
+      RM_FIELD(group->bad_words, n_bad ? request->bad_word_ends[n_bad - 1] : 0),
+      RM_FIELD(group->bad_word_ends, n_bad),
       RM_FIELD(group->prompt_logprobs, targets),
       RM_FIELD(group->prompt_sampling, group->score_sampling ? targets : 0),
       RM_FIELD(group->prompt_ranks, group->want_token_ranks ? targets : 0),
-      RM_FIELD_ROWS(group->prompt_top_ids, top, (size_t)group->prompt_top),
-      RM_FIELD_ROWS(group->prompt_top_logprobs, top, (size_t)group->prompt_top),
-      RM_FIELD_ROWS(group->prompt_routed, limits->routed_per_token ? (size_t)group->n_prompt : 0,
-                    (size_t)limits->routed_per_token),
+      RM_FIELD_ROWS(group->prompt_top_ids, top, group->prompt_top),
+      RM_FIELD_ROWS(group->prompt_top_logprobs, top, group->prompt_top),
+      RM_FIELD_ROWS(group->prompt_routed, limits->routed_per_token ? group->n_prompt : 0,
+                    limits->routed_per_token),
   };
   memcpy(fields, all, sizeof all);
 }
@@ -194,23 +182,21 @@ static void group_fields(rm_sequence_group *group, const rm_request *request,
 static void sequence_fields(rm_sequence *seq, const rm_sequence_group *group,
                             const rm_request *request, const rm_request_limits *limits,
                             rm_field fields[SEQUENCE_FIELDS]) {
-  const size_t capacity = (size_t)group->capacity, top = group->top_logprobs ? capacity : 0;
-  const size_t banned = (size_t)(request->n_stop_ids + limits->n_eos + request->n_banned);
+  const int64_t capacity = group->capacity, top = group->top_logprobs ? capacity : 0,
+                banned = request->n_stop_ids + limits->n_eos + request->n_banned;
   const rm_field all[SEQUENCE_FIELDS] = {
-      RM_FIELD(seq->ids, (size_t)group->n_prompt + capacity),
+      RM_FIELD(seq->ids, group->n_prompt + capacity),
       RM_FIELD(seq->logprobs, capacity),
       RM_FIELD(seq->sampling_logprobs, capacity),
       RM_FIELD(seq->versions, capacity),
       RM_FIELD(seq->no_contract, capacity),
-      RM_FIELD_ROWS(seq->routed, limits->routed_per_token ? capacity : 0,
-                    (size_t)limits->routed_per_token),
+      RM_FIELD_ROWS(seq->routed, limits->routed_per_token ? capacity : 0, limits->routed_per_token),
       RM_FIELD(seq->ranks, group->want_token_ranks ? capacity : 0),
-      RM_FIELD_ROWS(seq->top_ids, top, (size_t)group->top_logprobs),
-      RM_FIELD_ROWS(seq->top_logprobs, top, (size_t)group->top_logprobs),
+      RM_FIELD_ROWS(seq->top_ids, top, group->top_logprobs),
+      RM_FIELD_ROWS(seq->top_logprobs, top, group->top_logprobs),
       RM_FIELD(seq->kept, group->want_kept ? capacity : 0),
-      RM_FIELD(seq->edits,
-               rm_has_penalties(group) ? (size_t)rm_logit_edits_most(request) + capacity : 0),
-      RM_FIELD(seq->banned, request->n_bad_words ? banned + (size_t)request->n_bad_words : 0),
+      RM_FIELD(seq->edits, rm_has_penalties(group) ? rm_logit_edits_most(request) + capacity : 0),
+      RM_FIELD(seq->banned, request->n_bad_words ? banned + request->n_bad_words : 0),
   };
   memcpy(fields, all, sizeof all);
 }
@@ -291,8 +277,8 @@ rm_code rm_sequence_group_create(const rm_request *request, const rm_request_lim
     rm_free(group);
     return rm_fail(
         err, RM_E_REQUEST,
-        "min_tokens: expected 0, since every token of the vocabulary is a stop token, got %lld",
-        (long long)request->min_tokens);
+        "min_tokens: expected 0, since every token of the vocabulary is a stop token, got %ld",
+        request->min_tokens);
   }
   if (request->n_banned)
     memcpy(group->banned + group->n_early, request->banned,

@@ -12,8 +12,7 @@ static rm_code run_sample(rm_runner *runner, const float *logits, const float *s
   const int64_t vocab = runner->options.spec->vocab_size;
   const size_t row = (size_t)vocab * sizeof *logits,
                banned = (size_t)params.n_banned * sizeof *params.banned;
-  const rm_code code = rm_results_reserve(results, 8, row + banned + 256, err);
-  if (code) return code;
+  RM_TRY(rm_results_reserve(results, 8, row + banned + 256, err));
   params.banned = rm_results_input(results, params.banned, banned);
   const rm_sample_args args = {
       .tokens = rm_results_output(results, &out->token, sizeof out->token),
@@ -51,13 +50,12 @@ rm_code rm_draw_edited(rm_runner *runner, rm_sequence *seq, const float *raw, co
     if (isnan(edited[v])) return RM_OK; // the op would skip it
   rm_sample_params params = rm_params_of(seq);
   if (!params.n_banned) params.banned = &nobody, params.n_banned = 1;
-  rm_code code = run_sample(runner, edited, stats, params, out, err);
-  if (code) return code;
+  RM_TRY(run_sample(runner, edited, stats, params, out, err));
   if (out->token >= 0 && edited[out->token] == -INFINITY) out->token = -1; // all entries are −inf
   if (out->token < 0) return RM_OK;
   const rm_sample_params model = {.temperature = 1, .top_p = 1, .top_k = -1, .forced = out->token};
-  code = run_sample(runner, raw, stats, model, &forced, err);
+  RM_TRY(run_sample(runner, raw, stats, model, &forced, err));
   out->logprob = forced.logprob;
-  if (!code && seq->group->want_token_ranks) out->rank = rank_of(raw, vocab, out->token);
-  return code;
+  if (seq->group->want_token_ranks) out->rank = rank_of(raw, vocab, out->token);
+  return RM_OK;
 }

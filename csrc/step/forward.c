@@ -15,15 +15,14 @@ static rm_code compare_batches(rm_runner *runner, rm_error *err) {
     digest = rm_hash_word(
         rm_hash_word(digest, (uint64_t)(uint32_t)plan->ids[r] ^ (uint64_t)plan->slots[r] << 32),
         (uint64_t)plan->positions[r]);
-  const rm_code code = rm_comm_all_gather(tp, &digest, all, sizeof digest, err);
-  for (int r = 0; r < rm_comm_size(tp) && !code; r++)
-    if (all[r] != digest)
-      return rm_fail(
-          err, RM_E_COLLECTIVE_MISMATCH,
-          "batch: expected the same calls on all ranks of a tp group, got another batch on tp rank "
-          "%d than on tp rank %d",
-          r, rm_comm_rank(tp));
-  return code;
+  RM_TRY(rm_comm_all_gather(tp, &digest, all, sizeof digest, err));
+  for (int r = 0; r < rm_comm_size(tp); r++)
+    RM_FAIL_IF(
+        all[r] != digest, RM_E_COLLECTIVE_MISMATCH,
+        "batch: expected the same calls on all ranks of a tp group, got another batch on tp rank "
+        "%d than on tp rank %d",
+        r, rm_comm_rank(tp));
+  return RM_OK;
 }
 
 // Or-reduces row flags: only the ranks with its head detect a K or V row that is not finite.
@@ -32,9 +31,9 @@ static rm_code share_flags(rm_runner *runner, rm_error *err) {
   uint8_t *flags = runner->step.output.row_flags;
   const int64_t n = runner->plan->n_rows;
   if (!tp || !n) return RM_OK;
-  const rm_code code = rm_comm_all_gather(tp, flags, runner->all_flags, (size_t)n, err);
-  for (int64_t i = 0; i < n * rm_comm_size(tp) && !code; i++) flags[i % n] |= runner->all_flags[i];
-  return code;
+  RM_TRY(rm_comm_all_gather(tp, flags, runner->all_flags, (size_t)n, err));
+  for (int64_t i = 0; i < n * rm_comm_size(tp); i++) flags[i % n] |= runner->all_flags[i];
+  return RM_OK;
 }
 
 // -------------------------------------------------------------------------------- the step buffer
@@ -52,7 +51,7 @@ static void list_fields(const rm_runner *runner, rm_step_buffer *b, size_t rows,
       RM_FIELD(b->ids, rows),
       RM_FIELD(b->positions, rows),
       RM_FIELD(b->seq_of_row, rows),
-      RM_FIELD(b->load_states, (size_t)runner->options.max_num_seqs),
+      RM_FIELD(b->load_states, runner->options.max_num_seqs),
       RM_FIELD(b->save_states, rows),
       RM_FIELD(b->out_rows, outs),
       RM_FIELD(b->targets, outs),
@@ -157,8 +156,7 @@ static rm_batch batch_of(const rm_runner *runner) {
 
 rm_code rm_step_prepare(rm_runner *runner, rm_error *err) {
   rm_step_shape *shape = &runner->shape;
-  const rm_code code = compare_batches(runner, err);
-  if (code) return code;
+  RM_TRY(compare_batches(runner, err));
   shape->n_rows = runner->plan->n_rows, shape->n_out = runner->plan->n_out;
   if (shape->padded) shape->n_rows = shape->n_out = shape->most_rows = shape->padded;
   write_pages(runner);
@@ -186,9 +184,8 @@ rm_code rm_step_enqueue(void *self, rm_error *err) {
 
 rm_code rm_step_finish(rm_runner *runner, rm_error *err) {
   const rm_plan *plan = runner->plan;
-  rm_code code = rm_results_copy_out(&runner->results, err);
-  if (!code) code = rm_share_draws(runner, err);
-  if (code) return code;
+  RM_TRY(rm_results_copy_out(&runner->results, err));
+  RM_TRY(rm_share_draws(runner, err));
   for (int64_t i = 0; i < plan->n_out; i++)
     runner->step.output.row_flags[plan->out_rows[i]] |= runner->step.out_flags[i];
   return share_flags(runner, err);

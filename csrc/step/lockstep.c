@@ -19,8 +19,7 @@ rm_code rm_lockstep_agree(rm_runner *runner, rm_progress *progress, rm_error *er
       .rows = (int32_t)plan->n_rows, .progress = (int16_t)*progress, .flags = (int16_t)flags};
   const int n = rm_rank_spans_dp(rank) ? rm_comm_size(rank->ep) : 0;
   shape->most_rows = plan->n_rows;
-  const rm_code code = n ? rm_comm_all_gather(rank->ep, &own, all, sizeof own, err) : RM_OK;
-  if (code) return code;
+  RM_TRY(n ? rm_comm_all_gather(rank->ep, &own, all, sizeof own, err) : RM_OK);
   for (int r = 0; r < n; r++) {
     if (all[r].progress > (int16_t)*progress) *progress = (rm_progress)all[r].progress;
     shape->most_rows = rm_max64(shape->most_rows, all[r].rows);

@@ -27,10 +27,9 @@ size_t rm_results_room(const rm_results *results) {
 rm_code rm_results_reserve(rm_results *results, int n, size_t bytes, rm_error *err) {
   if (results->device->on_host) return RM_OK;
   const size_t wanted = bytes + (size_t)n * RM_RESULT_ALIGN;
-  if (wanted > results->mirrored.bytes)
-    return rm_fail(err, RM_E_CAPACITY,
-                   "results of a step: expected at most %zu bytes, got %d results of %zu",
-                   results->mirrored.bytes, n, bytes);
+  RM_FAIL_IF(wanted > results->mirrored.bytes, RM_E_CAPACITY,
+             "results of a step: expected at most %zu bytes, got %d results of %zu",
+             results->mirrored.bytes, n, bytes);
   if (results->used + wanted <= results->mirrored.bytes && results->n + n <= RM_MAX_RESULTS)
     return RM_OK;
   return rm_results_copy_out(results, err);

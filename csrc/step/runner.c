@@ -55,12 +55,11 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
       RM_FIELD(runner->params, outs),
   };
   const rm_field device[] = {
-      RM_FIELD_ROWS(runner->logits, outs, (size_t)runner->ld_logits),
+      RM_FIELD_ROWS(runner->logits, outs, runner->ld_logits),
       RM_FIELD_ROWS(runner->stats, outs, 2),
   };
   const rm_field both[] = {
-      RM_FIELD_ROWS(runner->block_tables, runner->device->on_host ? 0 : seqs,
-                    (size_t)options->max_pages),
+      RM_FIELD_ROWS(runner->block_tables, runner->device->on_host ? 0 : seqs, options->max_pages),
       {&runner->buffer, runner->buffer_bytes, 1},
   };
   snprintf(what, sizeof what, "batch (max_num_batched_tokens=%zu, max_num_seqs=%zu)", rows, seqs);
@@ -68,20 +67,16 @@ rm_code rm_runner_create(rm_runner *runner, rm_model *model, rm_store *store, co
   runner->scratch_bytes = rm_fields_bytes(device, N_FIELDS(device));
   runner->host = runner->host_bytes ? rm_map(runner->host_bytes) : NULL;
   if (!runner->host) return rm_no_memory(err, what, runner->host_bytes);
-  rm_code code =
-      rm_device_alloc(runner->device, runner->scratch_bytes, what, &runner->scratch, err);
-  if (!code)
-    code = rm_mirrored_create(runner->device, rm_fields_bytes(both, N_FIELDS(both)), what,
-                              &runner->mirrored, err);
+  RM_TRY(rm_device_alloc(runner->device, runner->scratch_bytes, what, &runner->scratch, err));
+  RM_TRY(rm_mirrored_create(runner->device, rm_fields_bytes(both, N_FIELDS(both)), what,
+                            &runner->mirrored, err));
   // With more rows, or when exchanges wait for the host, launches overlap with the work anyway.
   const int64_t captured =
       !options->enforce_eager && rm_model_is_static(model, options->model.static_rows)
           ? options->model.static_rows
           : 0;
-  if (!code) code = rm_graphs_create(runner->device, &runner->rank, captured, &runner->graphs, err);
-  if (!code)
-    code = rm_results_create(runner->device, &runner->rank, results, &runner->results, err);
-  if (code) return code;
+  RM_TRY(rm_graphs_create(runner->device, &runner->rank, captured, &runner->graphs, err));
+  RM_TRY(rm_results_create(runner->device, &runner->rank, results, &runner->results, err));
   rm_fields_place(host, N_FIELDS(host), runner->host);
   rm_fields_place(device, N_FIELDS(device), runner->scratch);
   rm_fields_place(both, N_FIELDS(both), runner->mirrored.host);

@@ -116,8 +116,7 @@ static rm_code params_of(rm_runner *runner, const rm_sample_params *params, int6
   *out = rm_on_device(runner, params);
   if (!lists) return RM_OK;
   const size_t bytes = (size_t)n * sizeof *params;
-  const rm_code code = rm_results_reserve(results, 1, bytes + lists, err);
-  if (code) return code;
+  RM_TRY(rm_results_reserve(results, 1, bytes + lists, err));
   memcpy(copies, params, bytes);
   for (int64_t i = 0; i < n; i++) {
     const rm_sample_params *given = &params[i];
@@ -167,8 +166,7 @@ static rm_code top_logprobs(rm_runner *runner, int64_t i, int64_t n, const rm_to
   for (int64_t done = 0, rows; done < n; done += rows) {
     rows = (size_t)(n - done) < most ? n - done : (int64_t)most;
     const size_t bytes = (size_t)rows * each;
-    const rm_code code = rm_results_reserve(results, 2, 2 * bytes, err);
-    if (code) return code;
+    RM_TRY(rm_results_reserve(results, 2, 2 * bytes, err));
     const rm_top_logprobs_args args = {
         .ids = rm_results_output(results, top->ids + done * k, bytes),
         .logprobs = rm_results_output(results, top->logprobs + done * k, bytes),
@@ -186,16 +184,15 @@ static rm_code top_logprobs(rm_runner *runner, int64_t i, int64_t n, const rm_to
 
 static rm_code run_top_logprobs(rm_runner *runner, const rm_logits_pass *pass, int64_t i,
                                 int64_t end, rm_error *err) {
-  rm_code code = RM_OK;
-  for (int64_t next; i < end && !code; i = next) {
+  for (int64_t next; i < end; i = next) {
     const rm_top_record top = top_of(out_row(runner, pass, i));
     for (next = i + 1; next < end; next++) {
       const rm_top_record after = top_of(out_row(runner, pass, next));
       if (after.k != top.k || (top.k && after.ids != top.ids + (next - i) * top.k)) break;
     }
-    if (top.k) code = top_logprobs(runner, i, next - i, &top, err);
+    if (top.k) RM_TRY(top_logprobs(runner, i, next - i, &top, err));
   }
-  return code;
+  return RM_OK;
 }
 
 static rm_code sample(rm_runner *runner, int64_t at, int64_t row, int64_t n, size_t lists,
@@ -203,8 +200,7 @@ static rm_code sample(rm_runner *runner, int64_t at, int64_t row, int64_t n, siz
   const rm_step_buffer *b = &runner->step;
   const rm_step_output *out = &b->output;
   const rm_sample_params *params;
-  const rm_code code = params_of(runner, b->params + at, n, lists, &params, err);
-  if (code) return code;
+  RM_TRY(params_of(runner, b->params + at, n, lists, &params, err));
   const rm_sample_args args = {
       .tokens = rm_on_device(runner, out->tokens + at),
       .logprobs = rm_on_device(runner, out->logprobs + at),
@@ -234,8 +230,7 @@ static rm_code run_ops(rm_runner *runner, const rm_logits_pass *pass, int64_t i,
     with_ranks |= group->want_token_ranks;
     with_kept |= group->want_kept;
   }
-  const rm_code code = samples ? sample(runner, at, i, n, lists, with_kept, err) : RM_OK;
-  if (code) return code;
+  RM_TRY(samples ? sample(runner, at, i, n, lists, with_kept, err) : RM_OK);
   const rm_ranks_args ranks = {
       .ranks = rm_on_device(runner, b->output.ranks + at),
       .logits = runner->logits + i * runner->ld_logits,
@@ -252,15 +247,14 @@ static rm_code run_ops(rm_runner *runner, const rm_logits_pass *pass, int64_t i,
 // and only ranks that keep records use them.
 static rm_code run_pass(rm_runner *runner, const rm_logits_pass *pass, rm_error *err) {
   rm_range rows = {0, runner->options.keeps_records ? pass->n : 0};
-  rm_code code = RM_OK;
   if (pass->own_rows)
     rows = rm_model_own_rows(runner->model, pass->n, rm_comm_rank(runner->rank.tp));
   size_t lists;
-  for (int64_t i = rows.first, end; i < rows.first + rows.n && pass->has_logits && !code; i = end) {
+  for (int64_t i = rows.first, end; i < rows.first + rows.n && pass->has_logits; i = end) {
     end = run_end(runner, pass, i, rows.first + rows.n, &lists);
-    code = run_ops(runner, pass, i, end, lists, err);
+    RM_TRY(run_ops(runner, pass, i, end, lists, err));
   }
-  return code;
+  return RM_OK;
 }
 
 // ------------------------------------------------------------------------- the ranks of a tp group
@@ -273,29 +267,26 @@ static rm_code share(rm_runner *runner, const rm_logits_pass *pass, const int64_
   for (int64_t i = 0; i < pass->n; i++)
     drawn[i] = (rm_drawn){b->tokens[first + i], b->ranks[first + i], b->logprobs[first + i],
                           b->sampling_logprobs[first + i]};
-  const rm_code code =
-      rm_comm_gather_rows(runner->rank.tp, NULL, drawn, counts, sizeof *drawn, err);
-  for (int64_t i = 0; i < pass->n && !code; i++) {
+  RM_TRY(rm_comm_gather_rows(runner->rank.tp, NULL, drawn, counts, sizeof *drawn, err));
+  for (int64_t i = 0; i < pass->n; i++) {
     b->tokens[first + i] = drawn[i].token;
     b->ranks[first + i] = drawn[i].rank;
     b->logprobs[first + i] = drawn[i].logprob;
     b->sampling_logprobs[first + i] = drawn[i].sampling_logprob;
   }
-  return code;
+  return RM_OK;
 }
 
 rm_code rm_share_draws(rm_runner *runner, rm_error *err) {
   const rm_comm *tp = runner->rank.tp;
   int64_t counts[RM_MAX_TP];
-  rm_code code = RM_OK;
-  for (int64_t first = 0; tp && first < runner->shape.n_out && !code;
-       first += runner->max_out_rows) {
+  for (int64_t first = 0; tp && first < runner->shape.n_out; first += runner->max_out_rows) {
     const rm_logits_pass pass = pass_at(runner, first);
     for (int r = 0; r < rm_comm_size(tp); r++)
       counts[r] = rm_model_own_rows(runner->model, pass.n, r).n;
-    if (pass.own_rows && pass.samples) code = share(runner, &pass, counts, err);
+    if (pass.own_rows && pass.samples) RM_TRY(share(runner, &pass, counts, err));
   }
-  return code;
+  return RM_OK;
 }
 
 // --------------------------------------------------------------------- rows of logits for callers
@@ -310,32 +301,30 @@ static rm_code hand_out(rm_runner *runner, const rm_logits_pass *pass, rm_error 
   const rm_plan *plan = runner->plan;
   const int64_t vocab = runner->options.spec->vocab_size;
   int waits = 1;
-  rm_code code = RM_OK;
-  for (int64_t i = 0; i < pass->n && !code; i++) {
+  for (int64_t i = 0; i < pass->n; i++) {
     const rm_out_row *out = out_row(runner, pass, i);
     const int64_t row = out->seq->external_row;
     if (!out->seq->group->logits_out && (!out->draws || out->samples)) continue;
-    if (waits) code = rm_rank_wait(&runner->rank, runner->device, RM_WAIT_QUEUE, err);
+    if (waits) RM_TRY(rm_rank_wait(&runner->rank, runner->device, RM_WAIT_QUEUE, err));
     waits = 0;
     float *to = out->draws ? plan->external_logits + row * vocab
                            : out->seq->group->logits_out + out->position * vocab;
-    if (!code) get(runner, to, runner->logits + i * runner->ld_logits, vocab);
-    if (!code && out->draws) get(runner, plan->external_stats + 2 * row, runner->stats + 2 * i, 2);
+    get(runner, to, runner->logits + i * runner->ld_logits, vocab);
+    if (out->draws) get(runner, plan->external_stats + 2 * row, runner->stats + 2 * i, 2);
   }
-  return code;
+  return RM_OK;
 }
 
 // ------------------------------------------------------------------------------------ all of them
 rm_code rm_sample_outs(rm_runner *runner, const void *hidden, rm_error *err) {
   const rm_step_shape *shape = &runner->shape;
   const int compares = !shape->padded; // rm_graphs_run compares a padded step
-  rm_code code = RM_OK;
-  for (int64_t first = 0; first < shape->n_out && !code; first += runner->max_out_rows) {
+  for (int64_t first = 0; first < shape->n_out; first += runner->max_out_rows) {
     const rm_logits_pass pass = pass_at(runner, first);
-    code = run_lm_head(runner, hidden, &pass, err);
-    if (!code && compares) code = rm_compare_outs(&runner->rank, err);
-    if (!code && runner->options.keeps_records) code = hand_out(runner, &pass, err);
-    if (!code) code = run_pass(runner, &pass, err);
+    RM_TRY(run_lm_head(runner, hidden, &pass, err));
+    if (compares) RM_TRY(rm_compare_outs(&runner->rank, err));
+    if (runner->options.keeps_records) RM_TRY(hand_out(runner, &pass, err));
+    RM_TRY(run_pass(runner, &pass, err));
   }
-  return code || shape->n_out || !compares ? code : rm_compare_outs(&runner->rank, err);
+  return shape->n_out || !compares ? RM_OK : rm_compare_outs(&runner->rank, err);
 }

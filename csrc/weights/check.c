@@ -11,8 +11,8 @@ rm_dims_text rm_show_dims(const int64_t *shape, int n_dims) {
   rm_dims_text out = {"["};
   size_t used = 1;
   for (int i = 0; i < n_dims && used < sizeof out.text; i++)
-    used += (size_t)snprintf(out.text + used, sizeof out.text - used, "%s%lld", i ? ", " : "",
-                             (long long)shape[i]);
+    used +=
+        (size_t)snprintf(out.text + used, sizeof out.text - used, "%s%ld", i ? ", " : "", shape[i]);
   if (used < sizeof out.text - 1) memcpy(out.text + used, "]", 2);
   return out;
 }
@@ -49,9 +49,9 @@ static rm_code check_shape(const rm_params *params, const rm_target *want, const
   if (want->n_dims == 1 && tensor->n_dims == 2 && tensor->shape[0] == 1 &&
       tensor->shape[1] == want->shape[0])
     return RM_OK;
-  if (tensor->n_dims < 0 || tensor->n_dims > 4)
-    return rm_fail(err, RM_E_SHAPE, "%s: expected shape %s, got a tensor of %d dims", name,
-                   rm_show_dims(want->shape, want->n_dims).text, tensor->n_dims);
+  RM_FAIL_IF(tensor->n_dims < 0 || tensor->n_dims > 4, RM_E_SHAPE,
+             "%s: expected shape %s, got a tensor of %d dims", name,
+             rm_show_dims(want->shape, want->n_dims).text, tensor->n_dims);
   return rm_fail(err, RM_E_SHAPE, "%s: expected shape %s, got %s%s", name,
                  rm_show_dims(want->shape, want->n_dims).text,
                  rm_show_dims(tensor->shape, tensor->n_dims).text,
@@ -89,31 +89,27 @@ static int extents(const rm_tensor *tensor, int64_t *before, int64_t *after) {
 }
 
 static rm_code check_layout(const rm_tensor *tensor, const char *name, rm_error *err) {
-  if (!tensor->data)
-    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor has no data (null pointer)", name);
+  RM_FAIL_IF(!tensor->data, RM_E_UNSUPPORTED_TENSOR, "%s: the tensor has no data (null pointer)",
+             name);
   int64_t before, after;
   const uintptr_t at = (uintptr_t)tensor->data;
-  if (!extents(tensor, &before, &after) || (uintptr_t)before > at ||
-      (uintptr_t)after > UINTPTR_MAX - at)
-    return rm_fail(err, RM_E_LAYOUT, "%s: strides %s of shape %s reach outside the address space",
-                   name, rm_show_dims(tensor->strides, tensor->n_dims).text,
-                   rm_show_dims(tensor->shape, tensor->n_dims).text);
+  RM_FAIL_IF(!extents(tensor, &before, &after) || (uintptr_t)before > at ||
+                 (uintptr_t)after > UINTPTR_MAX - at,
+             RM_E_LAYOUT, "%s: strides %s of shape %s reach outside the address space", name,
+             rm_show_dims(tensor->strides, tensor->n_dims).text,
+             rm_show_dims(tensor->shape, tensor->n_dims).text);
   if (tensor->span_lo == 0 && tensor->span_hi == 0) return RM_OK;
-  if (before > tensor->span_lo || after > tensor->span_hi)
-    return rm_fail(
-        err, RM_E_LAYOUT,
-        "%s: strides %s of shape %s reach bytes [-%lld, %lld) of a buffer that is [-%lld, %lld)",
-        name, rm_show_dims(tensor->strides, tensor->n_dims).text,
-        rm_show_dims(tensor->shape, tensor->n_dims).text, (long long)before, (long long)after,
-        (long long)tensor->span_lo, (long long)tensor->span_hi);
+  RM_FAIL_IF(before > tensor->span_lo || after > tensor->span_hi, RM_E_LAYOUT,
+             "%s: strides %s of shape %s reach bytes [-%ld, %ld) of a buffer that is [-%ld, %ld)",
+             name, rm_show_dims(tensor->strides, tensor->n_dims).text,
+             rm_show_dims(tensor->shape, tensor->n_dims).text, before, after, tensor->span_lo,
+             tensor->span_hi);
   return RM_OK;
 }
 
 rm_code rm_tensor_check(const rm_params *params, const rm_target *want, const rm_tensor *tensor,
                         int cast, const char *name, rm_error *err) {
-  rm_code code = check_shape(params, want, tensor, name, err);
-  if (code) return code;
-  if ((code = check_dtype(&params->list[want->pieces[0].param], tensor, cast, name, err)))
-    return code;
+  RM_TRY(check_shape(params, want, tensor, name, err));
+  RM_TRY(check_dtype(&params->list[want->pieces[0].param], tensor, cast, name, err));
   return check_layout(tensor, name, err);
 }

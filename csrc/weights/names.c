@@ -61,9 +61,6 @@ static const spelling spellings[] = {
     {"attention.wq.weight", TURNED, RM_P_Q},
     {"attention.wk.weight", TURNED, RM_P_K},
     {"attention.wv.weight", ONE, RM_P_V},
-    {"attention.qkv_linear.wq.weight", TURNED, RM_P_Q},
-    {"attention.qkv_linear.wk.weight", TURNED, RM_P_K},
-    {"attention.qkv_linear.wv.weight", ONE, RM_P_V},
     {"attention.wo.weight", ONE, RM_P_O},
     {"attention.q_norm.weight", ONE, RM_P_Q_NORM},
     {"attention.k_norm.weight", ONE, RM_P_K_NORM},
@@ -81,28 +78,9 @@ static const spelling spellings[] = {
     {"moe.experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
     {"moe.experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
     {"moe.experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
-    {"moe.routed_experts.inner_experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
-    {"moe.routed_experts.inner_experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
-    {"moe.routed_experts.inner_experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
-    {"attn.wq.weight", TURNED, RM_P_Q},
-    {"attn.wk.weight", TURNED, RM_P_K},
-    {"attn.wv.weight", ONE, RM_P_V},
-    {"attn.wo.weight", ONE, RM_P_O},
-    {"attn.q_norm.weight", ONE, RM_P_Q_NORM},
-    {"attn.k_norm.weight", ONE, RM_P_K_NORM},
-    {"attn.in_proj_q.weight", ONE, RM_P_DELTA_Q},
-    {"attn.in_proj_k.weight", ONE, RM_P_DELTA_K},
-    {"attn.in_proj_v.weight", ONE, RM_P_DELTA_V},
-    {"attn.in_proj_z.weight", ONE, RM_P_DELTA_Z},
-    {"attn.in_proj_b.weight", ONE, RM_P_DELTA_B},
-    {"attn.in_proj_a.weight", ONE, RM_P_DELTA_A},
-    {"attn.out_proj.weight", ONE, RM_P_DELTA_OUT},
     {"attn.conv_q.weight", CONV, RM_P_CONV_Q},
     {"attn.conv_k.weight", CONV, RM_P_CONV_K},
     {"attn.conv_v.weight", CONV, RM_P_CONV_V},
-    {"attn.A_log", ONE, RM_P_A_LOG},
-    {"attn.dt_bias", ONE, RM_P_DT_BIAS},
-    {"attn.norm.weight", ONE, RM_P_DELTA_NORM},
     // the router's bias, which the choice of experts adds
     {"mlp.gate.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"mlp.router.expert_bias", ONE, RM_P_ROUTER_BIAS},
@@ -118,28 +96,32 @@ static const spelling spellings[] = {
     {"self_attn.rotary_emb.sin_cached", NOTHING, RM_P_Q},
 };
 
-// language_model holds the text model of a multimodal one.
-static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.",
-                                       "_checkpoint_wrapped_module.", "language_model."};
+// language_model holds the text model of a multimodal one. The last two are torchtitan's.
+static const char *const wrappers[] = {
+    "_orig_mod.",      "module.",     "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.",
+    "language_model.", "qkv_linear.", "routed_experts.inner_"};
 
 // ----------------------------------------------------------------------------------------- bounds
 static rm_code check_name(const char *name, size_t length, rm_error *err) {
-  if (length > RM_NAME_MAX)
-    return rm_fail(err, RM_E_LIMIT, "expected a tensor name of at most %d bytes, got %zu",
-                   RM_NAME_MAX, length);
-  if (memchr(name, 0, length))
-    return rm_fail(err, RM_E_LIMIT, "expected a tensor name without NUL, got one of %zu bytes",
-                   length);
+  RM_FAIL_IF(length > RM_NAME_MAX, RM_E_LIMIT,
+             "expected a tensor name of at most %d bytes, got %zu", RM_NAME_MAX, length);
+  RM_FAIL_IF(memchr(name, 0, length), RM_E_LIMIT,
+             "expected a tensor name without NUL, got one of %zu bytes", length);
   return RM_OK;
 }
 
 // --------------------------------------------------------------------------------------- matching
-static size_t wrapper_length(const char *at) {
-  for (size_t i = 0; i < sizeof wrappers / sizeof *wrappers; i++) {
-    const size_t n = strlen(wrappers[i]);
-    if (strncmp(at, wrappers[i], n) == 0) return n;
-  }
-  return 0;
+// Returns what follows the prefix, NULL: the text has another one.
+static const char *after(const char *text, const char *prefix) {
+  const size_t n = strlen(prefix);
+  return strncmp(text, prefix, n) ? NULL : text + n;
+}
+
+static const char *after_wrapper(const char *at) {
+  const char *rest = NULL;
+  for (size_t i = 0; i < sizeof wrappers / sizeof *wrappers && !rest; i++)
+    rest = after(at, wrappers[i]);
+  return rest;
 }
 
 // Returns the name without wrappers and leading "model."; `out` has room for length + 1 bytes.
@@ -147,15 +129,14 @@ static const char *bare_name(char *out, const char *name, size_t length) {
   char *to = out;
   memcpy(out, name, length);
   out[length] = 0;
-  for (const char *from = out; *from;) {
-    size_t n;
-    while ((n = wrapper_length(from))) from += n;
+  for (const char *from = out, *rest; *from;) {
+    while ((rest = after_wrapper(from))) from = rest;
     while (*from && *from != '.') *to++ = *from++;
     if (*from == '.') *to++ = *from++;
   }
   *to = 0;
   const char *bare = out;
-  while (strncmp(bare, "model.", 6) == 0) bare += 6;
+  for (const char *rest = out; rest; rest = after(bare, "model.")) bare = rest;
   return bare;
 }
 
@@ -181,19 +162,23 @@ typedef struct bare {
 } bare;
 
 static bare split_layer(const char *name) {
-  const char *at = name + 7;
-  bare out = {name, -1};
-  if (strncmp(name, "layers.", 7)) return out;
-  const int32_t layer = read_number(&at);
-  return layer >= 0 && *at == '.' ? (bare){at + 1, layer} : out;
+  const char *at = after(name, "layers.");
+  const int32_t layer = at ? read_number(&at) : -1;
+  return layer >= 0 && *at == '.' ? (bare){at + 1, layer} : (bare){name, -1};
 }
 
 // Returns whether the name has this pattern, NULL: none. *expert: its number, -1 if there is none.
+// torchtitan's Qwen3.5 has attn in layers of both kinds.
 static int matches(const char *pattern, rm_param_kind kind, bare name, int32_t *expert) {
-  const char *at = name.rest;
+  const char *at = name.rest, *below_attn = after(at, "attn."), *rest;
   *expert = -1;
   if (!pattern || (name.layer >= 0) != (kind > RM_P_FINAL_NORM)) return 0;
-  if (strncmp(pattern, "model.", 6) == 0) pattern += 6;
+  if ((rest = after(pattern, "model."))) pattern = rest;
+  if (below_attn &&
+      ((rest = after(pattern, "attention.")) || (rest = after(pattern, "linear_attn.")))) {
+    pattern = rest;
+    at = below_attn;
+  }
   for (; *pattern; pattern++) {
     if (*pattern == '#') {
       if ((*expert = read_number(&at)) < 0) return 0;
@@ -321,18 +306,15 @@ static void set_pairs(const rm_params *params, const spelling *s, rm_target *out
 static rm_code fail_absent(const rm_params *params, const char *name, const spelling *s,
                            int32_t layer, int32_t expert, rm_error *err) {
   const rm_spec *spec = params->spec;
-  if (s->form == TURNED && spec->wq_rows == RM_WQ_NONE)
-    return rm_fail(
-        err, RM_E_UNEXPECTED_KEY,
-        "%s: the order of its rows is known of Llama, Mistral, Qwen3 and Qwen3.5; expected "
-        "self_attn.%c_proj",
-        name, s->kind == RM_P_Q ? 'q' : 'k');
-  if (layer >= spec->n_layers)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %lld", name, layer,
-                   (long long)spec->n_layers);
-  if (expert >= 0 && spec->layers[layer].is_moe && expert >= spec->n_experts)
-    return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %lld", name, expert,
-                   (long long)spec->n_experts);
+  RM_FAIL_IF(s->form == TURNED && spec->wq_rows == RM_WQ_NONE, RM_E_UNEXPECTED_KEY,
+             "%s: the order of its rows is known of Llama, Mistral, Qwen3 and Qwen3.5; expected "
+             "self_attn.%c_proj",
+             name, s->kind == RM_P_Q ? 'q' : 'k');
+  RM_FAIL_IF(layer >= spec->n_layers, RM_E_UNEXPECTED_KEY, "%s: layer %d; the model has %ld", name,
+             layer, spec->n_layers);
+  RM_FAIL_IF(expert >= 0 && spec->layers[layer].is_moe && expert >= spec->n_experts,
+             RM_E_UNEXPECTED_KEY, "%s: expert %d; the model has %ld", name, expert,
+             spec->n_experts);
   const int is_moe = layer >= 0 && spec->layers[layer].is_moe;
   const char *why = "is not a parameter of this model";
   if (layer >= 0 && s->kind >= RM_P_Q && s->kind < RM_P_GATE &&
@@ -383,19 +365,17 @@ static rm_code fail_unknown(const char *name, rm_error *err) {
                                       "mtp."}; // of checkpoints of text models too
   for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
     const char *at = strstr(name, parts[i]);
-    if (at)
-      return rm_fail(
-          err, RM_E_UNEXPECTED_KEY,
-          "%s is not a parameter of this model; ignore=(\"%.*s*\",) leaves such tensors out", name,
-          (int)(at - name + (ptrdiff_t)strlen(parts[i])), name);
+    RM_FAIL_IF(at, RM_E_UNEXPECTED_KEY,
+               "%s is not a parameter of this model; ignore=(\"%.*s*\",) leaves such tensors out",
+               name, (int)(at - name + (ptrdiff_t)strlen(parts[i])), name);
   }
   return rm_fail(err, RM_E_UNEXPECTED_KEY, "%s is not a parameter of this model", name);
 }
 
 rm_code rm_names_resolve(const rm_params *params, const char *name, size_t length, int skip_unknown,
                          rm_target *out, rm_error *err) {
-  rm_code code = check_name(name, length, err);
-  if (code) return code;
+  RM_TRY(check_name(name, length, err));
+  rm_code code;
   char buffer[RM_NAME_MAX + 1];
   const bare rest = split_layer(bare_name(buffer, name, length));
   spelling found;

@@ -45,8 +45,7 @@ rm_code rm_copy_tasks_add(rm_copy_tasks *tasks, const rm_copy_task *whole, rm_er
       TASK_BYTES / (args->cols * (int64_t)rm_src_bytes(args->src_dtype)) / RM_N_TILE * RM_N_TILE;
   const int64_t tile = args->layout == RM_PLAIN ? 1 : RM_N_TILE;
   const int64_t rows = rm_min64(rm_round_up(at_least, RM_N_TILE), rm_max64(fitting, RM_N_TILE));
-  const rm_code code = grow(tasks, args->rows / rows + 2, err);
-  if (code) return code;
+  RM_TRY(grow(tasks, args->rows / rows + 2, err));
   for (int64_t begin = 0, n; begin < args->rows; begin += n) {
     // A task ends at a tile boundary.
     n = rm_min64(rows - (args->dst_row0 + begin) % tile, args->rows - begin);

@@ -121,9 +121,8 @@ rm_code rm_store_restore(rm_store *store, rm_error *err) {
     store->serving.block = store->offloaded;
     store->offloaded = NULL;
   } else {
-    const rm_code code = rm_restore_block(store->device, store->offloaded, store->params->bytes,
-                                          &store->ctx, &store->serving.block, err);
-    if (code) return code;
+    RM_TRY(rm_restore_block(store->device, store->offloaded, store->params->bytes, &store->ctx,
+                            &store->serving.block, err));
   }
   store->serving.number = ++store->n_blocks;
   store->version = store->offloaded_version;

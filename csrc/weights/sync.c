@@ -35,14 +35,11 @@ static int was_pushed(const rm_store *store, int64_t index) {
 
 // ------------------------------------------------------------------------------------------ begin
 static rm_code check_version(const rm_store *store, int64_t *version, rm_error *err) {
-  if (*version == -1 && !rm_add_i64(store->last_version, 1, version))
-    return rm_fail(err, RM_E_VERSION, "version %lld is the last number there is",
-                   (long long)store->last_version);
-  if (*version < 0)
-    return rm_fail(err, RM_E_VERSION, "version %lld is negative", (long long)*version);
-  if (*version <= store->last_version)
-    return rm_fail(err, RM_E_VERSION, "version %lld does not exceed %lld, the last one",
-                   (long long)*version, (long long)store->last_version);
+  RM_FAIL_IF(*version == -1 && !rm_add_i64(store->last_version, 1, version), RM_E_VERSION,
+             "version %ld is the last number there is", store->last_version);
+  RM_FAIL_IF(*version < 0, RM_E_VERSION, "version %ld is negative", *version);
+  RM_FAIL_IF(*version <= store->last_version, RM_E_VERSION,
+             "version %ld does not exceed %ld, the last one", *version, store->last_version);
   return RM_OK;
 }
 
@@ -60,16 +57,15 @@ static rm_code take_staging(rm_store *store, rm_error *err) {
   const rm_device_status status = device->poll(device->self);
   if (status == RM_DEVICE_FAULT) return rm_device_check(device, status, err);
   const size_t bytes = store->params->bytes, available = device->available(device->self);
-  if (bytes > available)
-    return rm_fail(err, RM_E_CAPACITY, "%s of the weights takes %s and %s are available%s",
-                   store->serving.block ? "a second copy" : "one copy",
-                   rm_say_bytes((double)bytes).text, rm_say_bytes((double)available).text,
-                   store->serving.block ? "; mode=\"inplace\" needs none" : "");
+  RM_FAIL_IF(bytes > available, RM_E_CAPACITY, "%s of the weights takes %s and %s are available%s",
+             store->serving.block ? "a second copy" : "one copy", rm_say_bytes((double)bytes).text,
+             rm_say_bytes((double)available).text,
+             store->serving.block ? "; mode=\"inplace\" needs none" : "");
   void *block;
-  const rm_code code = rm_device_alloc(store->device, bytes, "the weights", &block, err);
+  RM_TRY(rm_device_alloc(store->device, bytes, "the weights", &block, err));
   store->staged.block = block;
-  if (!code) store->staged.number = ++store->n_blocks;
-  return code;
+  store->staged.number = ++store->n_blocks;
+  return RM_OK;
 }
 
 // Parameters that a partial sync does not push keep their values: staging starts as a copy of the
@@ -87,8 +83,7 @@ static void copy_serving(rm_store *store) {
 
 rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error *err) {
   int64_t version = options->version;
-  rm_code code = check_version(store, &version, err);
-  if (code) return code;
+  RM_TRY(check_version(store, &version, err));
   rm_sync_abort(store);
   rm_store_free_offloaded(store);
   store->began = rm_now();
@@ -96,7 +91,7 @@ rm_code rm_sync_begin(rm_store *store, const rm_sync_options *options, rm_error 
   store->options.version = version;
   store->version_before = store->version;
   store->has_base = options->allow_partial && store->serving.block != NULL;
-  if ((code = take_staging(store, err))) return code;
+  RM_TRY(take_staging(store, err));
   if (store->has_base && store->serving.block) copy_serving(store);
   memset(store->flags, 0, (size_t)store->params->n);
   store->report = (rm_sync_report){.version = version};
@@ -111,8 +106,8 @@ static rm_code check_new(const rm_store *store, const rm_entry *entry, rm_error 
     const int64_t index = entry->target.pieces[i].param;
     if (!(store->flags[matrix_of(store, index)] & seen_flag(store, index))) continue;
     const rm_param_text earlier = rm_param_name(store->params, &store->params->list[index]);
-    if (strcmp(entry->name, earlier.text) == 0)
-      return rm_fail(err, RM_E_DUPLICATE_KEY, "%s has come already in this sync", earlier.text);
+    RM_FAIL_IF(strcmp(entry->name, earlier.text) == 0, RM_E_DUPLICATE_KEY,
+               "%s has come already in this sync", earlier.text);
     return rm_fail(err, RM_E_DUPLICATE_KEY, "%s: %s has come already in this sync", entry->name,
                    earlier.text);
   }
@@ -126,17 +121,14 @@ static rm_code check_place(const rm_store *store, const rm_tensor *tensor, const
   const rm_device *device = store->device;
   const size_t each = rm_src_bytes(tensor->dtype);
   if (!tensor->on_device) return RM_OK;
-  if (device->on_host)
-    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR,
-                   "%s: expected a tensor on the CPU, got one on cuda:%d", name, tensor->ordinal);
-  if (!tensor->data || device->ordinal_of(device->self, tensor->data) != tensor->ordinal)
-    return rm_fail(err, RM_E_UNSUPPORTED_TENSOR,
-                   "%s: the tensor's address %p is not in the memory of cuda:%d", name,
-                   tensor->data, tensor->ordinal);
-  if ((uintptr_t)tensor->data % each)
-    return rm_fail(err, RM_E_LAYOUT,
-                   "%s: the tensor's address %p is not a multiple of the %zu bytes of an element",
-                   name, tensor->data, each);
+  RM_FAIL_IF(device->on_host, RM_E_UNSUPPORTED_TENSOR,
+             "%s: expected a tensor on the CPU, got one on cuda:%d", name, tensor->ordinal);
+  RM_FAIL_IF(!tensor->data || device->ordinal_of(device->self, tensor->data) != tensor->ordinal,
+             RM_E_UNSUPPORTED_TENSOR, "%s: the tensor's address %p is not in the memory of cuda:%d",
+             name, tensor->data, tensor->ordinal);
+  RM_FAIL_IF((uintptr_t)tensor->data % each, RM_E_LAYOUT,
+             "%s: the tensor's address %p is not a multiple of the %zu bytes of an element", name,
+             tensor->data, each);
   return RM_OK;
 }
 
@@ -146,13 +138,12 @@ static rm_code check_open(const rm_store *store, rm_error *err) {
 
 rm_code rm_sync_check(const rm_store *store, const rm_entry *entry, const rm_tensor *tensor,
                       rm_error *err) {
-  rm_code code = check_open(store, err);
-  if (code || !entry->target.n_pieces) return code;
-  code = check_new(store, entry, err);
-  if (!code) code = check_place(store, tensor, entry->name, err);
-  return code ? code
-              : rm_tensor_check(store->params, &entry->target, tensor, store->options.cast,
-                                entry->name, err);
+  RM_TRY(check_open(store, err));
+  if (!entry->target.n_pieces) return RM_OK;
+  RM_TRY(check_new(store, entry, err));
+  RM_TRY(check_place(store, tensor, entry->name, err));
+  return rm_tensor_check(store->params, &entry->target, tensor, store->options.cast, entry->name,
+                         err);
 }
 
 // ------------------------------------------------------------------------------------------- push
@@ -243,8 +234,7 @@ static rm_dims_text show_index(const rm_store *store, const rm_param_rows *piece
 
 static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_entry *entry,
                        rm_range run, int64_t twin, int counted, rm_error *err) {
-  rm_code code = RM_OK;
-  for (int64_t done = 0, n; done < run.n && !code; done += n) {
+  for (int64_t done = 0, n; done < run.n; done += n) {
     const int64_t row = run.first + done;
     n = even_rows(piece, row, run.n - done);
     rm_copy_task task = {.args = pack_args(store, piece, &entry->tensor, (rm_range){row, n}),
@@ -254,9 +244,9 @@ static rm_code add_run(rm_store *store, const rm_param_rows *piece, const rm_ent
                          .counted = counted};
     task.ordinal = entry->tensor.on_device ? entry->tensor.ordinal : -1;
     task.args.compare = twin >= 0;
-    code = rm_copy_tasks_add(&store->tasks, &task, err);
+    RM_TRY(rm_copy_tasks_add(&store->tasks, &task, err));
   }
-  return code;
+  return RM_OK;
 }
 
 static int is_same_view(const rm_tensor *a, const rm_tensor *b) {
@@ -293,10 +283,8 @@ static rm_code add_piece(rm_store *store, const rm_param_rows *piece, const rm_e
     store->staged.sums[index] = store->staged.sums[params->n + index] = 0;
     store->staged.counts[index] = 1;
   }
-  const rm_code code = add_run(store, piece, entry, others, twin, 0, err);
-  return code ? code
-              : add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin,
-                        1, err);
+  RM_TRY(add_run(store, piece, entry, others, twin, 0, err));
+  return add_run(store, piece, entry, (rm_range){others.first + others.n, counted.n}, twin, 1, err);
 }
 
 // Returns the first error found in the copies; otherwise adds their digests and bytes.
@@ -304,22 +292,22 @@ static rm_code check_tasks(rm_store *store, rm_error *err) {
   const rm_copy_tasks *tasks = &store->tasks;
   for (int64_t i = 0; i < tasks->n && !store->options.allow_nonfinite; i++) {
     const rm_copy_task *task = &tasks->list[i];
-    if (task->args.nonfinite_index >= 0)
-      return rm_fail(err, RM_E_NONFINITE, "%s: element %s is not finite as %s", task->entry->name,
-                     show_index(store, &task->piece, &task->entry->tensor,
-                                task->args.index0 + task->args.nonfinite_index)
-                         .text,
-                     rm_dtype_name(task->args.dst_dtype));
+    RM_FAIL_IF(task->args.nonfinite_index >= 0, RM_E_NONFINITE,
+               "%s: element %s is not finite as %s", task->entry->name,
+               show_index(store, &task->piece, &task->entry->tensor,
+                          task->args.index0 + task->args.nonfinite_index)
+                   .text,
+               rm_dtype_name(task->args.dst_dtype));
   }
   for (int64_t i = 0; i < tasks->n; i++) {
     const rm_copy_task *task = &tasks->list[i];
-    if (task->args.diff_index < 0) continue;
-    return rm_fail(
-        err, RM_E_TIED_WEIGHT, "%s differs from %s at element %s, and tie_word_embeddings is set",
-        task->entry->name, rm_param_name(store->params, &store->params->list[task->twin]).text,
-        show_index(store, &task->piece, &task->entry->tensor,
-                   task->args.index0 + task->args.diff_index)
-            .text);
+    RM_FAIL_IF(task->args.diff_index >= 0, RM_E_TIED_WEIGHT,
+               "%s differs from %s at element %s, and tie_word_embeddings is set",
+               task->entry->name,
+               rm_param_name(store->params, &store->params->list[task->twin]).text,
+               show_index(store, &task->piece, &task->entry->tensor,
+                          task->args.index0 + task->args.diff_index)
+                   .text);
   }
   for (int64_t i = 0; i < tasks->n; i++) {
     const rm_copy_task *task = &tasks->list[i];
@@ -360,25 +348,25 @@ static void count_entry(rm_store *store, const rm_target *target, int change) {
 static rm_code take_entry(rm_store *store, const rm_entry *entry, rm_error *err) {
   const rm_target *target = &entry->target;
   int compares = 0;
-  if (store->n_entries >= MAX_ENTRIES)
-    return rm_fail(err, RM_E_LIMIT, "a sync of more than %d tensors", MAX_ENTRIES);
+  RM_FAIL_IF(store->n_entries >= MAX_ENTRIES, RM_E_LIMIT, "a sync of more than %d tensors",
+             MAX_ENTRIES);
   store->n_entries++;
-  rm_code code = check_new(store, entry, err); // it may come twice in one push
-  for (int64_t i = 0; i < target->n_pieces && !code; i++) {
+  RM_TRY(check_new(store, entry, err)); // it may come twice in one push
+  for (int64_t i = 0; i < target->n_pieces; i++) {
     const int64_t twin = tied_twin(store, target->pieces[i].param);
     compares |= twin >= 0 && !shares_copies(store, twin, entry);
   }
   // The values to compare with must be copied first.
-  if (compares) code = run_tasks(store, INT64_MAX, err);
-  for (int64_t i = 0; i < target->n_pieces && !code; i++)
-    code = add_piece(store, &target->pieces[i], entry, err);
-  if (!code) count_entry(store, target, 1);
-  return code;
+  if (compares) RM_TRY(run_tasks(store, INT64_MAX, err));
+  for (int64_t i = 0; i < target->n_pieces; i++)
+    RM_TRY(add_piece(store, &target->pieces[i], entry, err));
+  count_entry(store, target, 1);
+  return RM_OK;
 }
 
 rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n, rm_error *err) {
-  rm_code code = check_open(store, err);
-  if (code) return code;
+  rm_code code = RM_OK;
+  RM_TRY(check_open(store, err));
   if (store->tasks.n) rm_sync_undo(store); // the caller was interrupted
   store->pushed = entries;
   store->n_pushed = 0;
@@ -390,8 +378,9 @@ rm_code rm_sync_push(rm_store *store, const rm_entry *const *entries, int64_t n,
 }
 
 rm_code rm_sync_copy(rm_store *store, int64_t most, rm_error *err) {
-  rm_code code = check_open(store, err);
-  if (!code && (code = run_tasks(store, most, err))) rm_sync_undo(store);
+  RM_TRY(check_open(store, err));
+  const rm_code code = run_tasks(store, most, err);
+  if (code) rm_sync_undo(store);
   return code;
 }
 
@@ -419,8 +408,8 @@ static rm_code check_complete(const rm_store *store, rm_error *err) {
   int64_t n = 0;
   for (int64_t i = 0; i < store->params->n; i++) n += is_absent(store, i);
   if (!n) return RM_OK;
-  rm_fail(err, RM_E_INCOMPLETE_SYNC, "version %lld lacks %lld of %lld parameters",
-          (long long)store->options.version, (long long)n, (long long)store->params->n);
+  rm_fail(err, RM_E_INCOMPLETE_SYNC, "version %ld lacks %ld of %ld parameters",
+          store->options.version, n, store->params->n);
   const char *before = ": ";
   int only_biases = 1;
   for (int64_t i = 0; i < store->params->n; i++) {
@@ -449,10 +438,9 @@ static rm_code check_biases(const rm_store *store, rm_error *err) {
       continue;
     return rm_fail(
         err, RM_E_MISSING_KEY,
-        "%s: version %lld had this router bias and version %lld has none (allow_bias_removal=True "
+        "%s: version %ld had this router bias and version %ld has none (allow_bias_removal=True "
         "makes it zeros)",
-        rm_param_name(store->params, param).text, (long long)store->last_version,
-        (long long)store->options.version);
+        rm_param_name(store->params, param).text, store->last_version, store->options.version);
   }
   return RM_OK;
 }
@@ -473,13 +461,13 @@ static void settle_biases(rm_store *store) {
 
 rm_code rm_sync_prepare(rm_store *store, rm_error *err) {
   if (store->tasks.n) rm_sync_undo(store);
-  rm_code code = check_complete(store, err);
-  if (!code) code = check_biases(store, err);
+  RM_TRY(check_complete(store, err));
+  RM_TRY(check_biases(store, err));
   const int64_t n = store->params->n;
-  for (int64_t i = 0; i < n && !code; i++) // clear the sums of an earlier sync
+  for (int64_t i = 0; i < n; i++) // clear the sums of an earlier sync
     if (!was_pushed(store, i) && !keeps_value(store, i))
       store->staged.sums[i] = store->staged.sums[n + i] = 0;
-  return code;
+  return RM_OK;
 }
 
 void rm_sync_swap(rm_store *store, const uint64_t *sums) {

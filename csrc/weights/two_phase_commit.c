@@ -37,15 +37,12 @@ static rm_code open_ballot(const rm_store *store, const rm_mesh *mesh, ballot *b
 // Returns RM_OK if all ranks can commit the same version.
 static rm_code tally(const ballot *b, int me, rm_error *err) {
   for (int r = 0; r < b->size; r++)
-    if (b->votes[r].code)
-      return rm_fail(err, RM_E_SYNC_ABORTED, "rank %d could not take version %lld: %s: %s", r,
-                     (long long)b->votes[r].version, rm_code_name((rm_code)b->votes[r].code),
-                     b->votes[r].message);
+    RM_FAIL_IF(b->votes[r].code, RM_E_SYNC_ABORTED, "rank %d could not take version %ld: %s: %s", r,
+               b->votes[r].version, rm_code_name((rm_code)b->votes[r].code), b->votes[r].message);
   for (int r = 0; r < b->size; r++)
-    if (b->votes[r].version != b->votes[me].version)
-      return rm_fail(err, RM_E_MESH_MISMATCH,
-                     "version: expected %lld on all ranks, got %lld on rank %d",
-                     (long long)b->votes[me].version, (long long)b->votes[r].version, r);
+    RM_FAIL_IF(b->votes[r].version != b->votes[me].version, RM_E_MESH_MISMATCH,
+               "version: expected %ld on all ranks, got %ld on rank %d", b->votes[me].version,
+               b->votes[r].version, r);
   return RM_OK;
 }
 
@@ -94,7 +91,7 @@ static rm_code agree(rm_store *store, rm_comm *world, ballot *b, rm_code prepare
 rm_code rm_sync_commit(rm_store *store, const rm_rank *rank, rm_error *err) {
   rm_comm *world = rank->world;
   ballot b = {0};
-  if (!store->open) return rm_fail(err, RM_E_STATE, "commit: expected an open sync, got none");
+  RM_FAIL_IF(!store->open, RM_E_STATE, "commit: expected an open sync, got none");
   rm_code code = world ? open_ballot(store, &rank->mesh, &b, err) : RM_OK;
   if (code) {
     rm_comm_abort(world, code); // this rank cannot vote

@@ -87,9 +87,8 @@ static rm_code fill_file(attaching *a, rm_error *err) {
                    : 0;
   if (!failed) failed = rm_region_claim(region->file, 0, region->buffers_at);
   if (!failed && (region->lock = rm_process_lock(region->file, 0)) < 0) failed = errno;
-  if (failed)
-    return rm_fail(err, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER,
-                   strerror(failed));
+  RM_FAIL_IF(failed, RM_E_CAPACITY, "no file of %zu bytes in %s: %s", region->map_bytes, FOLDER,
+             strerror(failed));
   if (!(region->map = rm_map_file(region->file, region->map_bytes)))
     return rm_no_memory(err, "a region of ranks", a->region->map_bytes);
   region->map->head = (rm_region_head){.nonce = a->nonce,
@@ -107,8 +106,8 @@ static rm_code fill_file(attaching *a, rm_error *err) {
 static rm_code remove_stale(const attaching *a, rm_error *err) {
   rm_region_head head;
   int file;
-  const rm_code code = open_name(a, &head, &file, err);
-  if (code || file < 0) return code;
+  RM_TRY(open_name(a, &head, &file, err));
+  if (file < 0) return RM_OK;
   const int stale = rm_process_ended(file, 0);
   if (stale) remove_name(a, file);
   close(file);
@@ -119,16 +118,14 @@ static rm_code remove_stale(const attaching *a, rm_error *err) {
 
 static rm_code make_file(attaching *a, rm_error *err) {
   char unnamed[40];
-  rm_code code = fill_file(a, err);
-  if (code) return code;
+  RM_TRY(fill_file(a, err));
   snprintf(unnamed, sizeof unnamed, "/proc/self/fd/%d", a->region->file);
   while (linkat(AT_FDCWD, unnamed, AT_FDCWD, a->path, AT_SYMLINK_FOLLOW)) {
-    if (errno != EEXIST)
-      return rm_fail(err, RM_E_CAPACITY, "%s cannot be created: %s", a->path, strerror(errno));
-    if ((code = remove_stale(a, err))) return code;
-    if (rm_now() > a->deadline)
-      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
-                     "%s cannot be created: other processes created it again each time", a->path);
+    RM_FAIL_IF(errno != EEXIST, RM_E_CAPACITY, "%s cannot be created: %s", a->path,
+               strerror(errno));
+    RM_TRY(remove_stale(a, err));
+    RM_FAIL_IF(rm_now() > a->deadline, RM_E_COLLECTIVE_TIMEOUT,
+               "%s cannot be created: other processes created it again each time", a->path);
   }
   return RM_OK;
 }
@@ -137,22 +134,19 @@ static rm_code make_file(attaching *a, rm_error *err) {
 // Waits for the file of a running rank 0, which replaces a file whose creator has ended.
 static rm_code find_file(attaching *a, rm_region_head *head, rm_error *err) {
   int file;
-  rm_code code;
   for (;;) {
-    if ((code = open_name(a, head, &file, err))) return code;
+    RM_TRY(open_name(a, head, &file, err));
     const int alive = file >= 0 && !rm_process_ended(file, 0);
     if (alive && head->nonce == a->nonce) break;
     const int late = rm_now() >= a->deadline;
     if (late && file >= 0 && !alive) remove_name(a, file);
     if (file >= 0) close(file);
-    if (alive)
-      return rm_fail(err, RM_E_AUTH, "%s has another nonce: process %d of another run created it",
-                     a->path, (int)head->maker);
-    if (late)
-      return rm_fail(err, RM_E_COLLECTIVE_TIMEOUT,
-                     "no region \"%s\" within %.3g s: rank 0 did not make it or has ended, or the "
-                     "other ranks gave up before this rank attached",
-                     a->name, a->region->options.timeout);
+    RM_FAIL_IF(alive, RM_E_AUTH, "%s has another nonce: process %d of another run created it",
+               a->path, (int)head->maker);
+    RM_FAIL_IF(late, RM_E_COLLECTIVE_TIMEOUT,
+               "no region \"%s\" within %.3g s: rank 0 did not make it or has ended, or the "
+               "other ranks gave up before this rank attached",
+               a->name, a->region->options.timeout);
     nanosleep(&(struct timespec){.tv_nsec = RETRY_NS}, NULL);
   }
   a->region->file = file;
@@ -184,10 +178,11 @@ static void end_gathering(attaching *a, uint32_t cause) {
 static rm_code register_rank(attaching *a, rm_error *err) {
   rm_region_map *map = a->region->map;
   int32_t twin = 0;
-  if ((a->region->lock = rm_process_lock(a->region->file, a->rank)) < 0 ||
-      !atomic_compare_exchange_strong(&map->ranks[a->rank].pid, &twin, getpid()))
-    return rm_fail(err, RM_E_MESH_MISMATCH, "rank %d of \"%s\" attached twice: processes %d and %d",
-                   a->rank, a->name, (int)atomic_load(&map->ranks[a->rank].pid), (int)getpid());
+  a->region->lock = rm_process_lock(a->region->file, a->rank);
+  RM_FAIL_IF(a->region->lock < 0 ||
+                 !atomic_compare_exchange_strong(&map->ranks[a->rank].pid, &twin, getpid()),
+             RM_E_MESH_MISMATCH, "rank %d of \"%s\" attached twice: processes %d and %d", a->rank,
+             a->name, (int)atomic_load(&map->ranks[a->rank].pid), (int)getpid());
   if (atomic_fetch_add(&map->n_attached, 1) + 1 < (uint32_t)a->region->options.world) return RM_OK;
   remove_name(a, a->region->file);
   uint32_t gathering = RM_ATTACHING;
@@ -234,23 +229,25 @@ static rm_code gather(attaching *a, rm_error *err) {
 static void end_for_options(attaching *a, const rm_region_head *head) {
   const rm_region_options *o = &a->region->options;
   end_gathering(
-      a,
-      rm_region_set_error(
-          a->region, a->rank, RM_E_MESH_MISMATCH,
-          "rank %d of \"%s\": expected world=%llu, n_groups=%llu, buffer_bytes=%llu as on rank 0, "
-          "got world=%d, n_groups=%d, buffer_bytes=%zu",
-          a->rank, a->name, (unsigned long long)head->world, (unsigned long long)head->n_groups,
-          (unsigned long long)head->buffer_bytes, o->world, o->n_groups, o->buffer_bytes));
+      a, rm_region_set_error(
+             a->region, a->rank, RM_E_MESH_MISMATCH,
+             "rank %d of \"%s\": expected world=%lu, n_groups=%lu, buffer_bytes=%lu as on rank 0, "
+             "got world=%d, n_groups=%d, buffer_bytes=%zu",
+             a->rank, a->name, head->world, head->n_groups, head->buffer_bytes, o->world,
+             o->n_groups, o->buffer_bytes));
 }
 
 static rm_code attach(attaching *a, rm_error *err) {
   rm_region_head head;
   int fits;
-  rm_code code;
-  if (a->rank == 0) return (code = make_file(a, err)) ? code : gather(a, err);
-  if ((code = find_file(a, &head, err)) || (code = map_file(a, &head, &fits, err))) return code;
-  if (!fits) end_for_options(a, &head);
-  else if ((code = register_rank(a, err))) return code;
+  if (a->rank == 0) {
+    RM_TRY(make_file(a, err));
+    return gather(a, err);
+  }
+  RM_TRY(find_file(a, &head, err));
+  RM_TRY(map_file(a, &head, &fits, err));
+  if (fits) RM_TRY(register_rank(a, err));
+  else end_for_options(a, &head);
   return gather(a, err);
 }
 
@@ -263,18 +260,17 @@ static int is_name(const char *name) {
 rm_code rm_region_attach(const char *name, int rank, uint64_t nonce,
                          const rm_region_options *options, rm_region **out, rm_error *err) {
   *out = NULL;
-  if (!is_name(name))
-    return rm_fail(err, RM_E_CONFIG,
-                   "name: expected 1 to %d letters, digits, '-', '_' and '.', got \"%.*s\"",
-                   NAME_MAX_LENGTH, NAME_MAX_LENGTH, name);
-  rm_code code = rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, options->world - 1);
-  if (code) return code;
+  RM_FAIL_IF(!is_name(name), RM_E_CONFIG,
+             "name: expected 1 to %d letters, digits, '-', '_' and '.', got \"%.*s\"",
+             NAME_MAX_LENGTH, NAME_MAX_LENGTH, name);
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "rank", rank, 0, options->world - 1));
   if (options->world == 1) return rm_region_create(options, out, err);
   attaching a = {
       .name = name, .rank = rank, .nonce = nonce, .deadline = rm_now() + options->timeout};
   snprintf(a.path, sizeof a.path, "%s/rollmesh.%s", FOLDER, name);
-  if ((code = rm_region_new(options, &a.region, err))) return code;
-  if ((code = attach(&a, err))) rm_region_release(a.region);
+  RM_TRY(rm_region_new(options, &a.region, err));
+  const rm_code code = attach(&a, err);
+  if (code) rm_region_release(a.region);
   else *out = a.region;
   return code;
 }

@@ -40,8 +40,8 @@ void rm_region_fail_group(rm_region_endpoint *end, uint32_t cause) {
 }
 
 rm_code rm_region_rank_error(rm_region *region, uint32_t cause, rm_error *err) {
-  if (cause < 1 || cause > RM_REGION_RANKS)
-    return rm_fail(err, RM_E_RANK_LOST, "the group has ended, and its error cannot be read");
+  RM_FAIL_IF(cause < 1 || cause > RM_REGION_RANKS, RM_E_RANK_LOST,
+             "the group has ended, and its error cannot be read");
   const rm_region_rank *rank = &region->map->ranks[cause - 1];
   const rm_code code =
       rank->code > RM_OK && rank->code < RM_N_CODE ? (rm_code)rank->code : RM_E_RANK_LOST;

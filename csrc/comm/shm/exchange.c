@@ -73,7 +73,7 @@ static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header
   rm_region *region = end->region;
   const int me = end->members[end->me], other = end->members[from];
   const char *op = rm_comm_op_name((rm_comm_op)mine->op);
-  const unsigned long long n = mine->sequence;
+  const uint64_t n = mine->sequence;
   uint32_t cause;
   if (atomic_load(&end->slots[from]->members) != atomic_load(&end->slots[end->me]->members))
     cause = rm_region_set_error(region, me, RM_E_MESH_MISMATCH,
@@ -83,16 +83,15 @@ static rm_code compare(rm_region_endpoint *end, int from, const rm_region_header
            theirs->epoch != mine->epoch)
     cause = rm_region_set_error(
         region, me, RM_E_COLLECTIVE_MISMATCH,
-        "rank %d is in %s, call %llu, round %llu, with weights of epoch %lld, rank %d in %s, call "
-        "%llu, round %llu, with weights of epoch %lld",
-        other, rm_comm_op_name((rm_comm_op)theirs->op), (unsigned long long)theirs->sequence,
-        (unsigned long long)theirs->round, (long long)theirs->epoch, me, op, n,
-        (unsigned long long)mine->round, (long long)mine->epoch);
+        "rank %d is in %s, call %lu, round %lu, with weights of epoch %ld, rank %d in %s, call "
+        "%lu, round %lu, with weights of epoch %ld",
+        other, rm_comm_op_name((rm_comm_op)theirs->op), theirs->sequence, theirs->round,
+        theirs->epoch, me, op, n, mine->round, mine->epoch);
   else if (theirs->bytes[end->me] != expected)
     cause =
         rm_region_set_error(region, me, RM_E_COLLECTIVE_MISMATCH,
-                            "%s, call %llu: rank %d sends %llu bytes to rank %d, which expects %zu",
-                            op, n, other, (unsigned long long)theirs->bytes[end->me], me, expected);
+                            "%s, call %lu: rank %d sends %lu bytes to rank %d, which expects %zu",
+                            op, n, other, theirs->bytes[end->me], me, expected);
   else return RM_OK;
   rm_region_fail_group(end, cause);
   return rm_region_group_error(end, err);
@@ -113,18 +112,18 @@ static rm_code meet(rm_region_endpoint *end, const rm_region_call *call,
 static rm_code round_of(rm_region_endpoint *end, const rm_region_call *call, rm_region_header *mine,
                         const stream *out, size_t at[], const rm_block send[],
                         const rm_block recv[], rm_error *err) {
-  rm_code code = meet(end, call, mine, out, send, err);
-  for (int step = 1; step < end->size && !code; step++) {
+  RM_TRY(meet(end, call, mine, out, send, err));
+  for (int step = 1; step < end->size; step++) {
     const int from = (end->me + step) % end->size;
     const rm_region_header *theirs = &end->slots[from]->headers[end->round & 1];
-    if ((code = compare(end, from, mine, theirs, rm_block_bytes(&recv[from]), err))) return code;
+    RM_TRY(compare(end, from, mine, theirs, rm_block_bytes(&recv[from]), err));
     if (mine->round == 0) {
       at[from] = stream_of(end, from, call->op, theirs->bytes).at[end->me];
       if (theirs->n_rounds > mine->n_rounds) mine->n_rounds = theirs->n_rounds;
     }
     take(end, from, at[from], mine->round, &recv[from]);
   }
-  return code;
+  return RM_OK;
 }
 
 rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch,
@@ -140,8 +139,7 @@ rm_code rm_region_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t
   const stream out = stream_of(end, end->me, op, mine.bytes);
   mine.n_rounds = out.bytes / buffer_of(end) + (out.bytes % buffer_of(end) != 0);
   do {
-    const rm_code code = round_of(end, &call, &mine, &out, at, send, recv, err);
-    if (code) return code;
+    RM_TRY(round_of(end, &call, &mine, &out, at, send, recv, err));
   } while (++mine.round < mine.n_rounds);
   return RM_OK;
 }

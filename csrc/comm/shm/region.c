@@ -26,9 +26,7 @@ static void plan(rm_region *region) {
 }
 
 rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_error *err) {
-  const rm_code code =
-      rm_check_range(err, RM_E_CONFIG, "world", options->world, 1, RM_REGION_RANKS);
-  if (code) return code;
+  RM_TRY(rm_check_range(err, RM_E_CONFIG, "world", options->world, 1, RM_REGION_RANKS));
   rm_region *region = rm_alloc(1, sizeof *region);
   if (!region) return rm_no_memory(err, "a region", 0);
   region->options = *options;
@@ -43,8 +41,7 @@ rm_code rm_region_new(const rm_region_options *options, rm_region **out, rm_erro
 rm_code rm_region_create(const rm_region_options *options, rm_region **out, rm_error *err) {
   *out = NULL;
   rm_region *region = NULL;
-  const rm_code code = rm_region_new(options, &region, err);
-  if (code) return code;
+  RM_TRY(rm_region_new(options, &region, err));
   if (!(region->map = rm_map(region->map_bytes))) {
     const size_t bytes = region->map_bytes;
     rm_region_release(region);
@@ -100,9 +97,9 @@ int rm_region_claim(int file, size_t at, size_t bytes) {
 static rm_code claim_pages(const rm_region *region, size_t at, rm_error *err) {
   if (region->file < 0) return RM_OK;
   const int failed = rm_region_claim(region->file, at, region->pair_bytes);
-  if (!failed) return RM_OK;
-  return rm_fail(err, RM_E_CAPACITY, "no shared memory for two buffers of %zu bytes: %s",
-                 region->buffer_bytes, strerror(failed));
+  RM_FAIL_IF(failed, RM_E_CAPACITY, "no shared memory for two buffers of %zu bytes: %s",
+             region->buffer_bytes, strerror(failed));
+  return RM_OK;
 }
 
 static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t *members, int n,
@@ -127,8 +124,7 @@ static rm_region_endpoint *make_end(rm_region *region, int index, const int32_t 
 rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int n_members,
                        int rank, rm_comm **out, rm_error *err) {
   *out = NULL;
-  rm_code code = claim_pages(region, rm_region_buffers_of(region, index, rank), err);
-  if (code) return code;
+  RM_TRY(claim_pages(region, rm_region_buffers_of(region, index, rank), err));
   rm_region_endpoint *end = make_end(region, index, members, n_members, rank);
   if (!end) return rm_no_memory(err, "a group of ranks", 0);
   const rm_transport transport = {.self = end,
@@ -137,7 +133,8 @@ rm_code rm_region_comm(rm_region *region, int index, const int32_t *members, int
                                   .check = rm_region_check,
                                   .leave = end_leave,
                                   .destroy = end_destroy};
-  if ((code = rm_comm_create(&transport, end->me, n_members, out, err))) {
+  const rm_code code = rm_comm_create(&transport, end->me, n_members, out, err);
+  if (code) {
     rm_free(end);
     return code;
   }

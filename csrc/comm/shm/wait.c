@@ -91,7 +91,7 @@ static uint32_t find_lost(rm_region_endpoint *end, uint64_t left, const char *wh
 static uint32_t diagnose(rm_region_endpoint *end, const rm_region_call *call, double now) {
   const absent found = look(end);
   const char *op = rm_comm_op_name(call->op);
-  const unsigned long long n = call->sequence;
+  const uint64_t n = call->sequence;
   const int me = end->members[end->me];
   char who[4 * RM_REGION_RANKS + 8], when[64];
   if (all_came(end, atomic_load(&end->group->barrier)))
@@ -100,12 +100,12 @@ static uint32_t diagnose(rm_region_endpoint *end, const rm_region_call *call, do
     return rm_region_set_error(end->region, me, RM_E_MESH_MISMATCH,
                                "group %d has other members for %s than for rank %d", end->index,
                                rm_region_names(found.other_members, who, sizeof who), me);
-  snprintf(when, sizeof when, " (%s, call %llu)", op, n);
+  snprintf(when, sizeof when, " (%s, call %lu)", op, n);
   const uint32_t lost = find_lost(end, found.left, when);
   if (lost) return lost;
   if (now < call->deadline) return 0;
   return rm_region_set_error(end->region, me, RM_E_COLLECTIVE_TIMEOUT,
-                             "%s, call %llu: %s did not arrive within %.3g s of rank %d", op, n,
+                             "%s, call %lu: %s did not arrive within %.3g s of rank %d", op, n,
                              rm_region_names(found.late, who, sizeof who), call->seconds, me);
 }
 

@@ -16,12 +16,12 @@ static rm_code create_buffers(rm_dispatch *d, int64_t max_rows, rm_error *err) {
                row = d->row_bytes, arrive = (size_t)d->max_arrive;
   const size_t all = d->sees_all ? ranks * (size_t)max_rows : 0;
   const rm_field fields[] = {
-      RM_FIELD(d->cursor, (size_t)d->n_experts),
+      RM_FIELD(d->cursor, d->n_experts),
       RM_FIELD(d->home_rows, ranks),
       RM_FIELD(d->starts, ranks * (size_t)(d->n_experts + 1)),
       RM_FIELD(d->place, choices),
-      RM_FIELD(d->group_rows, (size_t)d->here.n + 1),
-      RM_FIELD_ROWS(d->all_ids, all, (size_t)d->top_k),
+      RM_FIELD(d->group_rows, d->here.n + 1),
+      RM_FIELD_ROWS(d->all_ids, all, d->top_k),
       {&d->choices, choices, row},
       {&d->arrived, arrive, row},
       {&d->work, arrive, row},
@@ -39,11 +39,10 @@ rm_code rm_dispatch_create(const rm_moe *moe, int64_t max_rows, rm_dispatch *out
   rm_comm *ep = moe->rank->ep;
   const int n_ranks = rm_comm_size(ep), me = rm_comm_rank(ep);
   const int64_t top_k = moe->spec->top_k;
-  if (max_rows * top_k * n_ranks > INT32_MAX)
-    return rm_fail(err, RM_E_LIMIT,
-                   "max_rows: expected at most %d choices in all, got max_rows=%lld on %d ranks "
-                   "with top_k=%lld",
-                   INT32_MAX, (long long)max_rows, n_ranks, (long long)top_k);
+  RM_FAIL_IF(max_rows * top_k * n_ranks > INT32_MAX, RM_E_LIMIT,
+             "max_rows: expected at most %d choices in all, got max_rows=%ld on %d ranks "
+             "with top_k=%ld",
+             INT32_MAX, max_rows, n_ranks, top_k);
   *out = (rm_dispatch){.ep = ep,
                        .n_ranks = n_ranks,
                        .me = me,
@@ -84,8 +83,7 @@ static rm_code plan(rm_dispatch *d, const int32_t *ids, int64_t n_rows, rm_error
   d->ids = ids;
   d->n_choices = n_rows * d->top_k;
   sort_choices(d, ids);
-  rm_code code = rm_comm_all_gather(d->ep, starts_of(d, d->me), d->starts, bytes, err);
-  if (code) return code;
+  RM_TRY(rm_comm_all_gather(d->ep, starts_of(d, d->me), d->starts, bytes, err));
   int32_t *group_rows = d->group_rows;
   group_rows[0] = 0;
   for (int64_t e = 0; e < d->here.n; e++) {
@@ -167,11 +165,9 @@ static rm_code gather_rows(rm_dispatch *d, const char *x, rm_error *err) {
   int64_t n = 0;
   for (int r = 0; r < d->n_ranks; r++)
     n += d->home_rows[r] = starts_of(d, r)[d->n_experts] / d->top_k;
-  rm_code code = rm_comm_gather_rows(d->ep, x, d->all_rows, d->home_rows, d->row_bytes, err);
-  if (!code)
-    code = rm_comm_gather_rows(d->ep, d->ids, d->all_ids, d->home_rows,
-                               (size_t)d->top_k * sizeof *d->all_ids, err);
-  if (code) return code;
+  RM_TRY(rm_comm_gather_rows(d->ep, x, d->all_rows, d->home_rows, d->row_bytes, err));
+  RM_TRY(rm_comm_gather_rows(d->ep, d->ids, d->all_ids, d->home_rows,
+                             (size_t)d->top_k * sizeof *d->all_ids, err));
   memcpy(d->cursor, d->group_rows, (size_t)d->here.n * sizeof *d->cursor);
   for (int64_t i = 0; i < n * d->top_k; i++) {
     const int64_t e = d->all_ids[i] - d->here.first;
@@ -187,10 +183,9 @@ static rm_code move_out(rm_dispatch *d, const rm_ctx *ctx, const void *x, char *
   *rows = d->work;
   if (d->sees_all) return gather_rows(d, x, err);
   run(ctx, spread_task, d->n_choices, &(copy_job){.d = d, .from = x, .to = d->choices});
-  const rm_code code = exchange(d, RM_COMM_DISPATCH, err);
-  if (!code)
-    run(ctx, reorder_task, d->n_arrive, &(copy_job){.d = d, .from = d->arrived, .to = d->work});
-  return code;
+  RM_TRY(exchange(d, RM_COMM_DISPATCH, err));
+  run(ctx, reorder_task, d->n_arrive, &(copy_job){.d = d, .from = d->arrived, .to = d->work});
+  return RM_OK;
 }
 
 static rm_code move_back(rm_dispatch *d, const rm_ctx *ctx, const void *rows, rm_error *err) {
@@ -204,11 +199,10 @@ rm_code rm_moe_counted_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *
   rm_dispatch *d = &moe->dispatch;
   char *here;
   rm_moe_route(moe, at, moe->ids);
-  rm_code code = plan(d, moe->ids, at->rows, err);
-  if (!code) code = move_out(d, moe->ctx, at->x, &here, err);
-  if (!code) code = rm_moe_experts(moe, at, d->group_rows, d->n_arrive, here, here, err);
-  if (!code) code = move_back(d, moe->ctx, here, err);
-  if (!code)
-    rm_moe_combine(moe, at->out, d->choices, moe->ids, d->place, moe->spec->hidden_size, at->rows);
-  return code;
+  RM_TRY(plan(d, moe->ids, at->rows, err));
+  RM_TRY(move_out(d, moe->ctx, at->x, &here, err));
+  RM_TRY(rm_moe_experts(moe, at, d->group_rows, d->n_arrive, here, here, err));
+  RM_TRY(move_back(d, moe->ctx, here, err));
+  rm_moe_combine(moe, at->out, d->choices, moe->ids, d->place, moe->spec->hidden_size, at->rows);
+  return RM_OK;
 }

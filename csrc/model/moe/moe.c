@@ -51,7 +51,7 @@ size_t rm_moe_fields(rm_moe *moe, rm_field fields[RM_MOE_FIELDS]) {
   const rm_field list[RM_MOE_FIELDS - RM_STATIC_FIELDS] = {
       RM_FIELD(moe->ids, choices),
       RM_FIELD(moe->gates, choices),
-      RM_FIELD(moe->group_rows, (size_t)spec->n_experts + 1),
+      RM_FIELD(moe->group_rows, spec->n_experts + 1),
       {&moe->inner, arrive > slots ? arrive : slots, (size_t)spec->moe_intermediate_size * elem},
       RM_FIELD(moe->place, dispatches ? homes * (size_t)spec->top_k : choices),
       {&moe->sorted, dispatches ? slots : choices, (size_t)spec->hidden_size * elem},
@@ -95,14 +95,14 @@ void rm_moe_route(rm_moe *moe, const rm_moe_rows *at, int32_t *ids) {
 
 static rm_gemm_args grouped(const rm_moe *moe, const rm_moe_rows *at, rm_param_kind kind,
                             rm_param_kind bias, const int32_t *group_rows, int64_t m) {
-  const int64_t k = moe->params->sizes[rm_kinds[kind].cols];
+  const int64_t k = moe->params->whole.dims[rm_kinds[kind].cols].n;
   return (rm_gemm_args){.w = rm_weight(at->weights, at->layer, kind),
                         .bias = rm_weight(at->weights, at->layer, bias),
                         .group_rows = group_rows,
                         .n_groups = moe->here->experts.n,
                         .group_stride = at->layer->of[kind].elems / moe->here->experts.n,
                         .m = m,
-                        .n = moe->params->here[rm_kinds[kind].rows].n,
+                        .n = moe->params->placement.dims[rm_kinds[kind].rows].n,
                         .k = k,
                         .ldx = k,
                         .activation = moe->spec->activation,
@@ -114,7 +114,6 @@ static rm_gemm_args grouped(const rm_moe *moe, const rm_moe_rows *at, rm_param_k
 
 rm_code rm_moe_experts(rm_moe *moe, const rm_moe_rows *at, const int32_t *group_rows, int64_t m,
                        const char *x, char *out, rm_error *err) {
-  rm_code code = RM_OK;
   rm_gemm_args up = grouped(moe, at, RM_P_EXPERT_GATE, RM_P_EXPERT_GATE_BIAS, group_rows, m),
                down = grouped(moe, at, RM_P_EXPERT_DOWN, RM_P_EXPERT_DOWN_BIAS, group_rows, m);
   up.x = x;
@@ -124,9 +123,10 @@ rm_code rm_moe_experts(rm_moe *moe, const rm_moe_rows *at, const int32_t *group_
   down.y = out;
   down.ldy = down.n;
   if (m && up.n) moe->kernels->gemm_swiglu(moe->ctx, &up);
-  if (!moe->ep) code = rm_shard_gather_columns(moe->shard, RM_DIM_EXPERT_INNER, moe->inner, m, err);
-  if (!code && m && down.n) moe->kernels->gemm(moe->ctx, &down);
-  return code;
+  if (!moe->ep)
+    RM_TRY(rm_shard_gather_columns(moe->shard, RM_DIM_EXPERT_INNER, moe->inner, m, err));
+  if (m && down.n) moe->kernels->gemm(moe->ctx, &down);
+  return RM_OK;
 }
 
 void rm_moe_combine(const rm_moe *moe, void *out, const void *y, const int32_t *ids,
@@ -166,42 +166,48 @@ static void permute(rm_moe *moe, const rm_moe_rows *at) {
                    (size_t)(args.n_experts + 1) * sizeof *args.group_rows);
 }
 
-// Sends each rank its columns of the outputs of this rank's experts, which are in `sorted`. Called
-// on the CPU, which can read group_rows.
-static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
+rm_code rm_moe_exchange_columns(rm_moe *moe, char *outputs, const int64_t counts[], rm_error *err) {
   const rm_shard *shard = moe->shard;
   const size_t row = rm_moe_row_bytes(moe), mine = (size_t)moe->here->hidden.n * shard->elem;
-  const int32_t *starts = moe->group_rows, *here = starts + moe->here->experts.first;
+  char *part = moe->part;
   rm_block *send = rm_comm_blocks(moe->ep), *recv = send + shard->size;
-  for (int r = 0; r < shard->size; r++) {
-    const rm_range its = moe->experts[r], columns = rm_shard_columns(shard, RM_DIM_OUT, r);
-    const int64_t from = starts[its.first];
-    send[r] =
-        (rm_block){moe->sorted + (size_t)here[0] * row + (size_t)columns.first * shard->elem,
-                   here[moe->here->experts.n] - here[0], (size_t)columns.n * shard->elem, row};
-    recv[r] =
-        (rm_block){moe->part + (size_t)from * mine, starts[its.first + its.n] - from, mine, mine};
+  for (int r = 0; r < shard->size; part += (size_t)counts[r++] * mine) {
+    const rm_range columns = rm_shard_columns(shard, RM_DIM_OUT, r);
+    send[r] = (rm_block){outputs + (size_t)columns.first * shard->elem, counts[shard->me],
+                         (size_t)columns.n * shard->elem, row};
+    recv[r] = (rm_block){part, counts[r], mine, mine};
   }
   return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, send, recv, err);
+}
+
+// Exchanges the outputs of all experts. Called on the CPU, which can read group_rows.
+static rm_code exchange_outputs(rm_moe *moe, rm_error *err) {
+  const int32_t *starts = moe->group_rows;
+  int64_t counts[RM_MAX_TP];
+  for (int r = 0; r < moe->shard->size; r++) {
+    const rm_range its = moe->experts[r];
+    counts[r] = starts[its.first + its.n] - starts[its.first];
+  }
+  const size_t first = (size_t)starts[moe->here->experts.first];
+  return rm_moe_exchange_columns(moe, moe->sorted + first * rm_moe_row_bytes(moe), counts, err);
 }
 
 // Sorts the rows by expert and computes this rank's experts, or its columns of all experts. The
 // outputs are in `part`, on one rank in `sorted`, whose inputs are free by then.
 static rm_code counted_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   permute(moe, at);
-  const rm_code code = rm_moe_experts(moe, at, moe->group_rows + moe->here->experts.first,
-                                      at->rows * moe->spec->top_k, moe->sorted,
-                                      moe->shard->comm && !moe->ep ? moe->part : moe->sorted, err);
-  return code || !moe->ep ? code : exchange_outputs(moe, err);
+  RM_TRY(rm_moe_experts(moe, at, moe->group_rows + moe->here->experts.first,
+                        at->rows * moe->spec->top_k, moe->sorted,
+                        moe->shard->comm && !moe->ep ? moe->part : moe->sorted, err));
+  return moe->ep ? exchange_outputs(moe, err) : RM_OK;
 }
 
 static rm_code replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
   const rm_shard *shard = moe->shard;
   const size_t row = rm_moe_row_bytes(moe);
   rm_moe_route(moe, at, moe->ids);
-  const rm_code code =
-      moe->is_static ? rm_moe_static_replicated(moe, at, err) : counted_replicated(moe, at, err);
-  if (code) return code;
+  RM_TRY(moe->is_static ? rm_moe_static_replicated(moe, at, err)
+                        : counted_replicated(moe, at, err));
   if (!shard->comm) {
     rm_moe_combine(moe, at->out, moe->sorted, moe->ids, moe->place, moe->spec->hidden_size,
                    at->rows);
@@ -221,8 +227,7 @@ rm_code rm_moe_forward(rm_moe *moe, const rm_moe_rows *rows, rm_error *err) {
   const int64_t tp = moe->dispatches ? moe->rank->mesh.tp : 1,
                 n = rm_max64((rows->most + tp - 1) / tp, 1),
                 each = moe->is_static ? (moe->max_rows + tp - 1) / tp : n;
-  rm_code code = RM_OK;
-  for (int64_t first = 0; first < n && !code; first += each) {
+  for (int64_t first = 0; first < n; first += each) {
     // A rank without more rows takes part with none.
     const int64_t done = rm_min64(first, rows->rows);
     const size_t skipped = (size_t)done * rm_moe_row_bytes(moe);
@@ -235,9 +240,9 @@ rm_code rm_moe_forward(rm_moe *moe, const rm_moe_rows *rows, rm_error *err) {
         .most = rm_min64(n - first, each),
         .routed = rows->routed + done * moe->spec->n_moe_layers * moe->spec->top_k,
     };
-    code = !moe->dispatches ? replicated(moe, &pass, err)
+    RM_TRY(!moe->dispatches ? replicated(moe, &pass, err)
            : moe->is_static ? rm_moe_static_dispatched(moe, &pass, err)
-                            : rm_moe_counted_dispatched(moe, &pass, err);
+                            : rm_moe_counted_dispatched(moe, &pass, err));
   }
-  return code;
+  return RM_OK;
 }

@@ -120,6 +120,9 @@ void rm_moe_static_fields(rm_moe *moe, rm_field fields[RM_STATIC_FIELDS]);
 rm_code rm_moe_static_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err);
 rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *err);
 rm_code rm_moe_counted_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *err);
+// Sends each rank its columns of this rank's outputs, T [rows][hidden], and receives this rank's
+// columns of all ranks' outputs, in the order of ranks, into `part`. counts: rows of each rank.
+rm_code rm_moe_exchange_columns(rm_moe *moe, char *outputs, const int64_t counts[], rm_error *err);
 // ids: [rows][top_k], out.
 void rm_moe_route(rm_moe *moe, const rm_moe_rows *at, int32_t *ids);
 // out ← this rank's experts of x, T [m][hidden] by expert; out may be x. group_rows: [local

@@ -66,8 +66,7 @@ rm_code rm_moe_static_create(rm_moe *moe, rm_error *err) {
   if (!moe->dispatches) return RM_OK;
   const rm_static_sizes most = rm_moe_static_most(moe);
   const size_t bytes = (size_t)(most.home_rows * moe->spec->top_k) * ID_BYTES;
-  const rm_code code = rm_mirrored_create(moe->device, bytes, "ids of no rows", &fixed->none, err);
-  if (code) return code;
+  RM_TRY(rm_mirrored_create(moe->device, bytes, "ids of no rows", &fixed->none, err));
   memset(fixed->none.host, 0xff, bytes);
   rm_mirrored_copy_to_device(&fixed->none, fixed->none.host, bytes);
   return RM_OK;
@@ -131,21 +130,11 @@ static rm_code compute(rm_moe *moe, const rm_moe_rows *at, const char *x, const 
 }
 
 rm_code rm_moe_static_replicated(rm_moe *moe, const rm_moe_rows *at, rm_error *err) {
-  const rm_shard *shard = moe->shard;
-  const size_t row = rm_moe_row_bytes(moe), mine = (size_t)moe->here->hidden.n * shard->elem;
-  const int64_t top_k = moe->spec->top_k,
-                n = at->rows * rm_max_choices(top_k, moe->here->experts.n);
-  const rm_code code =
-      compute(moe, at, at->x, moe->ids, 1, at->rows, at->rows, at->rows * top_k, err);
-  if (code) return code;
-  rm_block *send = rm_comm_blocks(moe->ep), *recv = send + shard->size;
-  for (int r = 0; r < shard->size; r++) {
-    const rm_range columns = rm_shard_columns(shard, RM_DIM_OUT, r);
-    send[r] = (rm_block){moe->fixed.back + (size_t)columns.first * shard->elem, n,
-                         (size_t)columns.n * shard->elem, row};
-    recv[r] = (rm_block){moe->part + (size_t)(r * n) * mine, n, mine, mine};
-  }
-  return rm_comm_exchange(moe->ep, RM_COMM_COMBINE, send, recv, err);
+  const int64_t top_k = moe->spec->top_k, each = rm_max_choices(top_k, moe->here->experts.n);
+  int64_t counts[RM_MAX_TP];
+  for (int r = 0; r < moe->shard->size; r++) counts[r] = at->rows * each;
+  RM_TRY(compute(moe, at, at->x, moe->ids, 1, at->rows, at->rows, at->rows * top_k, err));
+  return rm_moe_exchange_columns(moe, moe->fixed.back, counts, err);
 }
 
 // Sends each rank the outputs of its rows, into `sorted`, whose inputs are free by now.
@@ -170,16 +159,14 @@ rm_code rm_moe_static_dispatched(rm_moe *moe, const rm_moe_rows *at, rm_error *e
   const size_t row = rm_moe_row_bytes(moe), ids_at = (size_t)sizes.home_rows * row;
   char *mine = moe->fixed.all + (size_t)(me * sizes.pitch) * row;
   int32_t *ids = (int32_t *)(mine + ids_at);
-  rm_code code;
   rm_moe_route(moe, at, ids);
   rm_device_copy(moe->device, mine, at->x, (size_t)at->rows * row);
   rm_device_copy(moe->device, ids + at->rows * top_k, moe->fixed.none.on_device,
                  (size_t)(empty * top_k) * ID_BYTES);
-  if ((code = rm_comm_all_gather(moe->ep, mine, moe->fixed.all, (size_t)sizes.pitch * row, err)) ||
-      (code = compute(moe, at, moe->fixed.all, (const int32_t *)(moe->fixed.all + ids_at), mesh->ep,
-                      sizes.home_rows, sizes.pitch, sizes.pitch * (int64_t)row / ID_BYTES, err)) ||
-      (code = return_outputs(moe, sizes, err)))
-    return code;
+  RM_TRY(rm_comm_all_gather(moe->ep, mine, moe->fixed.all, (size_t)sizes.pitch * row, err));
+  RM_TRY(compute(moe, at, moe->fixed.all, (const int32_t *)(moe->fixed.all + ids_at), mesh->ep,
+                 sizes.home_rows, sizes.pitch, sizes.pitch * (int64_t)row / ID_BYTES, err));
+  RM_TRY(return_outputs(moe, sizes, err));
   rm_moe_combine(moe, at->out, moe->sorted, ids, moe->place + me * sizes.home_rows * top_k,
                  moe->spec->hidden_size, at->rows);
   return RM_OK;
