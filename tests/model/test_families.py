@@ -232,6 +232,24 @@ def test_gradients_are_transformers(family: str, seed: int) -> None:
     assert max(error.values()) < 1e-3, error
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "afmoe", "deepseek_v3"])
+def test_checkpointing_does_not_change_gradients(family: str, seed: int) -> None:
+    """For each kind of layer: 0 bits differ."""
+    model = cut(family, seed)
+    ids = oracle.torch.tensor(helpers.prompts({"vocab_size": 300}, [40] * 2, seed))
+    found = []
+    for reentrant in (None, False, True):
+        net = rm.torch.patch(model.net().train().requires_grad_())
+        if reentrant is not None:
+            net.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        rm.torch.logprobs(net, ids).logprobs.sum().backward()
+        found.append({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
+    for got in found[1:]:
+        assert got.keys() == found[0].keys()
+        assert all(oracle.torch.equal(grad, got[name]) for name, grad in found[0].items())
+
+
 @pytest.mark.parametrize("family", ["gemma2", "granite", "deepseek_v3"])
 def test_the_cap_reaches_loss_and_long_sequences(family: str, seed: int) -> None:
     """A patched model's logits are the generator's, its loss is of these, and gradients of rows too
