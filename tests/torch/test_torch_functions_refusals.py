@@ -1,4 +1,4 @@
-"""What the differentiable ops refuse, and what they do with no rows.
+"""Refusals of the differentiable ops, and their results for no rows.
 
 Input: small tensors of a wrong dtype, shape or kind. Oracle: the error's type and message."""
 
