@@ -2,9 +2,8 @@
 //
 // There is a state for each running sequence, one to fork, and one for each state_interval positions
 // that half of the memory holds in pages. States take at most half of the memory, but there are at
-// least two. By default a state takes about as much as the pages of an interval. With pages of an
-// external scheduler all of these states are added to them, and vllm/worker/worker.py leaves memory
-// for both.
+// least two. With pages of an external scheduler the states are added to them: those for running
+// sequences, and as much memory as the pages take. vllm/worker/worker.py leaves memory for both.
 //
 // Every rank of a mesh has the same number of pages, and ranks may share a memory: a GPU, or a
 // machine's RAM. With memory_fraction, after allocating everything but the caches, the ranks
@@ -21,7 +20,10 @@
 #include "base/memory.h"
 #include "engine/state.h"
 
-enum { MOST_PAGES = INT32_MAX / 2 };
+enum {
+  MOST_PAGES = INT32_MAX / 2,
+  STATE_INTERVAL = 256, // the default at most; benchmarks/states.py compares intervals
+};
 
 typedef struct claim { // the message of a rank; in bytes
   uint64_t memory; // rm_memory_name
@@ -139,19 +141,19 @@ rm_code rm_kv_size(rm_worker *worker, rm_kv_room *out, rm_error *err) {
   const rm_engine_options *options = &worker->engine->options;
   const rm_cache_bytes cache = rm_model_cache_bytes(worker->model);
   const uint64_t page = cache.page, state = cache.state;
-  const int64_t pages_of_state = (int64_t)rm_max64(1, (int64_t)((state + page - 1) / page));
+  const int64_t pages_of_state = (int64_t)rm_max64(1, (int64_t)((state + page - 1) / page)),
+                pages = rm_min64(pages_of_state, rm_max64(1, STATE_INTERVAL / options->page_size));
   *out = (rm_kv_room){
       .n_pages = options->external_pages,
       .state_interval =
-          options->state_interval ? options->state_interval : pages_of_state * options->page_size,
+          options->state_interval ? options->state_interval : pages * options->page_size,
   };
   RM_FAIL_IF(out->n_pages && (uint64_t)out->n_pages > SIZE_MAX / 2 / page, RM_E_CAPACITY,
              "external_pages: expected pages that fit into the address space, got %ld of %lu bytes",
              out->n_pages, page);
   if (out->n_pages && state)
     out->n_states =
-        options->max_num_seqs + 1 +
-        options->prefix_caching * out->n_pages * options->page_size / out->state_interval;
+        options->max_num_seqs + 1 + options->prefix_caching * out->n_pages / pages_of_state;
   if (out->n_pages) return RM_OK;
   out->n_pages = out->n_states = MOST_PAGES;
   if (!options->kv_bytes && options->memory_fraction > 0) return left_room(worker, out, err);

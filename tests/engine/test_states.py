@@ -111,6 +111,17 @@ def test_a_prefix_ends_at_a_state(model: Any) -> None:
         assert gen.metrics()["cached_tokens"] - scored == 144
 
 
+def test_the_default_interval_is_at_most_256(seed: int) -> None:
+    """In a model whose state takes the memory of 584 positions."""
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    model = family_models.draw(FAMILY, 300, seed, **family_models.cuttable(FAMILY) | sizes)
+    prompt = np.random.default_rng(5).integers(0, 300, 310).tolist()
+    with generator(model, max_model_len=320) as gen:
+        for ids in (prompt, [*prompt[:280], 1]):
+            ask(gen, [ids], n=1, max_tokens=1)
+        assert gen.metrics()["cached_tokens"] == 256
+
+
 def test_a_conversation_continues_at_its_last_page(model: Any) -> None:
     """With the default interval of 160 positions. Of the generated pages only the last one keeps a
     state."""

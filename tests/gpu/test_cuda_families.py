@@ -20,24 +20,24 @@ import rollmesh as rm
 
 pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
-test_families = importlib.import_module("test_families")
+family_runs = importlib.import_module("family_runs")
 # Norms over all heads; groups, a shared expert, half heads; a switch for biases; no gate.
 QUICK = {"olmoe", "glm4_moe", "qwen2_moe", "arcee"}
 WITH_EXPERTS = QUICK - {"arcee"}
 
 
 def generator(model: Any, **options: Any) -> rm.Generator:
-    return test_families.generator(model, **{**helpers.SMALL, "kv_cache_gib": 0.004, **options})
+    return family_runs.generator(model, **{**helpers.SMALL, "kv_cache_gib": 0.004, **options})
 
 
 def told(gen: rm.Generator) -> list[bytes]:
-    return test_families.told(gen)
+    return family_runs.told(gen)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", some(family_models.FAMILIES, QUICK.__contains__))
 def test_a_device_gives_the_bits_of_the_cpu(family: str, dtype: str, seed: int) -> None:
-    model = test_families.cut(family, seed)
+    model = family_runs.cut(family, seed)
     found, replays = [], []
     for options in ({}, {"device": "cuda"}, {"device": "cuda", "enforce_eager": True}):
         with generator(model, dtype=dtype, **options) as gen:
@@ -72,7 +72,7 @@ MESHES: list[tuple[rm.Mesh, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("family", some(sorted(QUICK), [0, 1]))
 def test_a_mesh_of_devices_gives_one_ranks_bits(family: str, seed: int) -> None:
-    model = test_families.cut(family, seed)
+    model = family_runs.cut(family, seed)
     with generator(model, dtype="bfloat16") as gen:
         want = told(gen)
     for mesh, options in MESHES:
@@ -99,7 +99,7 @@ def test_ranks_replay_captured_graphs(
 ) -> None:
     """Over NCCL or its stand-in. A replayed step of four rows a replica transfers the bytes of
     device_traffic."""
-    model, found = test_families.cut(family, seed), []
+    model, found = family_runs.cut(family, seed), []
     prompts, params = (
         [[i + 1] for i in range(4 * mesh.dp)],
         rm.SamplingParams(max_tokens=4, seed=3, ignore_eos=True),

@@ -21,7 +21,7 @@ from rollmesh.model.families import FAMILIES
 
 pytest.importorskip("torch", reason="the models are transformers'")
 family_models = importlib.import_module("family_models")
-test_families = importlib.import_module("test_families")
+family_runs = importlib.import_module("family_runs")
 LINE = 64  # bytes at which each matrix and each vector begins
 # Every row chooses every expert, equally many on each rank, as rollmesh.distributed.traffic
 # assumes.
@@ -79,7 +79,7 @@ def test_a_step_moves_the_bytes_of_the_formula(family: str, seed: int) -> None:
         family, 300, seed, **{**family_models.cuttable(family), **ALL.get(family, {})}
     )
     for mesh, options in meshes(family):
-        with test_families.generator(
+        with family_runs.generator(
             model, dtype="bfloat16", mesh=mesh, max_num_seqs=5, **options
         ) as gen:
             before = gen.metrics()
@@ -102,7 +102,7 @@ def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> N
     """Counts on one rank, two and three. q, k and v are packed as one matrix, and so are the six
     inputs of a delta net, but rank_bytes counts each separately: two tiles more, or five."""
     models = [family_models.draw(family, 700 + number, seed) for number in range(3)] + [
-        test_families.cut(family, seed)
+        family_runs.cut(family, seed)
     ]
     own_width = (
         {"moe_intermediate_size": 1}
@@ -123,7 +123,7 @@ def test_weights_are_counted(family: str, dtype: str, each: int, seed: int) -> N
         tiles = fused * layers * sizes.TILE_ROWS * (spec.hidden_size + sizes.TILE_COLS) * each
         for tp in (1, 2, 3) if model is models[3] else (1,):
             held = sum(sum(rank.values()) for rank in sizes.rank_bytes(spec, dtype, tp))
-            with test_families.generator(model, dtype=dtype, mesh=rm.Mesh(tp=tp)) as gen:
+            with family_runs.generator(model, dtype=dtype, mesh=rm.Mesh(tp=tp)) as gen:
                 required = {
                     name: math.prod(info.shape)
                     for name, info in gen.manifest().items()

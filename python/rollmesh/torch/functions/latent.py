@@ -54,7 +54,8 @@ class _PerHead(torch.autograd.Function):
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        x, weight = (each.to(matmul_dtype(ctx.saved_tensors[0])) for each in ctx.saved_tensors)
+        saved = ctx.saved_tensors  # gradient checkpointing allows a single read
+        x, weight = (each.to(matmul_dtype(saved[0])) for each in saved)
         grad = grad.to(x.dtype)
         return grad @ weight, grad.transpose(1, 2) @ x, None
 
