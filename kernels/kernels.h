@@ -288,6 +288,10 @@ typedef struct rm_attention_args {
   float softcap; // scores become softcap · tanh(score / softcap); 0: no cap
   int64_t value_dim; // elements of a head of V and out, at most head_dim; 0: head_dim
 } rm_attention_args;
+// The first position that a row attends to.
+RM_INLINE int64_t rm_first_position(const rm_attention_args *a, int64_t row) {
+  return a->window > 0 ? rm_max64(0, a->positions[row] - a->window + 1) : 0;
+}
 RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) {
   return group > 0 ? group : n_heads / n_kv_heads;
 }

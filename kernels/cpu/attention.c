@@ -214,23 +214,16 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
   value_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc, soon);
 }
 
-// Ends a split: copies the state of a query's first live split and merges later ones into it.
-static void end_split(unit *u, int64_t from) {
-  for (int64_t q = 0; q < u->n_q; q++) {
-    if (!is_live(u, q, from, from + RM_ATTN_SPLIT)) continue;
-    const int is_first = u->first[q] >= from;
-    const float next = is_first ? u->m[q] : rm_max_f32(u->m[q], u->m_all[q]);
-    const float before = is_first ? 0.0f : rm_exp(u->m_all[q] - next),
-                here = rm_exp(u->m[q] - next);
-    u->l_all[q] = is_first ? u->l[q] : fmaf(u->l_all[q], before, u->l[q] * here);
-    u->m_all[q] = next;
-    for (int64_t tile = 0; tile < u->width_v / RM_LANES; tile++) {
-      float *merged = u->merged + lanes_at(u, tile, q);
-      const vf acc = vf_load(u->acc + lanes_at(u, tile, q));
-      vf_store(merged, is_first
-                           ? acc
-                           : vf_fma(vf_load(merged), vf_set1(before), vf_mul(acc, vf_set1(here))));
-    }
+// Merges a query's state of a split into that of the previous splits, or copies the first.
+static void merge_split(unit *u, int64_t q, int is_first) {
+  const rm_merged all = is_first ? (rm_merged){.max = u->m[q], .sum = u->l[q]}
+                                 : rm_merge(u->m_all[q], u->l_all[q], u->m[q], u->l[q]);
+  u->m_all[q] = all.max;
+  u->l_all[q] = all.sum;
+  for (int64_t tile = 0; tile < u->width_v / RM_LANES; tile++) {
+    float *merged = u->merged + lanes_at(u, tile, q);
+    const vf acc = vf_load(u->acc + lanes_at(u, tile, q)), added = vf_mul(acc, vf_set1(all.add));
+    vf_store(merged, is_first ? acc : vf_fma(vf_load(merged), vf_set1(all.old), added));
   }
 }
 
@@ -255,7 +248,7 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
   int64_t first = INT64_MAX, last = 0;
   for (int64_t q = 0; q < u.n_q; q++) {
     u.last[q] = a->positions[row0 + q / per];
-    u.first[q] = a->window > 0 ? rm_max64(0, u.last[q] - a->window + 1) : 0;
+    u.first[q] = rm_first_position(a, row0 + q / per);
     first = rm_min64(first, u.first[q]);
     last = rm_max64(last, u.last[q]);
   }
@@ -271,19 +264,20 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
     begin_split(&u);
     for (int64_t t0 = begin; t0 < end; t0 += RM_ATTN_BLOCK)
       if (any_live(&u, t0, t0 + RM_ATTN_BLOCK)) block_step(T, &u, t0, t0 <= first);
-    end_split(&u, from);
+    for (int64_t q = 0; q < u.n_q; q++)
+      if (is_live(&u, q, from, from + RM_ATTN_SPLIT)) merge_split(&u, q, u.first[q] >= from);
   }
   end_products(T);
+  if (a->sinks) begin_split(&u); // merged like a split without values
+  for (int64_t q = 0; a->sinks && q < u.n_q; q++) {
+    u.m[q] = rm_get(T, a->sinks, head + q % per);
+    u.l[q] = 1.0f;
+    merge_split(&u, q, 0);
+  }
   for (int64_t q = 0; q < u.n_q; q++) {
-    const int64_t of = head + q % per, out = ((row0 + q / per) * a->n_heads + of) * u.value_dim;
-    float scale = 1.0f;
-    if (a->sinks) { // merged like a split without values
-      const float z = rm_get(T, a->sinks, of), next = rm_max_f32(z, u.m_all[q]);
-      scale = rm_exp(u.m_all[q] - next);
-      u.l_all[q] = fmaf(u.l_all[q], scale, rm_exp(z - next));
-    }
+    const int64_t out = ((row0 + q / per) * a->n_heads + head + q % per) * u.value_dim;
     for (int64_t d = 0; d < u.value_dim; d += RM_LANES) {
-      const vf sum = vf_mul(vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)), vf_set1(scale)),
+      const vf sum = vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)),
                y = vf_div(sum, vf_set1(u.l_all[q]));
       vt_store_n(T, a->out, out + d, vt_round(T, y), u.value_dim - d);
     }
@@ -303,38 +297,23 @@ static void attention_task(void *arg, int thread, int n_threads) {
   }
 }
 
-// Splits the rows into runs of one sequence, each short enough that a unit has at most UNIT_QUERIES
-// queries. Returns the cost in cycles.
-static int64_t find_runs(attention_job *job) {
-  const rm_attention_args *a = job->a;
-  const int64_t rows = rm_max64(1, UNIT_QUERIES / rm_min64(job->group, a->n_heads));
-  int64_t positions = 0;
-  for (int64_t r = 0; r < a->rows; r++) {
-    const int64_t begin = job->n_runs ? job->runs[job->n_runs - 1] : 0;
-    if (r == 0 || a->seq_of_row[r] != a->seq_of_row[r - 1] || r - begin == rows)
-      job->runs[job->n_runs++] = (int32_t)r;
-    positions += a->window > 0 ? rm_min64(a->window, a->positions[r] + 1) : a->positions[r] + 1;
-  }
-  job->runs[job->n_runs] = (int32_t)a->rows;
-  return positions * a->n_heads * a->head_dim / 8;
-}
-
-// Floats for `runs`; an int32 is as large as a float.
-static int64_t runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); }
-
 void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
   attention_job job = {
       .a = a, .runs = ctx->workspace, .group = rm_query_group(a->group, a->n_heads, a->n_kv_heads)};
-  job.workspace = (float *)ctx->workspace + runs_floats(a->rows);
+  job.workspace = (float *)ctx->workspace + rm_runs_floats(a->rows);
   job.stride = unit_floats(job.group, a->n_heads, a->head_dim);
-  const int64_t cost = find_runs(&job);
-  rm_parallel(ctx, cost, attention_task, &job);
+  // Short enough that a unit has at most UNIT_QUERIES queries.
+  const int64_t most = rm_max64(1, UNIT_QUERIES / rm_min64(job.group, a->n_heads));
+  int64_t positions = 0;
+  job.n_runs = rm_find_runs(a->seq_of_row, a->rows, most, job.runs);
+  for (int64_t r = 0; r < a->rows; r++) positions += a->positions[r] + 1 - rm_first_position(a, r);
+  rm_parallel(ctx, positions * a->n_heads * a->head_dim / 8, attention_task, &job);
 }
 
 size_t RM_FN(attention_workspace)(const rm_limits *l) {
   if (l->n_kv_heads == 0) return 0; // a caller without attention
   const int64_t group = rm_query_group(l->group, l->n_heads, l->n_kv_heads);
-  return (size_t)(runs_floats(l->max_rows) +
+  return (size_t)(rm_runs_floats(l->max_rows) +
                   l->n_threads * unit_floats(group, l->n_heads, l->head_dim)) *
          sizeof(float);
 }

@@ -43,33 +43,29 @@ VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *a
 
 // rm_activate for 16 lanes.
 VEC vf activate(rm_activation how, vf x) {
-  const vf one = vf_set1(1.0f);
   if (how == RM_GELU) {
-    const vf a = vf_mul(vf_max(x, vf_neg(x)), vf_set1(RM_SQRT_HALF)),
+    const vf one = vf_set1(1.0f), a = vf_mul(vf_max(x, vf_neg(x)), vf_set1(RM_SQRT_HALF)),
              t = vf_div(one, vf_fma(vf_set1(RM_PHI_P), a, one));
-    vf q = vf_fma(vf_set1(RM_PHI_A5), t, vf_set1(RM_PHI_A4));
-    q = vf_fma(q, t, vf_set1(RM_PHI_A3));
-    q = vf_fma(q, t, vf_set1(RM_PHI_A2));
-    q = vf_fma(q, t, vf_set1(RM_PHI_A1));
-    const vf below = vf_mul(vf_mul(q, t), vf_exp(vf_neg(vf_mul(a, a))));
+    const float q[] = {RM_PHI_A};
+    const vf below = vf_mul(vf_mul(vf_polynomial(q, 5, t), t), vf_exp(vf_neg(vf_mul(a, a))));
     return vf_mul(x, vf_pick(vf_gt(vf_zero(), x), below, vf_sub(one, below)));
   }
   if (how == RM_RELU2) return vf_pick(vf_gt(vf_zero(), x), vf_zero(), vf_mul(x, x));
   vf z = x;
   if (how == RM_GELU_TANH)
     z = vf_mul(x, vf_fma(vf_set1(RM_GELU_K3), vf_mul(x, x), vf_set1(RM_GELU_K1)));
-  return vf_div(x, vf_add(one, vf_exp(vf_neg(z))));
+  return vf_times_sigmoid(x, z);
 }
 
 // rm_gated for 16 lanes.
 VEC vf gated(rm_dtype T, const rm_gemm_args *a, vf gate, vf up) {
   if (a->activation != RM_SWIGLU_OAI) return vf_mul(vt_round(T, activate(a->activation, gate)), up);
-  const vf one = vf_set1(1.0f), limit = vf_set1(a->limit), least = vf_neg(limit);
+  const vf limit = vf_set1(a->limit), least = vf_neg(limit);
   const vf g = vf_pick(vf_gt(gate, limit), limit, gate);
   up = vf_pick(vf_gt(up, limit), limit, up);
   up = vf_pick(vf_gt(least, up), least, up);
   const vf z = vf_mul(vf_set1(a->alpha), g);
-  return vf_mul(vt_round(T, vf_div(g, vf_add(one, vf_exp(vf_neg(z))))), vf_add(up, one));
+  return vf_mul(vt_round(T, vf_times_sigmoid(g, z)), vf_add(up, vf_set1(1.0f)));
 }
 
 VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row,

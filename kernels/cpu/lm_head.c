@@ -99,17 +99,9 @@ VEC void merge_lanes(const rm_merge_pairs_args *a, int64_t row0, int64_t n) {
     sum = vf_fma(sum, vf_exp(vf_sub(max, next)), vf_mul(s, vf_exp(vf_sub(m, next))));
     max = next;
   }
-  vf_store(maxima, vf_canon(max));
-  vf_store(sums, vf_canon(sum));
-  for (int64_t lane = 0; lane < n; lane++) {
-    const int64_t row = row0 + lane;
-    a->stats[2 * row] = maxima[lane];
-    a->stats[2 * row + 1] = sums[lane];
-    if (rm_is_nan(sums[lane])) a->row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
-    if (a->target_logprobs)
-      a->target_logprobs[row] =
-          a->targets[row] < 0 ? 0.0f : rm_logprob(a->target_logits[row], a->stats + 2 * row);
-  }
+  vf_store(maxima, max);
+  vf_store(sums, sum);
+  for (int64_t lane = 0; lane < n; lane++) rm_put_stats(a, row0 + lane, maxima[lane], sums[lane]);
 }
 
 static void merge_rows(const void *args, int thread, int64_t sixteen) {

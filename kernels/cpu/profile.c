@@ -86,10 +86,8 @@ static rm_profile_entry of_gemm(const char *op, const rm_gemm_args *a, int64_t n
 
 static rm_profile_entry of_attention(const rm_attention_args *a) {
   double positions = 0;
-  for (int64_t r = 0; r < a->rows; r++) {
-    const int64_t seen = a->positions[r] + 1;
-    positions += (double)(a->window > 0 ? rm_min64(seen, a->window) : seen);
-  }
+  for (int64_t r = 0; r < a->rows; r++)
+    positions += (double)(a->positions[r] + 1 - rm_first_position(a, r));
   return (rm_profile_entry){.op = "attention",
                             .rows = a->rows,
                             .flops =

@@ -69,18 +69,13 @@ static void one_head(const head_view *h, float *acc, float *merged, void *out) {
       memcpy(merged, acc, (size_t)value_dim * sizeof *acc);
       continue;
     }
-    const float next = rm_max_f32(m, m_all), a = rm_exp(m_all - next), b = rm_exp(m - next);
-    l_all = fmaf(l_all, a, l * b);
-    m_all = next;
-    for (int64_t d = 0; d < value_dim; d++) merged[d] = fmaf(merged[d], a, acc[d] * b);
+    const rm_merged all = rm_merge(m_all, l_all, m, l);
+    m_all = all.max;
+    l_all = all.sum;
+    for (int64_t d = 0; d < value_dim; d++) merged[d] = fmaf(merged[d], all.old, acc[d] * all.add);
   }
-  if (h->a->sinks) { // merged like a split without values
-    const float z = rm_get(h->a->dtype, h->a->sinks, h->head), next = rm_max_f32(z, m_all),
-                a = rm_exp(m_all - next);
-    l_all = fmaf(l_all, a, rm_exp(z - next));
-    for (int64_t d = 0; d < value_dim; d++) merged[d] = merged[d] * a;
-  }
-  for (int64_t d = 0; d < value_dim; d++) rm_put(h->a->dtype, out, d, merged[d] / l_all);
+  const float factor = rm_add_sink(h->a, h->head, m_all, &l_all);
+  for (int64_t d = 0; d < value_dim; d++) rm_put(h->a->dtype, out, d, merged[d] * factor / l_all);
 }
 
 void rm_attention_ref(const rm_ctx *ctx, const rm_attention_args *a) {
@@ -95,7 +90,7 @@ void rm_attention_ref(const rm_ctx *ctx, const rm_attention_args *a) {
           .pages = a->block_tables + a->seq_of_row[r] * a->max_pages,
           .head = head,
           .kv_head = (a->head0 + head) / rm_query_group(a->group, a->n_heads, a->n_kv_heads),
-          .first = a->window > 0 ? rm_max64(0, a->positions[r] - a->window + 1) : 0,
+          .first = rm_first_position(a, r),
           .last = a->positions[r],
           .value_dim = value_dim,
       };

@@ -148,13 +148,12 @@ __global__ void __launch_bounds__(THREADS)
     float sum = state[d], m_all = state[a.value_dim], l_all = state[a.value_dim + 1];
     for (int64_t split = from + 1; split <= to; split++) {
       state = of_head + split * words;
-      const float m = state[a.value_dim], next = rm_max_f32(m, m_all), old = rm_exp(m_all - next),
-                  add = rm_exp(m - next);
-      l_all = fmaf(l_all, old, state[a.value_dim + 1] * add);
-      sum = fmaf(sum, old, state[d] * add);
-      m_all = next;
+      const rm_merged all = rm_merge(m_all, l_all, state[a.value_dim], state[a.value_dim + 1]);
+      m_all = all.max;
+      l_all = all.sum;
+      sum = fmaf(sum, all.old, state[d] * all.add);
     }
-    const float factor = rm_add_sink(a, head, m_all, &l_all);
+    const float factor = rm_add_sink(&a, head, m_all, &l_all);
     rm_put(DTYPE, a.out, (row * a.n_heads + head) * a.value_dim + d, sum * factor / l_all);
   }
 }

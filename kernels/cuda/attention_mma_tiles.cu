@@ -287,12 +287,11 @@ __device__ void join(block &b, const rm_attention_args &a, float *states, int64_
     float *state = states + (of.place - place0) * rm_state_floats(a.value_dim) + a.value_dim,
           m = c.m;
     if (split != c.live.first / SPLIT) {
-      m = rm_max_f32(c.m, state[0]);
-      of.old = rm_exp(state[0] - m), of.add = rm_exp(c.m - m);
-      of.l = fmaf(state[1], of.old, c.l * of.add);
+      const rm_merged all = rm_merge(state[0], state[1], c.m, c.l);
+      m = all.max, of.l = all.sum, of.old = all.old, of.add = all.add;
     }
     if (split != c.live.last / SPLIT) state[0] = m, state[1] = of.l;
-    else of.last = rm_add_sink(a, o.head, m, &of.l);
+    else of.last = rm_add_sink(&a, o.head, m, &of.l);
   }
   b.merges[threadIdx.x] = of;
 }

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
   if (!a.weight) return;
   if (me < RM_WARP) {
     const float sum = rm_tree16_lanes(partial);
-    if (me == 0) shared[STAGE] = 1.0f / sqrtf(sum / static_cast<float>(a.n) + a.eps);
+    if (me == 0) shared[STAGE] = rm_rms_scale(sum, a.n, a.eps);
   }
   __syncthreads();
   const float scale = shared[STAGE];
