@@ -368,8 +368,7 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   return hand_over(self, stream) ? NULL : capsule_of(self, version[0] >= 1);
 }
 
-static PyObject *array_dlpack_device(PyObject *self, PyObject *ignored) {
-  (void)ignored;
+static PyObject *array_dlpack_device(PyObject *self, PyObject *) {
   return Py_BuildValue("(ii)", (int)DL_CUDA, ((array_object *)self)->ordinal);
 }
 
@@ -396,12 +395,11 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
 }
 
 // Reads the range of memory that the elements are in. A strided array is then rearranged.
-static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
+static PyObject *array_numpy(PyObject *object, PyObject *) {
   const array_object *self = (array_object *)object;
   const int64_t size = (int64_t)each(self);
   int64_t low = 0, high = self->bytes ? size : 0;
   npy_intp dims[MAX_DIMS], steps[MAX_DIMS];
-  (void)ignored;
   if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
   for (int i = 0; i < self->n_dims; i++) {
     dims[i] = (npy_intp)self->shape[i], steps[i] = (npy_intp)(self->strides[i] * size);
@@ -436,8 +434,7 @@ static int array_clear(PyObject *object) {
   return 0;
 }
 
-static PyObject *array_drop(PyObject *object, PyObject *ignored) {
-  (void)ignored;
+static PyObject *array_drop(PyObject *object, PyObject *) {
   array_object *self = (array_object *)object;
   if (!self->gpus)
     return rm_raise_code(rm_module_of(object), RM_E_STATE,
@@ -469,8 +466,7 @@ static PyObject *array_shape(PyObject *object, void *strides) {
   return rm_tuple_of(strides ? self->strides : self->shape, self->n_dims);
 }
 
-static PyObject *array_dtype(PyObject *self, void *ignored) {
-  (void)ignored;
+static PyObject *array_dtype(PyObject *self, void *) {
   return PyUnicode_FromString(((array_object *)self)->element->name);
 }
 
@@ -483,8 +479,7 @@ static PyObject *refuse_host(PyObject *object, const char *what) {
                        self->element->name, self->device);
 }
 
-static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
-  (void)args, (void)kwargs;
+static PyObject *array_array(PyObject *object, PyObject *, PyObject *) {
   return refuse_host(object, "__array__");
 }
 

@@ -284,8 +284,7 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
   }
 }
 
-static void attention_task(void *arg, int thread, int n_threads) {
-  (void)n_threads;
+static void attention_task(void *arg, int thread, int) {
   attention_job *job = arg;
   float *memory = job->workspace + thread * job->stride;
   const int64_t heads = job->a->n_kv_heads, n_units = job->n_runs * heads;

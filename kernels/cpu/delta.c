@@ -192,8 +192,7 @@ VEC void run_unit(rm_dtype T, const unit *u, int64_t end, int has_other_taps) {
 }
 
 // The runs of one head are adjacent, because they have the same taps.
-static void delta_task(void *arg, int thread, int n_threads) {
-  (void)n_threads;
+static void delta_task(void *arg, int thread, int) {
   delta_job *job = arg;
   for (int64_t i, of_taps = -1;;) {
     i = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);

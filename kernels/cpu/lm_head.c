@@ -104,10 +104,9 @@ VEC void merge_lanes(const rm_merge_pairs_args *a, int64_t row0, int64_t n) {
   for (int64_t lane = 0; lane < n; lane++) rm_put_stats(a, row0 + lane, maxima[lane], sums[lane]);
 }
 
-static void merge_rows(const void *args, int thread, int64_t sixteen) {
+static void merge_rows(const void *args, int, int64_t sixteen) {
   const rm_merge_pairs_args *a = args;
   const int64_t row = sixteen * RM_LANES;
-  (void)thread;
   if (a->rows - row >= RM_LANES) merge_lanes(a, row, RM_LANES);
   else merge_lanes(a, row, a->rows - row);
 }

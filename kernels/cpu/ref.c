@@ -14,8 +14,7 @@ float rm_ref_sum_of_squares(rm_dtype dtype, const void *x, int64_t n) {
   return rm_tree16(partial);
 }
 
-void rm_rms_norm_ref(const rm_ctx *ctx, const rm_rms_norm_args *a) {
-  (void)ctx;
+void rm_rms_norm_ref(const rm_ctx *, const rm_rms_norm_args *a) {
   const rm_dtype dtype = a->dtype;
   for (int64_t r = 0; r < a->rows; r++) {
     void *h = rm_at_mut(dtype, a->residual, r * a->n);
@@ -80,33 +79,26 @@ static void each_group(const rm_gemm_args *a, int swiglu,
   }
 }
 
-void rm_gemm_ref(const rm_ctx *ctx, const rm_gemm_args *a) {
-  (void)ctx;
-  each_group(a, 0, gemm_rows);
-}
+void rm_gemm_ref(const rm_ctx *, const rm_gemm_args *a) { each_group(a, 0, gemm_rows); }
 
-void rm_gemm_swiglu_ref(const rm_ctx *ctx, const rm_gemm_args *a) {
-  (void)ctx;
+void rm_gemm_swiglu_ref(const rm_ctx *, const rm_gemm_args *a) {
   each_group(a, 1, gemm_swiglu_rows);
 }
 
-void rm_activate_ref(const rm_ctx *ctx, const rm_activate_args *a) {
-  (void)ctx;
+void rm_activate_ref(const rm_ctx *, const rm_activate_args *a) {
   for (int64_t r = 0; r < a->rows; r++)
     for (int64_t i = r * a->ld; i < r * a->ld + a->n; i++)
       rm_put(a->dtype, a->out, i, rm_activate(a->activation, rm_get(a->dtype, a->x, i)));
 }
 
-void rm_sigmoid_gate_ref(const rm_ctx *ctx, const rm_sigmoid_gate_args *a) {
-  (void)ctx;
+void rm_sigmoid_gate_ref(const rm_ctx *, const rm_sigmoid_gate_args *a) {
   for (int64_t i = 0; i < a->rows * a->n; i++)
     rm_put(a->dtype, a->out, i,
            rm_round_to(a->dtype, rm_sigmoid(rm_get(a->dtype, a->gate, i))) *
                rm_get(a->dtype, a->x, i));
 }
 
-void rm_head_squares_ref(const rm_ctx *ctx, const rm_head_squares_args *a) {
-  (void)ctx;
+void rm_head_squares_ref(const rm_ctx *, const rm_head_squares_args *a) {
   for (int64_t r = 0; r < a->rows; r++)
     for (int64_t h = 0; h < a->n_heads + a->n_kv_heads; h++) {
       const void *x =
@@ -249,8 +241,7 @@ static void merge_pair(float *all, const float *pair) {
   all[1] = merged.sum;
 }
 
-void rm_merge_pairs_ref(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
-  (void)ctx;
+void rm_merge_pairs_ref(const rm_ctx *, const rm_merge_pairs_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     float all[2] = {a->pairs[2 * r], a->pairs[2 * r + 1]};
     for (int64_t b = 1; b < a->n_blocks; b++) merge_pair(all, a->pairs + 2 * (b * a->rows + r));
@@ -258,8 +249,7 @@ void rm_merge_pairs_ref(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
   }
 }
 
-void rm_lm_head_ref(const rm_ctx *ctx, const rm_lm_head_args *a) {
-  (void)ctx;
+void rm_lm_head_ref(const rm_ctx *, const rm_lm_head_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     const int32_t target = a->targets ? a->targets[r] : -1;
     float all[2] = {-INFINITY, 0.0f}, target_logit = 0.0f;

@@ -136,13 +136,11 @@ static void sample_row(const rm_sample_args *a, int64_t r) {
   rm_put_draw(a, r, token, under, kept);
 }
 
-void rm_sample_ref(const rm_ctx *ctx, const rm_sample_args *a) {
-  (void)ctx;
+void rm_sample_ref(const rm_ctx *, const rm_sample_args *a) {
   for (int64_t r = 0; r < a->rows; r++) sample_row(a, r);
 }
 
-void rm_top_logprobs_ref(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
-  (void)ctx;
+void rm_top_logprobs_ref(const rm_ctx *, const rm_top_logprobs_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     const float *logits = a->logits + r * a->ld_logits;
     int64_t last = -1;
@@ -161,8 +159,7 @@ void rm_top_logprobs_ref(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
   }
 }
 
-void rm_ranks_ref(const rm_ctx *ctx, const rm_ranks_args *a) {
-  (void)ctx;
+void rm_ranks_ref(const rm_ctx *, const rm_ranks_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     const float *logits = a->logits + r * a->ld_logits;
     a->ranks[r] = 0;

@@ -69,9 +69,8 @@ static inline void rm_each_row(const rm_ctx *ctx, int64_t n, int64_t cost, rm_ro
 // Defines the op `name`, whose rows are independent. `compute` computes row `r` of the arguments
 // `a`.
 #define RM_ROW_OP(symbol, name, cost, compute) \
-  static void name##_row_of(const void *args, int thread, int64_t r) { \
+  static void name##_row_of(const void *args, int, int64_t r) { \
     const rm_##name##_args *a = args; \
-    (void)thread; \
     compute; \
   } \
   void symbol(const rm_ctx *ctx, const rm_##name##_args *a) { \
