@@ -552,13 +552,14 @@ typedef struct rm_pack_args {
 // Every op and its argument struct: a row here declares the op in each table and each variant.
 //   RM_SHARED_OPS  the reference's function serves every CPU variant
 //   RM_FAST_OPS    have fast variants
-// A profile counts the `rows` of the argument struct of RM_COPY_OPS and RM_ROW_OPS.
+// A profile counts the `rows` of the argument struct of RM_SHARED_ROW_OPS and RM_ROW_OPS.
 #define RM_PLAIN_OPS(X) X(static_dispatch, rm_static_dispatch_args)
-#define RM_COPY_OPS(X) \
+#define RM_SHARED_ROW_OPS(X) \
   X(embed, rm_embed_args) \
   X(gather_rows, rm_gather_rows_args) \
-  X(permute, rm_permute_args)
-#define RM_SHARED_OPS(X) RM_COPY_OPS(X) RM_PLAIN_OPS(X)
+  X(permute, rm_permute_args) \
+  X(merge_pairs, rm_merge_pairs_args)
+#define RM_SHARED_OPS(X) RM_SHARED_ROW_OPS(X) RM_PLAIN_OPS(X)
 #define RM_ROW_OPS(X) \
   X(rms_norm, rm_rms_norm_args) \
   X(activate, rm_activate_args) \
@@ -566,7 +567,6 @@ typedef struct rm_pack_args {
   X(head_squares, rm_head_squares_args) \
   X(qk_rope_kv, rm_qk_rope_kv_args) \
   X(combine, rm_combine_args) \
-  X(merge_pairs, rm_merge_pairs_args) \
   X(sample, rm_sample_args) \
   X(top_logprobs, rm_top_logprobs_args) \
   X(ranks, rm_ranks_args)

@@ -220,11 +220,9 @@ PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObje
 }
 
 // ------------------------------------------------------------------------------- arguments of ops
-int rm_is_device_array(PyObject *module, PyObject *object) {
-  return rm_is(module, object, RM_TYPE_DEVICE_ARRAY);
+int rm_device_array_type(PyObject *module, PyObject *object) {
+  return rm_is(module, object, RM_TYPE_DEVICE_ARRAY) ? ((array_object *)object)->element->type : -1;
 }
-
-int rm_device_array_type(PyObject *array) { return ((array_object *)array)->element->type; }
 
 // The address of empty arrays, which is never read. Ops take NULL for an absent array.
 static char no_element;
@@ -234,7 +232,7 @@ int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *ob
   const array_object *array = (array_object *)object;
   const char *where = op_device->device.name, *type = element_of_type(want->type)->name;
   *data = NULL;
-  if (!rm_is_device_array(module, object))
+  if (rm_device_array_type(module, object) < 0)
     return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R",
                      want->name, type, where, (PyObject *)Py_TYPE(object));
   if (array->op_device != op_device)

@@ -112,7 +112,7 @@ static rm_profile_entry of_delta_net(const rm_delta_net_args *a) {
 #define TIMED_ROWS(name, args) \
   TIMED(name, const args, ((rm_profile_entry){.op = #name, .rows = a->rows}))
 RM_ROW_OPS(TIMED_ROWS)
-RM_COPY_OPS(TIMED_ROWS)
+RM_SHARED_ROW_OPS(TIMED_ROWS)
 #define TIMED_PLAIN(name, args) TIMED(name, const args, ((rm_profile_entry){.op = #name}))
 RM_PLAIN_OPS(TIMED_PLAIN)
 TIMED(gemm, const rm_gemm_args, of_gemm(a->group_rows ? "experts" : "gemm", a, a->n))

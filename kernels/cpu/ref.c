@@ -4,6 +4,7 @@
 #include "ref.h"
 
 #include "tables.h"
+#include "threads.h"
 
 float rm_ref_sum_of_squares(rm_dtype dtype, const void *x, int64_t n) {
   float partial[RM_LANES] = {0};
@@ -235,24 +236,23 @@ static void block_stats(const float *logits, int64_t n, float *pair) {
 }
 
 // all ← all merged with the next block.
-static void merge_pair(float *all, const float *pair) {
-  const rm_merged merged = rm_merge(all[0], all[1], pair[0], pair[1]);
-  all[0] = merged.max;
-  all[1] = merged.sum;
+static void merge_pair(rm_merged *all, const float *pair) {
+  *all = rm_merge(all->max, all->sum, pair[0], pair[1]);
 }
 
-void rm_merge_pairs_ref(const rm_ctx *, const rm_merge_pairs_args *a) {
-  for (int64_t r = 0; r < a->rows; r++) {
-    float all[2] = {a->pairs[2 * r], a->pairs[2 * r + 1]};
-    for (int64_t b = 1; b < a->n_blocks; b++) merge_pair(all, a->pairs + 2 * (b * a->rows + r));
-    rm_put_stats(a, r, all[0], all[1]);
-  }
+static void merge_row(const rm_merge_pairs_args *a, int64_t r) {
+  rm_merged all = {.max = a->pairs[2 * r], .sum = a->pairs[2 * r + 1]};
+  for (int64_t b = 1; b < a->n_blocks; b++) merge_pair(&all, a->pairs + 2 * (b * a->rows + r));
+  rm_put_stats(a, r, all.max, all.sum);
 }
+// All CPU variants share it.
+RM_ROW_OP(rm_merge_pairs_ref, merge_pairs, a->rows * a->n_blocks * 40, merge_row(a, r))
 
 void rm_lm_head_ref(const rm_ctx *, const rm_lm_head_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     const int32_t target = a->targets ? a->targets[r] : -1;
-    float all[2] = {-INFINITY, 0.0f}, target_logit = 0.0f;
+    rm_merged all = {.max = -INFINITY};
+    float target_logit = 0.0f;
     for (int64_t v0 = 0; v0 < a->vocab; v0 += RM_VOCAB_BLOCK) {
       const int64_t n = rm_min64(RM_VOCAB_BLOCK, a->vocab - v0);
       float logits[RM_VOCAB_BLOCK], pair[2];
@@ -263,12 +263,12 @@ void rm_lm_head_ref(const rm_ctx *, const rm_lm_head_args *a) {
       if (target >= v0 && target < v0 + n) target_logit = logits[target - v0];
       block_stats(logits, n, pair);
       if (a->pairs) memcpy(a->pairs + 2 * (v0 / RM_VOCAB_BLOCK * a->rows + r), pair, sizeof pair);
-      if (v0 == 0) memcpy(all, pair, sizeof all);
-      else merge_pair(all, pair);
+      if (v0 == 0) all = (rm_merged){.max = pair[0], .sum = pair[1]};
+      else merge_pair(&all, pair);
     }
     if (a->target_logits) a->target_logits[r] = target_logit;
     if (a->pairs) {
-      if (rm_is_nan(all[1])) a->row_flags[r] |= RM_ROW_LOGITS_NONFINITE;
+      if (rm_is_nan(all.sum)) a->row_flags[r] |= RM_ROW_LOGITS_NONFINITE;
       continue;
     }
     const rm_merge_pairs_args row = {.stats = a->stats + 2 * r,
@@ -277,7 +277,7 @@ void rm_lm_head_ref(const rm_ctx *, const rm_lm_head_args *a) {
                                      .targets = &target,
                                      .target_logits = &target_logit,
                                      .row_flags = a->row_flags + r};
-    rm_put_stats(&row, 0, all[0], all[1]);
+    rm_put_stats(&row, 0, all.max, all.sum);
   }
 }
 

@@ -403,12 +403,9 @@ ROW_OP(top_logprobs, a->rows * a->vocab, top_row(a, r))
 
 // ------------------------------------------------------------------------------------------ ranks
 static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
-  const vf mine = vf_set1(logits[token]);
+  const float mine = logits[token];
   int32_t rank = 0;
-  int64_t v = 0;
-  for (; v + RM_LANES <= vocab; v += RM_LANES)
-    rank += __builtin_popcount(vi_lanes(vf_ge(vf_load(logits + v), mine)));
-  for (; v < vocab; v++) rank += logits[v] >= logits[token];
+  for (int64_t v = 0; v < vocab; v++) rank += logits[v] >= mine; // the compiler makes vectors of it
   return rank;
 }
 

@@ -42,6 +42,7 @@ VEC vf vf_near_bf16(vf x) {
 }
 #endif
 
+VEC int vi_any(vi mask) { return vi_lanes(mask) != 0; }
 VEC int vf_any_nonfinite(vf x) {
   const vi exponent = vi_set1(0x7f800000);
   return vi_any(vi_eq(vi_and(vf_bits(x), exponent), exponent));

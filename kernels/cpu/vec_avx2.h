@@ -120,7 +120,6 @@ VEC vf vf_scale(vf p, vf, vi i) {
         _mm256_castps_si256(_mm256_cmp_ps((x).b, (y).b, how))})
 VEC vi vf_gt(vf x, vf y) { return VF_COMPARED(x, y, _CMP_GT_OQ); }
 VEC vi vf_ge(vf x, vf y) { return VF_COMPARED(x, y, _CMP_GE_OQ); }
-VEC int vi_any(vi mask) { return _mm256_movemask_epi8(_mm256_or_si256(mask.a, mask.b)) != 0; }
 VEC uint32_t vi_lanes(vi mask) {
   return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.a)) |
          (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.b)) << 8;

@@ -49,7 +49,6 @@ VEC vi vf_bits(vf x) { return _mm512_castps_si512(x); }
 VEC vf vi_floats(vi x) { return _mm512_castsi512_ps(x); }
 #define vi_sll(x, n) _mm512_slli_epi32(x, n)
 #define vi_srl(x, n) _mm512_srli_epi32(x, n)
-#define vi_sra(x, n) _mm512_srai_epi32(x, n)
 
 // Conversion of a mask register to lanes of ones, and back.
 VEC vi vi_of(__mmask16 bits) { return _mm512_maskz_set1_epi32(bits, -1); }
@@ -70,7 +69,6 @@ VEC vf vf_scale(vf p, vf n, vi) { return _mm512_scalef_ps(p, n); }
 VEC vi vf_gt(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ)); }
 VEC vi vf_ge(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ)); }
 VEC vi vi_eq(vi x, vi y) { return vi_of(_mm512_cmpeq_epi32_mask(x, y)); }
-VEC int vi_any(vi mask) { return vi_lanes(mask) != 0; }
 
 VEC __m256 vf_lower(vf x) { return _mm512_castps512_ps256(x); }
 VEC __m256 vf_upper(vf x) {
