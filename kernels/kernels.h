@@ -276,8 +276,7 @@ typedef struct rm_attention_args {
   const int32_t *block_tables; // [max seq_of_row + 1][max_pages] page ids
   // n_seqs: at least the number of sequences that the rows belong to; as many as rows in decode
   int64_t rows, n_seqs, max_pages, n_heads, n_kv_heads, head_dim, page_size;
-  // Query heads of a kv head in the whole model; 0: n_heads / n_kv_heads, with head0 = 0.
-  int64_t group;
+  int64_t group; // query heads of a kv head in the whole model
   int64_t head0; // index of query head 0 among the query heads of its kv head, in [0, group)
   int64_t window; // 0: none
   float scale;
@@ -286,14 +285,11 @@ typedef struct rm_attention_args {
   // or NULL.
   const void *sinks;
   float softcap; // scores become softcap · tanh(score / softcap); 0: no cap
-  int64_t value_dim; // elements of a head of V and out, at most head_dim; 0: head_dim
+  int64_t value_dim; // elements of a head of V and out, at most head_dim
 } rm_attention_args;
 // The first position that a row attends to.
 RM_INLINE int64_t rm_first_position(const rm_attention_args *a, int64_t row) {
   return a->window > 0 ? rm_max64(0, a->positions[row] - a->window + 1) : 0;
-}
-RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) {
-  return group > 0 ? group : n_heads / n_kv_heads;
 }
 
 // The gated delta rule (docs/numerics.md §4): the rows of a sequence, adjacent and in order, read

@@ -23,7 +23,7 @@ enum { UNIT_QUERIES = 24 };
 typedef struct attention_job {
   const rm_attention_args *a;
   int32_t *runs; // [n_runs + 1] first row of each run
-  int64_t n_runs, group; // group: query heads of a kv head in the whole model
+  int64_t n_runs;
   float *workspace;
   int64_t stride; // floats of one thread
   _Atomic int64_t next; // the next unit
@@ -32,7 +32,7 @@ typedef struct attention_job {
 // The state of one unit, carved from a thread's workspace; q runs over rows × query heads.
 typedef struct unit {
   const rm_attention_args *a;
-  int64_t n_q, kv_head, value_dim;
+  int64_t n_q, kv_head;
   int64_t width_k, width_v; // head_dim padded to 32, value_dim to 16
   int64_t farthest; // the last live position of any query
   const int32_t *pages;
@@ -54,12 +54,10 @@ static int64_t unit_floats(int64_t group, int64_t n_heads, int64_t head_dim) {
 }
 
 static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
-  const int64_t value_dim = rm_value_dim(a->value_dim, a->head_dim);
   unit u = {.a = a,
             .n_q = n_q,
-            .value_dim = value_dim,
             .width_k = rm_round_up(a->head_dim, RM_K_BLOCK),
-            .width_v = rm_round_up(value_dim, RM_N_TILE)};
+            .width_v = rm_round_up(a->value_dim, RM_N_TILE)};
   const int64_t lanes = rm_round_up(n_q, RM_LANES);
   float **const per_query[] = {&u.m, &u.l, &u.m_all, &u.l_all, &u.top, &u.alpha, &u.sum};
   u.queries = memory;
@@ -171,7 +169,7 @@ VEC const void *keys_at(rm_dtype T, const unit *u, int64_t t) {
 VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
   return rm_at(T, a->v_cache,
-               head_page(u, t) * rm_v_page_elems(a->page_size, u->value_dim) +
+               head_page(u, t) * rm_v_page_elems(a->page_size, a->value_dim) +
                    t % a->page_size * u->width_v);
 }
 
@@ -240,8 +238,8 @@ static void begin_split(unit *u) {
 VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row0, int64_t row1,
                 int64_t kv_head) {
   const rm_attention_args *a = job->a;
-  const int64_t head = rm_max64(0, kv_head * job->group - a->head0); // its first local query head
-  const int64_t per = rm_min64((kv_head + 1) * job->group - a->head0, a->n_heads) - head;
+  const int64_t head = rm_max64(0, kv_head * a->group - a->head0); // its first local query head
+  const int64_t per = rm_min64((kv_head + 1) * a->group - a->head0, a->n_heads) - head;
   unit u = carve(a, memory, (row1 - row0) * per);
   u.kv_head = kv_head;
   u.pages = a->block_tables + a->seq_of_row[row0] * a->max_pages;
@@ -275,11 +273,11 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
     merge_split(&u, q, 0);
   }
   for (int64_t q = 0; q < u.n_q; q++) {
-    const int64_t out = ((row0 + q / per) * a->n_heads + head + q % per) * u.value_dim;
-    for (int64_t d = 0; d < u.value_dim; d += RM_LANES) {
+    const int64_t out = ((row0 + q / per) * a->n_heads + head + q % per) * a->value_dim;
+    for (int64_t d = 0; d < a->value_dim; d += RM_LANES) {
       const vf sum = vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)),
                y = vf_div(sum, vf_set1(u.l_all[q]));
-      vt_store_n(T, a->out, out + d, vt_round(T, y), u.value_dim - d);
+      vt_store_n(T, a->out, out + d, vt_round(T, y), a->value_dim - d);
     }
   }
 }
@@ -297,12 +295,11 @@ static void attention_task(void *arg, int thread, int) {
 }
 
 void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
-  attention_job job = {
-      .a = a, .runs = ctx->workspace, .group = rm_query_group(a->group, a->n_heads, a->n_kv_heads)};
+  attention_job job = {.a = a, .runs = ctx->workspace};
   job.workspace = (float *)ctx->workspace + rm_runs_floats(a->rows);
-  job.stride = unit_floats(job.group, a->n_heads, a->head_dim);
+  job.stride = unit_floats(a->group, a->n_heads, a->head_dim);
   // Short enough that a unit has at most UNIT_QUERIES queries.
-  const int64_t most = rm_max64(1, UNIT_QUERIES / rm_min64(job.group, a->n_heads));
+  const int64_t most = rm_max64(1, UNIT_QUERIES / rm_min64(a->group, a->n_heads));
   int64_t positions = 0;
   job.n_runs = rm_find_runs(a->seq_of_row, a->rows, most, job.runs);
   for (int64_t r = 0; r < a->rows; r++) positions += a->positions[r] + 1 - rm_first_position(a, r);
@@ -311,8 +308,7 @@ void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
 
 size_t RM_FN(attention_workspace)(const rm_limits *l) {
   if (l->n_kv_heads == 0) return 0; // a caller without attention
-  const int64_t group = rm_query_group(l->group, l->n_heads, l->n_kv_heads);
   return (size_t)(rm_runs_floats(l->max_rows) +
-                  l->n_threads * unit_floats(group, l->n_heads, l->head_dim)) *
+                  l->n_threads * unit_floats(l->group, l->n_heads, l->head_dim)) *
          sizeof(float);
 }

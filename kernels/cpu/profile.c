@@ -90,9 +90,8 @@ static rm_profile_entry of_attention(const rm_attention_args *a) {
     positions += (double)(a->positions[r] + 1 - rm_first_position(a, r));
   return (rm_profile_entry){.op = "attention",
                             .rows = a->rows,
-                            .flops =
-                                2.0 * positions * (double)a->n_heads *
-                                (double)(a->head_dim + rm_value_dim(a->value_dim, a->head_dim))};
+                            .flops = 2.0 * positions * (double)a->n_heads *
+                                     (double)(a->head_dim + a->value_dim)};
 }
 
 static rm_profile_entry of_delta_net(const rm_delta_net_args *a) {

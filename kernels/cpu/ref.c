@@ -39,52 +39,45 @@ void rm_rms_norm_ref(const rm_ctx *, const rm_rms_norm_args *a) {
   }
 }
 
-static float biased(const rm_gemm_args *a, float acc, int64_t at) {
+// The dot product of x and row `row` of w, plus bias `at`.
+static float column(const rm_gemm_args *a, const void *x, const void *w, int64_t row, int64_t at) {
+  const float acc = rm_ref_dot(a->dtype, x, w, row, a->k);
   return a->bias ? acc + rm_get(a->dtype, a->bias, at) : acc;
 }
 
-static void gemm_rows(const rm_gemm_args *a, const void *w, int64_t row0, int64_t row1) {
-  for (int64_t i = row0; i < row1; i++)
-    for (int64_t j = 0; j < a->n; j++) {
-      const float acc = rm_ref_dot(a->dtype, rm_at(a->dtype, a->x, i * a->ldx), w, j, a->k);
-      rm_put(a->y_dtype, a->y, i * a->ldy + j, biased(a, acc, j));
-    }
+static float swiglu_column(const rm_gemm_args *a, const void *x, const void *w, int64_t i,
+                           int64_t j) {
+  const float gate = rm_round_to(a->dtype, column(a, x, w, rm_gate_up_row(j, 0), j));
+  const float up = rm_round_to(a->dtype, column(a, x, w, rm_gate_up_row(j, 1), a->n + j));
+  if (a->gate_up) {
+    rm_put(a->dtype, a->gate_up, 2 * i * a->n + j, gate);
+    rm_put(a->dtype, a->gate_up, (2 * i + 1) * a->n + j, up);
+  }
+  return rm_gated(a->dtype, a, gate, up);
 }
 
-static void gemm_swiglu_rows(const rm_gemm_args *a, const void *w, int64_t row0, int64_t row1) {
+static void gemm_rows(const rm_gemm_args *a, int swiglu, const void *w, int64_t row0,
+                      int64_t row1) {
   for (int64_t i = row0; i < row1; i++)
     for (int64_t j = 0; j < a->n; j++) {
       const void *x = rm_at(a->dtype, a->x, i * a->ldx);
-      const float gate = rm_round_to(
-          a->dtype, biased(a, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 0), a->k), j));
-      const float up = rm_round_to(
-          a->dtype, biased(a, rm_ref_dot(a->dtype, x, w, rm_gate_up_row(j, 1), a->k), a->n + j));
-      if (a->gate_up) {
-        rm_put(a->dtype, a->gate_up, 2 * i * a->n + j, gate);
-        rm_put(a->dtype, a->gate_up, (2 * i + 1) * a->n + j, up);
-      }
-      rm_put(a->y_dtype, a->y, i * a->ldy + j, rm_gated(a->dtype, a, gate, up));
+      rm_put(a->y_dtype, a->y, i * a->ldy + j,
+             swiglu ? swiglu_column(a, x, w, i, j) : column(a, x, w, j, j));
     }
 }
 
-static void each_group(const rm_gemm_args *a, int swiglu,
-                       void (*rows)(const rm_gemm_args *, const void *, int64_t, int64_t)) {
-  if (!a->group_rows) {
-    rows(a, a->w, 0, a->m);
-    return;
-  }
-  for (int64_t g = 0; g < a->n_groups; g++) {
+static void each_group(const rm_gemm_args *a, int swiglu) {
+  if (!a->group_rows) gemm_rows(a, swiglu, a->w, 0, a->m);
+  for (int64_t g = 0; a->group_rows && g < a->n_groups; g++) {
     rm_gemm_args of = *a;
     of.bias = rm_bias_of(a->dtype, a, g, swiglu);
-    rows(&of, rm_at(a->dtype, a->w, g * a->group_stride), a->group_rows[g], a->group_rows[g + 1]);
+    gemm_rows(&of, swiglu, rm_at(a->dtype, a->w, g * a->group_stride), a->group_rows[g],
+              a->group_rows[g + 1]);
   }
 }
 
-void rm_gemm_ref(const rm_ctx *, const rm_gemm_args *a) { each_group(a, 0, gemm_rows); }
-
-void rm_gemm_swiglu_ref(const rm_ctx *, const rm_gemm_args *a) {
-  each_group(a, 1, gemm_swiglu_rows);
-}
+void rm_gemm_ref(const rm_ctx *, const rm_gemm_args *a) { each_group(a, 0); }
+void rm_gemm_swiglu_ref(const rm_ctx *, const rm_gemm_args *a) { each_group(a, 1); }
 
 void rm_activate_ref(const rm_ctx *, const rm_activate_args *a) {
   for (int64_t r = 0; r < a->rows; r++)

@@ -104,6 +104,8 @@ static void attention(const rm_kernels *k, rm_dtype dtype, void *out, const int6
                                .n_kv_heads = KV_HEADS,
                                .head_dim = HEAD_DIM,
                                .page_size = PAGE,
+                               .group = HEADS / KV_HEADS,
+                               .value_dim = HEAD_DIM,
                                .scale = 0.125f,
                                .dtype = dtype};
   k->attention(&CTX, &a);

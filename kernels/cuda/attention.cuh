@@ -16,13 +16,6 @@ __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) 
   return {static_cast<int>(rm_first_position(&a, row)), a.positions[row]};
 }
 
-// The arguments as all kernels take them: value_dim is not 0.
-inline rm_attention_args rm_with_value_dim(const rm_attention_args *args) {
-  rm_attention_args a = *args;
-  a.value_dim = rm_value_dim(a.value_dim, a.head_dim);
-  return a;
-}
-
 // A state is value_dim values A[d], then m, then l; states are [row of the pass][head][split].
 // Splits without a live position of the row have undefined states.
 RM_INLINE int64_t rm_state_floats(int64_t value_dim) { return value_dim + 2; }

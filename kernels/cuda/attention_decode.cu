@@ -32,10 +32,8 @@ __device__ place place_of(const rm_attention_args &a, head_view h, int64_t t) {
 }
 
 __device__ head_view view(const rm_attention_args &a, int64_t row, int64_t head) {
-  const uint32_t n_heads = static_cast<uint32_t>(a.n_heads), group = static_cast<uint32_t>(a.group);
-  const uint32_t per_kv_head = group ? group : n_heads / static_cast<uint32_t>(a.n_kv_heads);
   return {a.block_tables + a.seq_of_row[row] * a.max_pages,
-          static_cast<uint32_t>(a.head0 + head) / per_kv_head,
+          static_cast<uint32_t>(a.head0 + head) / static_cast<uint32_t>(a.group),
           (row * a.n_heads + head) * a.head_dim};
 }
 
@@ -77,7 +75,7 @@ __device__ void soften(float *p, float *alpha, const float *part, const rm_atten
   const float scaled = rm_bits(*m) == rm_bits(-INFINITY) ? 0.0f : rm_exp(*m - next);
   *l = fmaf(*l, scaled, sum);
   *m = next;
-  p[lane] = DTYPE == RM_BF16 ? rm_bf16_to_f32(rm_f32_to_bf16(weight)) : weight;
+  p[lane] = rm_round_to(DTYPE, weight);
   if (lane == 0) *alpha = scaled;
 }
 
@@ -198,7 +196,6 @@ void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_stat
   }
 }
 
-void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *args) {
-  const rm_attention_args a = rm_with_value_dim(args);
-  rm_cuda_attention_by(ctx, &a, fma_states, a.rows, {}, 0);
+void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a) {
+  rm_cuda_attention_by(ctx, a, fma_states, a->rows, {}, 0);
 }

@@ -75,9 +75,10 @@ __device__ void rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t 
   __syncwarp();
 }
 
-__device__ bool all_finite(const float *x, int n, int lane) {
+// Whether of(0) … of(n − 1) are finite.
+template <class F> __device__ bool all_finite(int64_t n, int lane, F of) {
   bool bad = false;
-  for (int i = lane; i < n; i += RM_WARP) bad |= !rm_is_finite(x[i]);
+  for (int64_t i = lane; i < n; i += RM_WARP) bad |= !rm_is_finite(of(i));
   return __ballot_sync(RM_ALL_LANES, bad) == 0;
 }
 
@@ -94,11 +95,10 @@ __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
   const int64_t value_dim = rm_value_dim(a.value_dim, a.head_dim);
   const int64_t v_base = (page * a.n_kv_heads + head) * rm_v_page_elems(a.page_size, value_dim);
   const float *latent = a.value_dim ? k + a.rotary_dim : nullptr;
-  bool bad = false;
-  for (int64_t d = lane; d < value_dim; d += RM_WARP)
-    bad |= !rm_is_finite(latent ? latent[d] : rm_get(DTYPE, a.qkv, v_at + d));
-  const bool v_ok = __ballot_sync(RM_ALL_LANES, bad) == 0,
-             k_ok = all_finite(k, static_cast<int>(a.head_dim), lane);
+  const bool k_ok = all_finite(a.head_dim, lane, [&](int64_t d) { return k[d]; });
+  const bool v_ok = all_finite(value_dim, lane, [&](int64_t d) {
+    return latent ? latent[d] : rm_get(DTYPE, a.qkv, v_at + d);
+  });
   for (int64_t d = lane; d < a.head_dim; d += RM_WARP)
     rm_put(DTYPE, a.k_cache, k_base + rm_weight_index<DTYPE, PACKING>(a.head_dim, pos, d),
            k_ok ? k[d] : 0.0f);
