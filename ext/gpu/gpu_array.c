@@ -325,14 +325,14 @@ static int hand_over(array_object *self, PyObject *stream) {
            -1;
   if (handle == -1 || !self->op_device) return 0;
   const rm_device *device = &self->op_device->device;
-  if (rm_op_device_check_stream(rm_module_of((PyObject *)self), self->op_device,
-                                (void *)(uintptr_t)handle))
+  PyObject *module = rm_module_of((PyObject *)self);
+  if (rm_op_device_check_stream(module, self->op_device, (void *)(uintptr_t)handle) ||
+      rm_op_device_enter(module, self->op_device, &saved))
     return -1;
-  if (rm_op_device_enter(rm_module_of((PyObject *)self), self->op_device, &saved)) return -1;
   device->make_stream_wait(device->self, (void *)(uintptr_t)handle);
   const rm_code code = rm_op_device_poll(self->op_device, &err);
   rm_op_device_leave(self->op_device, saved);
-  if (code) rm_raise(rm_module_of((PyObject *)self), &err);
+  if (code) rm_raise(module, &err);
   return code ? -1 : 0;
 }
 

@@ -29,10 +29,10 @@ typedef struct row_norm {
   float scale;
 } row_norm;
 
-static row_norm norm_of(const rm_qk_rope_kv_args *a, const void *weight, const float *squares,
-                        int64_t n_heads) {
+static row_norm norm_of(const rm_qk_rope_kv_args *a, int64_t row, const void *weight,
+                        const float *squares, int64_t n_heads) {
   if (!squares) return (row_norm){.weight = weight};
-  return (row_norm){weight, a->head_dim, rm_scale_of_heads(a, squares, n_heads)};
+  return (row_norm){weight, a->head_dim, rm_scale_of_heads(a, squares + row * n_heads, n_heads)};
 }
 
 // head[0 … n) ← x; up to 16 more floats of it may be written.
@@ -148,15 +148,13 @@ VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, v
     return;
   }
   const int64_t head_dim = a->head_dim, base = row * (a->n_heads + 2 * a->n_kv_heads) * head_dim;
-  const row_norm q_norm = norm_of(
-      a, a->q_weight, a->q_squares ? a->q_squares + row * a->all_heads : NULL, a->all_heads);
+  const row_norm q_norm = norm_of(a, row, a->q_weight, a->q_squares, a->all_heads);
   for (int64_t h = 0; h < a->n_heads; h++) {
     compute_head(T, a, row, rm_at(T, a->qkv, base + h * head_dim), &q_norm, h, normed,
                  rm_at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
   }
   if (a->slots[row] < 0) return;
-  const row_norm k_norm = norm_of(
-      a, a->k_weight, a->k_squares ? a->k_squares + row * a->all_kv_heads : NULL, a->all_kv_heads);
+  const row_norm k_norm = norm_of(a, row, a->k_weight, a->k_squares, a->all_kv_heads);
   for (int64_t h = 0; h < a->n_kv_heads; h++) {
     const void *v = rm_at(T, a->qkv, base + (a->n_heads + a->n_kv_heads + h) * head_dim);
     compute_head(T, a, row, rm_at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h,

@@ -339,7 +339,7 @@ size_t RM_FN(sample_workspace)(const rm_limits *l) {
 typedef struct top_list {
   int32_t *ids;
   const float *logits;
-  int64_t k, n;
+  int64_t n;
 } top_list;
 
 static uint32_t key_at(const top_list *top, int64_t i) {
@@ -376,11 +376,10 @@ static void offer(top_list *top, int64_t id) {
 
 static void top_row(const rm_top_logprobs_args *a, int64_t r) {
   if (a->k == 0) return;
-  top_list top = {
-      .ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .k = a->k, .n = a->k};
+  top_list top = {.ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .n = a->k};
   int64_t v = 0;
-  for (; v < top.k; v++) top.ids[v] = (int32_t)v;
-  for (int64_t i = top.k / 2; i-- > 0;) sift(&top, i);
+  for (; v < a->k; v++) top.ids[v] = (int32_t)v;
+  for (int64_t i = a->k / 2; i-- > 0;) sift(&top, i);
   for (; v < a->vocab && key_at(&top, 0) == 0; v++)
     offer(&top, v); // lanes cannot be compared with a NaN
   // Few of the rest are better than the worst of the list.
