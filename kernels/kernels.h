@@ -276,8 +276,7 @@ typedef struct rm_attention_args {
   const int32_t *block_tables; // [max seq_of_row + 1][max_pages] page ids
   // n_seqs: at least the number of sequences that the rows belong to; as many as rows in decode
   int64_t rows, n_seqs, max_pages, n_heads, n_kv_heads, head_dim, page_size;
-  // Query heads of a kv head in the whole model; 0: n_heads / n_kv_heads, with head0 = 0.
-  int64_t group;
+  int64_t group; // query heads of a kv head in the whole model
   int64_t head0; // index of query head 0 among the query heads of its kv head, in [0, group)
   int64_t window; // 0: none
   float scale;
@@ -286,10 +285,11 @@ typedef struct rm_attention_args {
   // or NULL.
   const void *sinks;
   float softcap; // scores become softcap · tanh(score / softcap); 0: no cap
-  int64_t value_dim; // elements of a head of V and out, at most head_dim; 0: head_dim
+  int64_t value_dim; // elements of a head of V and out, at most head_dim
 } rm_attention_args;
-RM_INLINE int64_t rm_query_group(int64_t group, int64_t n_heads, int64_t n_kv_heads) {
-  return group > 0 ? group : n_heads / n_kv_heads;
+// The first position that a row attends to.
+RM_INLINE int64_t rm_first_position(const rm_attention_args *a, int64_t row) {
+  return a->window > 0 ? rm_max64(0, a->positions[row] - a->window + 1) : 0;
 }
 
 // The gated delta rule (docs/numerics.md §4): the rows of a sequence, adjacent and in order, read
@@ -550,13 +550,14 @@ typedef struct rm_pack_args {
 // Every op and its argument struct: a row here declares the op in each table and each variant.
 //   RM_SHARED_OPS  the reference's function serves every CPU variant
 //   RM_FAST_OPS    have fast variants
-// A profile counts the `rows` of the argument struct of RM_COPY_OPS and RM_ROW_OPS.
+// A profile counts the `rows` of the argument struct of RM_SHARED_ROW_OPS and RM_ROW_OPS.
 #define RM_PLAIN_OPS(X) X(static_dispatch, rm_static_dispatch_args)
-#define RM_COPY_OPS(X) \
+#define RM_SHARED_ROW_OPS(X) \
   X(embed, rm_embed_args) \
   X(gather_rows, rm_gather_rows_args) \
-  X(permute, rm_permute_args)
-#define RM_SHARED_OPS(X) RM_COPY_OPS(X) RM_PLAIN_OPS(X)
+  X(permute, rm_permute_args) \
+  X(merge_pairs, rm_merge_pairs_args)
+#define RM_SHARED_OPS(X) RM_SHARED_ROW_OPS(X) RM_PLAIN_OPS(X)
 #define RM_ROW_OPS(X) \
   X(rms_norm, rm_rms_norm_args) \
   X(activate, rm_activate_args) \
@@ -564,7 +565,6 @@ typedef struct rm_pack_args {
   X(head_squares, rm_head_squares_args) \
   X(qk_rope_kv, rm_qk_rope_kv_args) \
   X(combine, rm_combine_args) \
-  X(merge_pairs, rm_merge_pairs_args) \
   X(sample, rm_sample_args) \
   X(top_logprobs, rm_top_logprobs_args) \
   X(ranks, rm_ranks_args)

@@ -7,64 +7,42 @@
 #include "base/memory.h"
 
 // ---------------------------------------------------------------------------------------- the CPU
-static rm_device_status cpu_alloc(void *self, size_t bytes, void **out) {
-  (void)self;
+static rm_device_status cpu_alloc(void *, size_t bytes, void **out) {
   *out = rm_map(bytes);
   return *out ? RM_DEVICE_OK : RM_DEVICE_NO_MEMORY;
 }
 
-static void cpu_free(void *self, void *block, size_t bytes) {
-  (void)self;
-  rm_unmap(block, bytes);
-}
+static void cpu_free(void *, void *block, size_t bytes) { rm_unmap(block, bytes); }
 
-static size_t cpu_available(void *self) {
-  (void)self;
-  return rm_memory_available();
-}
+static size_t cpu_available(void *) { return rm_memory_available(); }
 
-static void cpu_memcpy(void *self, void *to, const void *from, size_t bytes) {
-  (void)self;
+static void cpu_memcpy(void *, void *to, const void *from, size_t bytes) {
   memcpy(to, from, bytes);
 }
 
-static void cpu_copy_2d(void *self, void *to, size_t to_pitch, const void *from, size_t from_pitch,
+static void cpu_copy_2d(void *, void *to, size_t to_pitch, const void *from, size_t from_pitch,
                         size_t width, size_t rows) {
-  (void)self;
   for (size_t r = 0; r < rows; r++)
     memcpy((char *)to + r * to_pitch, (const char *)from + r * from_pitch, width);
 }
 
-static void cpu_zero_2d(void *self, void *at, size_t pitch, size_t width, size_t rows) {
-  (void)self;
+static void cpu_zero_2d(void *, void *at, size_t pitch, size_t width, size_t rows) {
   for (size_t r = 0; r < rows; r++) memset((char *)at + r * pitch, 0, width);
 }
 
-static void cpu_record_event(void *self, int number) { (void)self, (void)number; }
+static void cpu_record_event(void *, int) {}
 
-static rm_device_status cpu_wait_event(void *self, int number) {
-  (void)self, (void)number;
-  return RM_DEVICE_OK;
-}
+static rm_device_status cpu_wait_event(void *, int) { return RM_DEVICE_OK; }
 
-static rm_device_status cpu_done(void *self) {
-  (void)self;
-  return RM_DEVICE_OK;
-}
+static rm_device_status cpu_done(void *) { return RM_DEVICE_OK; }
 
-static int cpu_enter(void *self) {
-  (void)self;
-  return 0;
-}
+static int cpu_enter(void *) { return 0; }
 
-static void cpu_leave(void *self, int saved) { (void)self, (void)saved; }
+static void cpu_leave(void *, int) {}
 
-static const char *cpu_message(void *self) {
-  (void)self;
-  return "no memory";
-}
+static const char *cpu_message(void *) { return "no memory"; }
 
-static void cpu_close(void *self) { (void)self; }
+static void cpu_close(void *) {}
 
 rm_device rm_device_cpu(const rm_kernels *kernels) {
   return (rm_device){

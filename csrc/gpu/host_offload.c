@@ -58,16 +58,18 @@ static rm_code back(const transfer *p, rm_error *err) {
   return rm_device_wait(device, err);
 }
 
-static rm_code pass(transfer *p, rm_code (*way)(const transfer *, rm_error *), rm_error *err) {
-  const rm_device *device = p->device;
+// `way` is `out` or `back`.
+static rm_code pass(const rm_device *device, const rm_ctx *ctx, const char *host, const char *there,
+                    size_t bytes, rm_code (*way)(const transfer *, rm_error *), rm_error *err) {
+  const size_t half_bytes =
+      (size_t)rm_min64(rm_max64((int64_t)bytes / 4, MIN_HALF_BYTES), MAX_HALF_BYTES);
   void *halves;
-  p->half_bytes = (size_t)rm_min64(rm_max64((int64_t)p->bytes / 4, MIN_HALF_BYTES), MAX_HALF_BYTES);
-  rm_code code =
-      rm_device_alloc_pinned(device, 2 * p->half_bytes, "a staging buffer", &halves, err);
+  rm_code code = rm_device_alloc_pinned(device, 2 * half_bytes, "a staging buffer", &halves, err);
   if (code) return code;
-  p->halves = halves;
-  code = way(p, err);
-  device->free_pinned(device->self, halves, 2 * p->half_bytes); // waits for enqueued copies
+  code = way(&(transfer){device, ctx, (char *)(uintptr_t)host, (char *)(uintptr_t)there, bytes,
+                         halves, half_bytes},
+             err);
+  device->free_pinned(device->self, halves, 2 * half_bytes); // waits for enqueued copies
   return code;
 }
 
@@ -81,12 +83,7 @@ rm_code rm_offload_block(const rm_device *device, const char *block, size_t byte
                    rm_say_bytes((double)bytes).text, rm_say_bytes((double)available).text);
   char *host = rm_map(bytes);
   if (!host) return rm_no_memory(err, "the weights on the host", bytes);
-  transfer p = {.device = device,
-                .ctx = ctx,
-                .host = host,
-                .there = (char *)(uintptr_t)block,
-                .bytes = bytes};
-  const rm_code code = pass(&p, out, err);
+  const rm_code code = pass(device, ctx, host, block, bytes, out, err);
   if (code) rm_unmap(host, bytes);
   else *copy = host;
   return code;
@@ -98,12 +95,7 @@ rm_code rm_restore_block(const rm_device *device, const char *copy, size_t bytes
   *block = NULL;
   rm_code code = rm_device_alloc(device, bytes, "waking the weights", &there, err);
   if (code) return code;
-  transfer p = {.device = device,
-                .ctx = ctx,
-                .host = (char *)(uintptr_t)copy,
-                .there = there,
-                .bytes = bytes};
-  code = pass(&p, back, err);
+  code = pass(device, ctx, copy, there, bytes, back, err);
   if (code) rm_device_free(device, there, bytes);
   else *block = there;
   return code;

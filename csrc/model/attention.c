@@ -111,7 +111,7 @@ void rm_attend(const rm_pass *pass, const rm_layer_cache *cache, char *out) {
       .dtype = model->options.dtype,
       .sinks = rm_weight(pass->weights, pass->layer, RM_P_SINKS),
       .softcap = spec->attention_softcap,
-      .value_dim = spec->kv_lora_rank,
+      .value_dim = rm_value_dim(spec->kv_lora_rank, spec->head_dim),
   };
   if (pass->rows) model->kernels->attention(&model->ctx, &args);
 }

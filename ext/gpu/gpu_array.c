@@ -220,11 +220,9 @@ PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObje
 }
 
 // ------------------------------------------------------------------------------- arguments of ops
-int rm_is_device_array(PyObject *module, PyObject *object) {
-  return rm_is(module, object, RM_TYPE_DEVICE_ARRAY);
+int rm_device_array_type(PyObject *module, PyObject *object) {
+  return rm_is(module, object, RM_TYPE_DEVICE_ARRAY) ? ((array_object *)object)->element->type : -1;
 }
-
-int rm_device_array_type(PyObject *array) { return ((array_object *)array)->element->type; }
 
 // The address of empty arrays, which is never read. Ops take NULL for an absent array.
 static char no_element;
@@ -234,7 +232,7 @@ int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *ob
   const array_object *array = (array_object *)object;
   const char *where = op_device->device.name, *type = element_of_type(want->type)->name;
   *data = NULL;
-  if (!rm_is_device_array(module, object))
+  if (rm_device_array_type(module, object) < 0)
     return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R",
                      want->name, type, where, (PyObject *)Py_TYPE(object));
   if (array->op_device != op_device)
@@ -327,14 +325,14 @@ static int hand_over(array_object *self, PyObject *stream) {
            -1;
   if (handle == -1 || !self->op_device) return 0;
   const rm_device *device = &self->op_device->device;
-  if (rm_op_device_check_stream(rm_module_of((PyObject *)self), self->op_device,
-                                (void *)(uintptr_t)handle))
+  PyObject *module = rm_module_of((PyObject *)self);
+  if (rm_op_device_check_stream(module, self->op_device, (void *)(uintptr_t)handle) ||
+      rm_op_device_enter(module, self->op_device, &saved))
     return -1;
-  if (rm_op_device_enter(rm_module_of((PyObject *)self), self->op_device, &saved)) return -1;
   device->make_stream_wait(device->self, (void *)(uintptr_t)handle);
   const rm_code code = rm_op_device_poll(self->op_device, &err);
   rm_op_device_leave(self->op_device, saved);
-  if (code) rm_raise(rm_module_of((PyObject *)self), &err);
+  if (code) rm_raise(module, &err);
   return code ? -1 : 0;
 }
 
@@ -368,8 +366,7 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   return hand_over(self, stream) ? NULL : capsule_of(self, version[0] >= 1);
 }
 
-static PyObject *array_dlpack_device(PyObject *self, PyObject *ignored) {
-  (void)ignored;
+static PyObject *array_dlpack_device(PyObject *self, PyObject *) {
   return Py_BuildValue("(ii)", (int)DL_CUDA, ((array_object *)self)->ordinal);
 }
 
@@ -396,12 +393,11 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
 }
 
 // Reads the range of memory that the elements are in. A strided array is then rearranged.
-static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
+static PyObject *array_numpy(PyObject *object, PyObject *) {
   const array_object *self = (array_object *)object;
   const int64_t size = (int64_t)each(self);
   int64_t low = 0, high = self->bytes ? size : 0;
   npy_intp dims[MAX_DIMS], steps[MAX_DIMS];
-  (void)ignored;
   if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
   for (int i = 0; i < self->n_dims; i++) {
     dims[i] = (npy_intp)self->shape[i], steps[i] = (npy_intp)(self->strides[i] * size);
@@ -436,8 +432,7 @@ static int array_clear(PyObject *object) {
   return 0;
 }
 
-static PyObject *array_drop(PyObject *object, PyObject *ignored) {
-  (void)ignored;
+static PyObject *array_drop(PyObject *object, PyObject *) {
   array_object *self = (array_object *)object;
   if (!self->gpus)
     return rm_raise_code(rm_module_of(object), RM_E_STATE,
@@ -469,8 +464,7 @@ static PyObject *array_shape(PyObject *object, void *strides) {
   return rm_tuple_of(strides ? self->strides : self->shape, self->n_dims);
 }
 
-static PyObject *array_dtype(PyObject *self, void *ignored) {
-  (void)ignored;
+static PyObject *array_dtype(PyObject *self, void *) {
   return PyUnicode_FromString(((array_object *)self)->element->name);
 }
 
@@ -483,8 +477,7 @@ static PyObject *refuse_host(PyObject *object, const char *what) {
                        self->element->name, self->device);
 }
 
-static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
-  (void)args, (void)kwargs;
+static PyObject *array_array(PyObject *object, PyObject *, PyObject *) {
   return refuse_host(object, "__array__");
 }
 

@@ -151,17 +151,18 @@ static const rm_op_argument qk_rope_kv[] = {
 // -------------------------------------------------------------------------------------- attention
 #undef OP
 #define OP a.attention
-// The kv heads are those that the query heads read.
-static void check_group(rm_op_call *c, int64_t group, int64_t head0, int64_t n_heads,
+// The kv heads are those that the query heads read. group 0 becomes n_heads / n_kv_heads.
+static void check_group(rm_op_call *c, int64_t *group, int64_t head0, int64_t n_heads,
                         int64_t n_kv_heads) {
   if (c->failed) return;
-  if (!group) {
+  if (!*group) {
     rm_op_multiple_of(c, "num_heads", n_heads, n_kv_heads);
     if (head0) rm_op_refuse(c, RM_E_SHAPE, "head0 without group", head0, "exactly", 0);
+    *group = n_heads / n_kv_heads;
     return;
   }
-  const int64_t read = (head0 + n_heads + group - 1) / group;
-  if (head0 >= group) rm_op_refuse(c, RM_E_SHAPE, "head0", head0, "less than group,", group);
+  const int64_t read = (head0 + n_heads + *group - 1) / *group;
+  if (head0 >= *group) rm_op_refuse(c, RM_E_SHAPE, "head0", head0, "less than group,", *group);
   if (n_kv_heads != read)
     rm_op_refuse(c, RM_E_SHAPE, "num_kv_heads", n_kv_heads, "as many as the query heads read,",
                  read);
@@ -172,21 +173,22 @@ static void check_tables(rm_op_call *c) {
   const rm_attention_args *a = &c->a.attention;
   for (int64_t r = 0; r < a->rows && !c->failed; r++) {
     const int64_t position = a->positions[r], last = position / a->page_size,
-                  first = a->window > 0 ? rm_max64(0, position - a->window + 1) / a->page_size : 0;
+                  first = rm_first_position(a, r) / a->page_size;
     rm_op_in_range(c, "block_tables", RM_OP_I32, a->block_tables,
                    a->seq_of_row[r] * a->max_pages + first, last - first + 1, 0, c->s.n_pages);
   }
 }
 
 static void attention_pages(rm_op_call *c) {
-  const rm_attention_args *a = &c->a.attention;
+  rm_attention_args *a = &c->a.attention;
   page_elems(c, a->page_size, a->head_dim, a->value_dim);
+  a->value_dim = c->s.n_values;
 }
 
 static void attention_sizes(rm_op_call *c) {
-  const rm_attention_args *a = &c->a.attention;
+  rm_attention_args *a = &c->a.attention;
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
-  check_group(c, a->group, a->head0, a->n_heads, a->n_kv_heads);
+  check_group(c, &a->group, a->head0, a->n_heads, a->n_kv_heads);
   c->s.n_positions = rm_op_product(c, "a row of block_tables", a->max_pages, a->page_size);
   rm_op_size(c, "block_tables' pages * page_size", c->s.n_positions, 0);
   c->limits = (rm_limits){.max_rows = a->rows,
@@ -236,7 +238,7 @@ static void delta_sizes(rm_op_call *c) {
   rm_op_multiple_of(c, "conv.shape[0] - v_heads * v_dim", of_q_k, pair);
   if (c->failed) return;
   a->n_k_heads = of_q_k / pair;
-  check_group(c, a->group, a->head0, a->n_v_heads, a->n_k_heads);
+  check_group(c, &a->group, a->head0, a->n_v_heads, a->n_k_heads);
   c->s.columns = rm_delta_columns(a->n_k_heads, a->n_v_heads, a->k_dim, a->v_dim);
   c->s.elems = rm_op_product(c, "states", a->n_v_heads,
                              rm_delta_head_bytes(a->k_dim, a->v_dim, a->kernel, c->dtype) / 4);

@@ -23,7 +23,7 @@ enum { UNIT_QUERIES = 24 };
 typedef struct attention_job {
   const rm_attention_args *a;
   int32_t *runs; // [n_runs + 1] first row of each run
-  int64_t n_runs, group; // group: query heads of a kv head in the whole model
+  int64_t n_runs;
   float *workspace;
   int64_t stride; // floats of one thread
   _Atomic int64_t next; // the next unit
@@ -32,7 +32,7 @@ typedef struct attention_job {
 // The state of one unit, carved from a thread's workspace; q runs over rows × query heads.
 typedef struct unit {
   const rm_attention_args *a;
-  int64_t n_q, kv_head, value_dim;
+  int64_t n_q, kv_head;
   int64_t width_k, width_v; // head_dim padded to 32, value_dim to 16
   int64_t farthest; // the last live position of any query
   const int32_t *pages;
@@ -54,12 +54,10 @@ static int64_t unit_floats(int64_t group, int64_t n_heads, int64_t head_dim) {
 }
 
 static unit carve(const rm_attention_args *a, float *memory, int64_t n_q) {
-  const int64_t value_dim = rm_value_dim(a->value_dim, a->head_dim);
   unit u = {.a = a,
             .n_q = n_q,
-            .value_dim = value_dim,
             .width_k = rm_round_up(a->head_dim, RM_K_BLOCK),
-            .width_v = rm_round_up(value_dim, RM_N_TILE)};
+            .width_v = rm_round_up(a->value_dim, RM_N_TILE)};
   const int64_t lanes = rm_round_up(n_q, RM_LANES);
   float **const per_query[] = {&u.m, &u.l, &u.m_all, &u.l_all, &u.top, &u.alpha, &u.sum};
   u.queries = memory;
@@ -171,7 +169,7 @@ VEC const void *keys_at(rm_dtype T, const unit *u, int64_t t) {
 VEC const void *values_at(rm_dtype T, const unit *u, int64_t t) {
   const rm_attention_args *a = u->a;
   return rm_at(T, a->v_cache,
-               head_page(u, t) * rm_v_page_elems(a->page_size, u->value_dim) +
+               head_page(u, t) * rm_v_page_elems(a->page_size, a->value_dim) +
                    t % a->page_size * u->width_v);
 }
 
@@ -214,23 +212,16 @@ VEC void block_step(rm_dtype T, unit *u, int64_t t0, int is_first) {
   value_dots(T, u->p, u->n_q, &values, u->width_v / RM_N_TILE, u->acc, soon);
 }
 
-// Ends a split: copies the state of a query's first live split and merges later ones into it.
-static void end_split(unit *u, int64_t from) {
-  for (int64_t q = 0; q < u->n_q; q++) {
-    if (!is_live(u, q, from, from + RM_ATTN_SPLIT)) continue;
-    const int is_first = u->first[q] >= from;
-    const float next = is_first ? u->m[q] : rm_max_f32(u->m[q], u->m_all[q]);
-    const float before = is_first ? 0.0f : rm_exp(u->m_all[q] - next),
-                here = rm_exp(u->m[q] - next);
-    u->l_all[q] = is_first ? u->l[q] : fmaf(u->l_all[q], before, u->l[q] * here);
-    u->m_all[q] = next;
-    for (int64_t tile = 0; tile < u->width_v / RM_LANES; tile++) {
-      float *merged = u->merged + lanes_at(u, tile, q);
-      const vf acc = vf_load(u->acc + lanes_at(u, tile, q));
-      vf_store(merged, is_first
-                           ? acc
-                           : vf_fma(vf_load(merged), vf_set1(before), vf_mul(acc, vf_set1(here))));
-    }
+// Merges a query's state of a split into that of the previous splits, or copies the first.
+static void merge_split(unit *u, int64_t q, int is_first) {
+  const rm_merged all = is_first ? (rm_merged){.max = u->m[q], .sum = u->l[q]}
+                                 : rm_merge(u->m_all[q], u->l_all[q], u->m[q], u->l[q]);
+  u->m_all[q] = all.max;
+  u->l_all[q] = all.sum;
+  for (int64_t tile = 0; tile < u->width_v / RM_LANES; tile++) {
+    float *merged = u->merged + lanes_at(u, tile, q);
+    const vf acc = vf_load(u->acc + lanes_at(u, tile, q)), added = vf_mul(acc, vf_set1(all.add));
+    vf_store(merged, is_first ? acc : vf_fma(vf_load(merged), vf_set1(all.old), added));
   }
 }
 
@@ -247,15 +238,15 @@ static void begin_split(unit *u) {
 VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row0, int64_t row1,
                 int64_t kv_head) {
   const rm_attention_args *a = job->a;
-  const int64_t head = rm_max64(0, kv_head * job->group - a->head0); // its first local query head
-  const int64_t per = rm_min64((kv_head + 1) * job->group - a->head0, a->n_heads) - head;
+  const int64_t head = rm_max64(0, kv_head * a->group - a->head0); // its first local query head
+  const int64_t per = rm_min64((kv_head + 1) * a->group - a->head0, a->n_heads) - head;
   unit u = carve(a, memory, (row1 - row0) * per);
   u.kv_head = kv_head;
   u.pages = a->block_tables + a->seq_of_row[row0] * a->max_pages;
   int64_t first = INT64_MAX, last = 0;
   for (int64_t q = 0; q < u.n_q; q++) {
     u.last[q] = a->positions[row0 + q / per];
-    u.first[q] = a->window > 0 ? rm_max64(0, u.last[q] - a->window + 1) : 0;
+    u.first[q] = rm_first_position(a, row0 + q / per);
     first = rm_min64(first, u.first[q]);
     last = rm_max64(last, u.last[q]);
   }
@@ -271,27 +262,27 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
     begin_split(&u);
     for (int64_t t0 = begin; t0 < end; t0 += RM_ATTN_BLOCK)
       if (any_live(&u, t0, t0 + RM_ATTN_BLOCK)) block_step(T, &u, t0, t0 <= first);
-    end_split(&u, from);
+    for (int64_t q = 0; q < u.n_q; q++)
+      if (is_live(&u, q, from, from + RM_ATTN_SPLIT)) merge_split(&u, q, u.first[q] >= from);
   }
   end_products(T);
+  if (a->sinks) begin_split(&u); // merged like a split without values
+  for (int64_t q = 0; a->sinks && q < u.n_q; q++) {
+    u.m[q] = rm_get(T, a->sinks, head + q % per);
+    u.l[q] = 1.0f;
+    merge_split(&u, q, 0);
+  }
   for (int64_t q = 0; q < u.n_q; q++) {
-    const int64_t of = head + q % per, out = ((row0 + q / per) * a->n_heads + of) * u.value_dim;
-    float scale = 1.0f;
-    if (a->sinks) { // merged like a split without values
-      const float z = rm_get(T, a->sinks, of), next = rm_max_f32(z, u.m_all[q]);
-      scale = rm_exp(u.m_all[q] - next);
-      u.l_all[q] = fmaf(u.l_all[q], scale, rm_exp(z - next));
-    }
-    for (int64_t d = 0; d < u.value_dim; d += RM_LANES) {
-      const vf sum = vf_mul(vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)), vf_set1(scale)),
+    const int64_t out = ((row0 + q / per) * a->n_heads + head + q % per) * a->value_dim;
+    for (int64_t d = 0; d < a->value_dim; d += RM_LANES) {
+      const vf sum = vf_load(u.merged + lanes_at(&u, d / RM_LANES, q)),
                y = vf_div(sum, vf_set1(u.l_all[q]));
-      vt_store_n(T, a->out, out + d, vt_round(T, y), u.value_dim - d);
+      vt_store_n(T, a->out, out + d, vt_round(T, y), a->value_dim - d);
     }
   }
 }
 
-static void attention_task(void *arg, int thread, int n_threads) {
-  (void)n_threads;
+static void attention_task(void *arg, int thread, int) {
   attention_job *job = arg;
   float *memory = job->workspace + thread * job->stride;
   const int64_t heads = job->a->n_kv_heads, n_units = job->n_runs * heads;
@@ -303,38 +294,21 @@ static void attention_task(void *arg, int thread, int n_threads) {
   }
 }
 
-// Splits the rows into runs of one sequence, each short enough that a unit has at most UNIT_QUERIES
-// queries. Returns the cost in cycles.
-static int64_t find_runs(attention_job *job) {
-  const rm_attention_args *a = job->a;
-  const int64_t rows = rm_max64(1, UNIT_QUERIES / rm_min64(job->group, a->n_heads));
-  int64_t positions = 0;
-  for (int64_t r = 0; r < a->rows; r++) {
-    const int64_t begin = job->n_runs ? job->runs[job->n_runs - 1] : 0;
-    if (r == 0 || a->seq_of_row[r] != a->seq_of_row[r - 1] || r - begin == rows)
-      job->runs[job->n_runs++] = (int32_t)r;
-    positions += a->window > 0 ? rm_min64(a->window, a->positions[r] + 1) : a->positions[r] + 1;
-  }
-  job->runs[job->n_runs] = (int32_t)a->rows;
-  return positions * a->n_heads * a->head_dim / 8;
-}
-
-// Floats for `runs`; an int32 is as large as a float.
-static int64_t runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); }
-
 void RM_FN(attention)(const rm_ctx *ctx, const rm_attention_args *a) {
-  attention_job job = {
-      .a = a, .runs = ctx->workspace, .group = rm_query_group(a->group, a->n_heads, a->n_kv_heads)};
-  job.workspace = (float *)ctx->workspace + runs_floats(a->rows);
-  job.stride = unit_floats(job.group, a->n_heads, a->head_dim);
-  const int64_t cost = find_runs(&job);
-  rm_parallel(ctx, cost, attention_task, &job);
+  attention_job job = {.a = a, .runs = ctx->workspace};
+  job.workspace = (float *)ctx->workspace + rm_runs_floats(a->rows);
+  job.stride = unit_floats(a->group, a->n_heads, a->head_dim);
+  // Short enough that a unit has at most UNIT_QUERIES queries.
+  const int64_t most = rm_max64(1, UNIT_QUERIES / rm_min64(a->group, a->n_heads));
+  int64_t positions = 0;
+  job.n_runs = rm_find_runs(a->seq_of_row, a->rows, most, job.runs);
+  for (int64_t r = 0; r < a->rows; r++) positions += a->positions[r] + 1 - rm_first_position(a, r);
+  rm_parallel(ctx, positions * a->n_heads * a->head_dim / 8, attention_task, &job);
 }
 
 size_t RM_FN(attention_workspace)(const rm_limits *l) {
   if (l->n_kv_heads == 0) return 0; // a caller without attention
-  const int64_t group = rm_query_group(l->group, l->n_heads, l->n_kv_heads);
-  return (size_t)(runs_floats(l->max_rows) +
-                  l->n_threads * unit_floats(group, l->n_heads, l->head_dim)) *
+  return (size_t)(rm_runs_floats(l->max_rows) +
+                  l->n_threads * unit_floats(l->group, l->n_heads, l->head_dim)) *
          sizeof(float);
 }

@@ -53,8 +53,6 @@ VEC void load_taps(rm_dtype T, const unit *u) {
       u->taps[j * u->of.n + i] = rm_get(T, a->conv, rm_delta_channel(&u->of, i) * a->kernel + j);
 }
 
-VEC vf vf_silu(vf x) { return vf_div(x, vf_add(vf_set1(1.0f), vf_exp(vf_neg(x)))); }
-
 // Lanes after the end of q or k are overwritten by the next part; those after v become zeros.
 VEC void convolve(rm_dtype T, const unit *u, int64_t row, float *out) {
   const rm_delta_net_args *a = u->of.a;
@@ -67,21 +65,12 @@ VEC void convolve(rm_dtype T, const unit *u, int64_t row, float *out) {
       const vf tap = vf_load_n(u->taps + j * u->of.n + i, n);
       acc = vf_fma(tap, x ? vt_load_n(T, x, 0, n) : vf_zero(), acc);
     }
-    vf_store(out + i, vf_silu(acc));
+    vf_store(out + i, vf_times_sigmoid(acc, acc));
   }
-}
-
-VEC float sum_of_squares(const float *x, int64_t n) {
-  vf squares = vf_zero();
-  for (int64_t i = 0; i < n; i += RM_LANES) {
-    const vf v = vf_load_n(x + i, rm_min64(RM_LANES, n - i));
-    squares = vf_fma(v, v, squares);
-  }
-  return vf_tree16(squares);
 }
 
 VEC void l2_norm(float *x, int64_t n, float factor) {
-  const vf scale = vf_set1(1.0f / sqrtf(sum_of_squares(x, n) + RM_L2_EPS));
+  const vf scale = vf_set1(1.0f / sqrtf(vt_sum_of_squares(RM_F32, x, n) + RM_L2_EPS));
   for (int64_t i = 0; i < n; i += RM_LANES)
     vt_store_n(RM_F32, x, i, vf_mul(vf_mul(vf_load(x + i), scale), vf_set1(factor)), n - i);
 }
@@ -159,13 +148,14 @@ VEC const float *block_tiles(const unit *u, int tiles, const float *from, int64_
 
 VEC void put_normed(rm_dtype T, const unit *u, int64_t row, const float *o) {
   const rm_delta_net_args *a = u->of.a;
-  const vf scale = vf_set1(1.0f / sqrtf(sum_of_squares(o, a->v_dim) / (float)a->v_dim + a->eps));
+  const vf scale = vf_set1(rm_rms_scale(vt_sum_of_squares(RM_F32, o, a->v_dim), a->v_dim, a->eps));
   const void *z = rm_at(T, a->x, row * u->of.columns + rm_delta_z(&u->of));
   void *out = rm_at_mut(T, a->out, (row * a->n_v_heads + u->of.head) * a->v_dim);
   for (int64_t i = 0; i < a->v_dim; i += RM_LANES) {
     const int64_t n = a->v_dim - i;
-    const vf normed = vf_mul(vf_mul(vf_load(o + i), scale), vt_load_n(T, a->norm, i, n));
-    vt_store_n(T, out, i, vt_round(T, vf_mul(normed, vf_silu(vt_load_n(T, z, i, n)))), n);
+    const vf normed = vf_mul(vf_mul(vf_load(o + i), scale), vt_load_n(T, a->norm, i, n)),
+             gate = vt_load_n(T, z, i, n);
+    vt_store_n(T, out, i, vt_round(T, vf_mul(normed, vf_times_sigmoid(gate, gate))), n);
   }
 }
 
@@ -203,8 +193,7 @@ VEC void run_unit(rm_dtype T, const unit *u, int64_t end, int has_other_taps) {
 }
 
 // The runs of one head are adjacent, because they have the same taps.
-static void delta_task(void *arg, int thread, int n_threads) {
-  (void)n_threads;
+static void delta_task(void *arg, int thread, int) {
   delta_job *job = arg;
   for (int64_t i, of_taps = -1;;) {
     i = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
@@ -217,22 +206,17 @@ static void delta_task(void *arg, int thread, int n_threads) {
   }
 }
 
-// Floats for `runs`; an int32 is as large as a float.
-static int64_t runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); }
-
 void RM_FN(delta_net)(const rm_ctx *ctx, const rm_delta_net_args *a) {
   delta_job job = {.a = a, .runs = ctx->workspace};
-  job.workspace = (float *)ctx->workspace + runs_floats(a->rows);
+  job.workspace = (float *)ctx->workspace + rm_runs_floats(a->rows);
   job.stride = unit_floats(a->k_dim, a->v_dim, a->kernel);
-  for (int64_t r = 0; r < a->rows; r++)
-    if (r == 0 || a->seq_of_row[r] != a->seq_of_row[r - 1]) job.runs[job.n_runs++] = (int32_t)r;
-  job.runs[job.n_runs] = (int32_t)a->rows;
+  job.n_runs = rm_find_runs(a->seq_of_row, a->rows, a->rows, job.runs);
   rm_parallel(ctx, a->rows * a->n_v_heads * a->k_dim * a->v_dim / 8, delta_task, &job);
 }
 
 size_t RM_FN(delta_workspace)(const rm_limits *l) {
   if (l->v_dim == 0) return 0; // a caller without delta_net
-  return (size_t)(runs_floats(l->max_rows) +
+  return (size_t)(rm_runs_floats(l->max_rows) +
                   l->n_threads * unit_floats(l->k_dim, l->v_dim, l->kernel)) *
          sizeof(float);
 }

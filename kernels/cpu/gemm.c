@@ -28,67 +28,57 @@ enum { LEAST_TILES = 1 };
 // A column costs its rows, plus about four for reading it from memory.
 static int64_t column_cost(int64_t rows) { return rows > 0 ? rows + 4 : 0; }
 
-VEC void store_plain(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row,
-                     int64_t rows, int64_t tile, int64_t n_tiles, const void *biases) {
-  const rm_gemm_args *a = job->a;
-  for (int64_t t = 0; t < n_tiles; t++) {
-    const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col);
-    const vf bias = biases ? vt_load_n(T, biases, col, n) : vf_zero();
-    for (int64_t r = 0; r < rows; r++) {
-      const vf sum = vf_add(vf_load(acc + (t * rows + r) * RM_N_TILE), bias);
-      vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, sum), n);
-    }
-  }
-}
-
 // rm_activate for 16 lanes.
 VEC vf activate(rm_activation how, vf x) {
-  const vf one = vf_set1(1.0f);
   if (how == RM_GELU) {
-    const vf a = vf_mul(vf_max(x, vf_neg(x)), vf_set1(RM_SQRT_HALF)),
+    const vf one = vf_set1(1.0f), a = vf_mul(vf_max(x, vf_neg(x)), vf_set1(RM_SQRT_HALF)),
              t = vf_div(one, vf_fma(vf_set1(RM_PHI_P), a, one));
-    vf q = vf_fma(vf_set1(RM_PHI_A5), t, vf_set1(RM_PHI_A4));
-    q = vf_fma(q, t, vf_set1(RM_PHI_A3));
-    q = vf_fma(q, t, vf_set1(RM_PHI_A2));
-    q = vf_fma(q, t, vf_set1(RM_PHI_A1));
-    const vf below = vf_mul(vf_mul(q, t), vf_exp(vf_neg(vf_mul(a, a))));
+    const float q[] = {RM_PHI_A};
+    const vf below = vf_mul(vf_mul(vf_polynomial(q, 5, t), t), vf_exp(vf_neg(vf_mul(a, a))));
     return vf_mul(x, vf_pick(vf_gt(vf_zero(), x), below, vf_sub(one, below)));
   }
   if (how == RM_RELU2) return vf_pick(vf_gt(vf_zero(), x), vf_zero(), vf_mul(x, x));
   vf z = x;
   if (how == RM_GELU_TANH)
     z = vf_mul(x, vf_fma(vf_set1(RM_GELU_K3), vf_mul(x, x), vf_set1(RM_GELU_K1)));
-  return vf_div(x, vf_add(one, vf_exp(vf_neg(z))));
+  return vf_times_sigmoid(x, z);
 }
 
 // rm_gated for 16 lanes.
 VEC vf gated(rm_dtype T, const rm_gemm_args *a, vf gate, vf up) {
   if (a->activation != RM_SWIGLU_OAI) return vf_mul(vt_round(T, activate(a->activation, gate)), up);
-  const vf one = vf_set1(1.0f), limit = vf_set1(a->limit), least = vf_neg(limit);
+  const vf limit = vf_set1(a->limit), least = vf_neg(limit);
   const vf g = vf_pick(vf_gt(gate, limit), limit, gate);
   up = vf_pick(vf_gt(up, limit), limit, up);
   up = vf_pick(vf_gt(least, up), least, up);
   const vf z = vf_mul(vf_set1(a->alpha), g);
-  return vf_mul(vt_round(T, vf_div(g, vf_add(one, vf_exp(vf_neg(z))))), vf_add(up, one));
+  return vf_mul(vt_round(T, vf_times_sigmoid(g, z)), vf_add(up, vf_set1(1.0f)));
 }
 
-VEC void store_swiglu(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row,
-                      int64_t rows, int64_t tile, int64_t n_tiles, const void *biases) {
+// Stores columns of y from their sums; with swiglu from gate's and up's, whose tile follows gate's.
+VEC void store(rm_dtype T, rm_dtype Y, const gemm_job *job, const float *acc, int64_t row,
+               int64_t rows, int64_t tile, int64_t n_tiles, const void *biases) {
   const rm_gemm_args *a = job->a;
+  const int per = job->swiglu ? 2 : 1;
   for (int64_t t = 0; t < n_tiles; t++) {
     const int64_t col = (tile + t) * RM_N_TILE, n = rm_min64(RM_N_TILE, a->n - col);
-    const vf gate_bias = biases ? vt_load_n(T, biases, col, n) : vf_zero(),
-             up_bias = biases ? vt_load_n(T, biases, a->n + col, n) : vf_zero();
+    const vf bias = biases ? vt_load_n(T, biases, col, n) : vf_zero(),
+             up_bias = biases && job->swiglu ? vt_load_n(T, biases, a->n + col, n) : vf_zero();
     for (int64_t r = 0; r < rows; r++) {
       const int64_t both = 2 * (row + r) * a->n + col;
-      const float *sum = acc + (2 * t * rows + r) * RM_N_TILE; // up's tile follows gate's
-      const vf gate = vt_round(T, vf_add(vf_load(sum), gate_bias)),
-               up = vt_round(T, vf_add(vf_load(sum + rows * RM_N_TILE), up_bias));
-      vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, gated(T, a, gate, up)), n);
-      if (!a->gate_up) continue;
-      // Rounded again, like every stored value: an emulator may not flush denormals.
-      vt_store_n(T, a->gate_up, both, vt_round(T, gate), n);
-      vt_store_n(T, a->gate_up, both + a->n, vt_round(T, up), n);
+      const float *sum = acc + (per * t * rows + r) * RM_N_TILE;
+      vf y = vf_add(vf_load(sum), bias);
+      if (job->swiglu) {
+        const vf gate = vt_round(T, y),
+                 up = vt_round(T, vf_add(vf_load(sum + rows * RM_N_TILE), up_bias));
+        y = gated(T, a, gate, up);
+        // Rounded again, like every stored value: an emulator may not flush denormals.
+        if (a->gate_up) {
+          vt_store_n(T, a->gate_up, both, vt_round(T, gate), n);
+          vt_store_n(T, a->gate_up, both + a->n, vt_round(T, up), n);
+        }
+      }
+      vt_store_n(Y, a->y, (row + r) * a->ldy + col, vt_round(Y, y), n);
     }
   }
 }
@@ -118,8 +108,7 @@ VEC void region_as(rm_dtype T, rm_dtype Y, const gemm_job *job, scratch *s, cons
       const int64_t n_tiles = rm_min64(at_once, tile1 - tile);
       panel_dots(T, s->rows, rows, rm_at(T, w, tile * per * n_blocks * TILE), n_tiles * per,
                  n_blocks, acc);
-      if (job->swiglu) store_swiglu(T, Y, job, acc, row, rows, tile, n_tiles, s->bias);
-      else store_plain(T, Y, job, acc, row, rows, tile, n_tiles, s->bias);
+      store(T, Y, job, acc, row, rows, tile, n_tiles, s->bias);
     }
   }
 }

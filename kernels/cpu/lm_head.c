@@ -1,9 +1,10 @@
 // lm_head.c: logits in float32, their (max, sum) and a target's logprob, in one pass over the
 // head's weights. Threads take whole blocks of 128 vocabulary entries, eight tiles, and reduce each
 // row's logits of a block to a pair while they are in the cache, so that logits are written only on
-// request. The pairs of a row are then merged in ascending order, sixteen rows at a time; on a mesh
-// merge_pairs does that with the pairs of all ranks.
+// request. merge_pairs then merges the pairs of a row in ascending order; on a mesh it merges the
+// pairs of all ranks.
 #include "panel.h"
+#include "tables.h"
 #include "variant.h"
 
 enum { BLOCK_TILES = RM_VOCAB_BLOCK / RM_N_TILE };
@@ -75,56 +76,6 @@ static void blocks_task(void *arg, int thread, int n_threads) {
              head_blocks(T, job, job->scratch + thread * dots_floats(job->a->hidden), n_threads));
 }
 
-// --------------------------------------------------------------------------------- pairs to stats
-// Loads the pairs of rows [row0, row0 + n), n ≤ 16, as lanes; the other lanes are +0.
-VEC void load_pairs(const rm_merge_pairs_args *a, int64_t block, int64_t row0, int64_t n, vf *max,
-                    vf *sum) {
-  const float *pair = a->pairs + 2 * (block * a->rows + row0);
-  float maxima[RM_LANES] = {0}, sums[RM_LANES] = {0};
-  for (int64_t lane = 0; lane < n; lane++) {
-    maxima[lane] = pair[2 * lane];
-    sums[lane] = pair[2 * lane + 1];
-  }
-  *max = vf_load(maxima);
-  *sum = vf_load(sums);
-}
-
-VEC void merge_lanes(const rm_merge_pairs_args *a, int64_t row0, int64_t n) {
-  float maxima[RM_LANES], sums[RM_LANES];
-  vf max, sum, m, s;
-  load_pairs(a, 0, row0, n, &max, &sum);
-  for (int64_t b = 1; b < a->n_blocks; b++) {
-    load_pairs(a, b, row0, n, &m, &s);
-    const vf next = vf_max(m, max);
-    sum = vf_fma(sum, vf_exp(vf_sub(max, next)), vf_mul(s, vf_exp(vf_sub(m, next))));
-    max = next;
-  }
-  vf_store(maxima, vf_canon(max));
-  vf_store(sums, vf_canon(sum));
-  for (int64_t lane = 0; lane < n; lane++) {
-    const int64_t row = row0 + lane;
-    a->stats[2 * row] = maxima[lane];
-    a->stats[2 * row + 1] = sums[lane];
-    if (rm_is_nan(sums[lane])) a->row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
-    if (a->target_logprobs)
-      a->target_logprobs[row] =
-          a->targets[row] < 0 ? 0.0f : rm_logprob(a->target_logits[row], a->stats + 2 * row);
-  }
-}
-
-static void merge_rows(const void *args, int thread, int64_t sixteen) {
-  const rm_merge_pairs_args *a = args;
-  const int64_t row = sixteen * RM_LANES;
-  (void)thread;
-  if (a->rows - row >= RM_LANES) merge_lanes(a, row, RM_LANES);
-  else merge_lanes(a, row, a->rows - row);
-}
-
-void RM_FN(merge_pairs)(const rm_ctx *ctx, const rm_merge_pairs_args *a) {
-  const int64_t rows = rm_round_up(a->rows, RM_LANES);
-  rm_each_row(ctx, rows / RM_LANES, a->n_blocks * rows * 4, merge_rows, a);
-}
-
 // ----------------------------------------------------------------------------------------- the op
 static void merge_pass(const rm_ctx *ctx, const head_job *job) {
   const rm_lm_head_args *a = job->a;
@@ -137,7 +88,7 @@ static void merge_pass(const rm_ctx *ctx, const head_job *job) {
                                     .target_logits = job->target_logits,
                                     .rows = job->rows,
                                     .n_blocks = job->n_vocab_blocks};
-  RM_FN(merge_pairs)(ctx, &pass);
+  rm_merge_pairs_ref(ctx, &pass);
 }
 
 static void flag_pass(const head_job *job) {

@@ -85,14 +85,12 @@ static void softmax_scores(float *scores, int64_t n_experts) {
 }
 
 static void sigmoid_scores(float *scores, int64_t n_experts) {
-  const vf one = vf_set1(1.0f);
   for (int64_t e = 0; e < n_experts; e += RM_LANES)
-    vf_store(scores + e, vf_div(one, vf_add(one, vf_exp(vf_neg(vf_load(scores + e))))));
+    vf_store(scores + e, vf_times_sigmoid(vf_set1(1.0f), vf_load(scores + e)));
 }
 
-static void route_row(const void *args, int thread, int64_t r) {
+static void route_row(const void *args, int, int64_t r) {
   const router_job *job = args;
-  (void)thread;
   const rm_router_args *a = job->a;
   float *scores = job->logits + r * job->width;
   int32_t *ids = a->ids + (job->row0 + r) * a->top_k, order[RM_MAX_TOP_K];

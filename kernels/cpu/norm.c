@@ -2,9 +2,7 @@
 #include "variant.h"
 
 // sigmoid(logit), rounded to T.
-VEC vf gate_of(rm_dtype T, vf logit) {
-  return vt_round(T, vf_div(vf_set1(1.0f), vf_add(vf_set1(1.0f), vf_exp(vf_neg(logit)))));
-}
+VEC vf gate_of(rm_dtype T, vf logit) { return vt_round(T, vf_times_sigmoid(vf_set1(1.0f), logit)); }
 
 VEC void gate_row(rm_dtype T, const rm_sigmoid_gate_args *a, int64_t row) {
   const int64_t base = row * a->n;
@@ -39,7 +37,7 @@ VEC void norm_row(rm_dtype T, const rm_rms_norm_args *a, int64_t row) {
              (size_t)a->n * rm_dtype_bytes(T));
     return;
   }
-  const vf scale = vf_set1(1.0f / sqrtf(vf_tree16(squares) / (float)a->n + a->eps));
+  const vf scale = vf_set1(rm_rms_scale(vf_tree16(squares), a->n, a->eps));
   for (int64_t i = 0; i < a->n; i += RM_LANES) {
     const int64_t n = rm_min64(RM_LANES, a->n - i);
     const vf t = vf_mul(vt_load_n(T, a->residual, base + i, n), scale);

@@ -59,7 +59,7 @@ INLINE void convert_to(rm_dtype stored, void *to, const char *src, int64_t step,
     CONVERT_FROM(RM_SRC_BF16)
     CONVERT_FROM(RM_SRC_F32)
     CONVERT_FROM(RM_SRC_F16)
-    case RM_SRC_F64: convert_as(stored, RM_SRC_F64, to, src, step, n); break;
+    CONVERT_FROM(RM_SRC_F64)
   }
 }
 

@@ -3,10 +3,7 @@
 
 #include "dots.h"
 
-VEC int64_t block_words(rm_dtype dtype) {
-  (void)dtype;
-  return RM_K_BLOCK;
-}
+VEC int64_t block_words(rm_dtype) { return RM_K_BLOCK; }
 #define block_dots fma_block
 #define fill_block fma_fill
 #define store_probabilities fma_probabilities

@@ -71,3 +71,17 @@ RM_INLINE int rm_samples_the_model(const rm_sample_params *p, int64_t vocab) {
   return p->temperature == 1.0f && p->n_banned == 0 && p->n_edits == 0 && !(p->min_p > 0.0f) &&
          (p->top_k <= 0 || p->top_k >= vocab) && p->top_p >= 1.0f;
 }
+
+// Stores the draw of row r: the token (−1: none), its logprob `under` the distribution of the draw,
+// and the number of tokens that were kept.
+RM_INLINE void rm_put_draw(const rm_sample_args *a, int64_t r, int32_t token, float under,
+                           int32_t kept) {
+  const float *stats = a->stats + 2 * rm_sampled_row(a, r);
+  const float model =
+      token < 0 ? rm_float(0x7fc00000u) : rm_logprob(a->logits[r * a->ld_logits + token], stats);
+  a->tokens[r] = token;
+  a->logprobs[r] = model;
+  a->sampling_logprobs[r] =
+      token < 0 || rm_samples_the_model(a->params + r, a->vocab) ? model : under;
+  if (a->kept) a->kept[r] = token < 0 ? 0 : kept;
+}

@@ -86,15 +86,12 @@ static rm_profile_entry of_gemm(const char *op, const rm_gemm_args *a, int64_t n
 
 static rm_profile_entry of_attention(const rm_attention_args *a) {
   double positions = 0;
-  for (int64_t r = 0; r < a->rows; r++) {
-    const int64_t seen = a->positions[r] + 1;
-    positions += (double)(a->window > 0 ? rm_min64(seen, a->window) : seen);
-  }
+  for (int64_t r = 0; r < a->rows; r++)
+    positions += (double)(a->positions[r] + 1 - rm_first_position(a, r));
   return (rm_profile_entry){.op = "attention",
                             .rows = a->rows,
-                            .flops =
-                                2.0 * positions * (double)a->n_heads *
-                                (double)(a->head_dim + rm_value_dim(a->value_dim, a->head_dim))};
+                            .flops = 2.0 * positions * (double)a->n_heads *
+                                     (double)(a->head_dim + a->value_dim)};
 }
 
 static rm_profile_entry of_delta_net(const rm_delta_net_args *a) {
@@ -105,26 +102,24 @@ static rm_profile_entry of_delta_net(const rm_delta_net_args *a) {
 }
 
 #define TIMED(name, args_type, call) \
-  static void name(const rm_ctx *ctx, args_type *a) { \
+  static void name(const rm_ctx *ctx, const args_type *a) { \
     const rm_ctx timed = timed_ctx(ctx); \
     const double start = rm_now(); \
     ctx->profile->of->name(&timed, a); \
     count(ctx->profile, start, call); \
   }
-#define TIMED_ROWS(name, args) \
-  TIMED(name, const args, ((rm_profile_entry){.op = #name, .rows = a->rows}))
+#define TIMED_ROWS(name, args) TIMED(name, args, ((rm_profile_entry){.op = #name, .rows = a->rows}))
 RM_ROW_OPS(TIMED_ROWS)
-RM_COPY_OPS(TIMED_ROWS)
-#define TIMED_PLAIN(name, args) TIMED(name, const args, ((rm_profile_entry){.op = #name}))
+RM_SHARED_ROW_OPS(TIMED_ROWS)
+#define TIMED_PLAIN(name, args) TIMED(name, args, ((rm_profile_entry){.op = #name}))
 RM_PLAIN_OPS(TIMED_PLAIN)
-TIMED(gemm, const rm_gemm_args, of_gemm(a->group_rows ? "experts" : "gemm", a, a->n))
-TIMED(gemm_swiglu, const rm_gemm_args,
+TIMED(gemm, rm_gemm_args, of_gemm(a->group_rows ? "experts" : "gemm", a, a->n))
+TIMED(gemm_swiglu, rm_gemm_args,
       of_gemm(a->group_rows ? "experts_swiglu" : "gemm_swiglu", a, 2 * a->n))
-TIMED(attention, const rm_attention_args, of_attention(a))
-TIMED(delta_net, const rm_delta_net_args, of_delta_net(a))
-TIMED(router, const rm_router_args,
-      product("router", a->rows, a->n_experts, a->hidden, 1, a->dtype))
-TIMED(lm_head, const rm_lm_head_args, product("lm_head", a->rows, a->vocab, a->hidden, 1, a->dtype))
+TIMED(attention, rm_attention_args, of_attention(a))
+TIMED(delta_net, rm_delta_net_args, of_delta_net(a))
+TIMED(router, rm_router_args, product("router", a->rows, a->n_experts, a->hidden, 1, a->dtype))
+TIMED(lm_head, rm_lm_head_args, product("lm_head", a->rows, a->vocab, a->hidden, 1, a->dtype))
 
 void rm_profile_init(rm_profile *profile, const rm_kernels *of) {
   *profile = (rm_profile){.of = of, .table = *of};

@@ -8,7 +8,6 @@ typedef struct head_view { // one query head of one row, and its sequence
   const int32_t *pages; // block table of the sequence
   int64_t head;
   int64_t kv_head, first, last; // live positions, both included
-  int64_t value_dim;
 } head_view;
 
 static int64_t page_of(const head_view *h, int64_t t) {
@@ -25,9 +24,9 @@ static float score(const head_view *h, int64_t t) {
 
 static float value(const head_view *h, int64_t t, int64_t d) {
   const rm_attention_args *a = h->a;
-  const int64_t page = page_of(h, t) * rm_v_page_elems(a->page_size, h->value_dim);
+  const int64_t page = page_of(h, t) * rm_v_page_elems(a->page_size, a->value_dim);
   return rm_get(a->dtype, a->v_cache,
-                page + rm_v_index(a->dtype, h->value_dim, t % a->page_size, d));
+                page + rm_v_index(a->dtype, a->value_dim, t % a->page_size, d));
 }
 
 // Adds one block of positions [t0, t0 + 32) to the state (m, l, acc) of its split.
@@ -44,9 +43,8 @@ static void add_block(const head_view *h, int64_t t0, float *m, float *l, float 
   for (int j = 0; j < RM_LANES; j++) partial[j] = p[j] + p[j + RM_LANES];
   *l = fmaf(*l, alpha, rm_tree16(partial));
   *m = next;
-  for (int j = 0; dtype == RM_BF16 && j < RM_ATTN_BLOCK; j++)
-    p[j] = rm_bf16_to_f32(rm_f32_to_bf16(p[j]));
-  for (int64_t d = 0; d < h->value_dim; d++) {
+  for (int j = 0; j < RM_ATTN_BLOCK; j++) p[j] = rm_round_to(dtype, p[j]);
+  for (int64_t d = 0; d < h->a->value_dim; d++) {
     float v[RM_ATTN_BLOCK] = {0};
     for (int64_t t = from; t <= to; t++) v[t - t0] = value(h, t, d);
     acc[d] = acc[d] * alpha + rm_ref_values_dot(dtype, p, v);
@@ -54,7 +52,7 @@ static void add_block(const head_view *h, int64_t t0, float *m, float *l, float 
 }
 
 static void one_head(const head_view *h, float *acc, float *merged, void *out) {
-  const int64_t value_dim = h->value_dim;
+  const int64_t value_dim = h->a->value_dim;
   float m_all = 0.0f, l_all = 0.0f;
   const int64_t first_split = h->first / RM_ATTN_SPLIT;
   for (int64_t split = first_split; split <= h->last / RM_ATTN_SPLIT; split++) {
@@ -69,23 +67,17 @@ static void one_head(const head_view *h, float *acc, float *merged, void *out) {
       memcpy(merged, acc, (size_t)value_dim * sizeof *acc);
       continue;
     }
-    const float next = rm_max_f32(m, m_all), a = rm_exp(m_all - next), b = rm_exp(m - next);
-    l_all = fmaf(l_all, a, l * b);
-    m_all = next;
-    for (int64_t d = 0; d < value_dim; d++) merged[d] = fmaf(merged[d], a, acc[d] * b);
+    const rm_merged all = rm_merge(m_all, l_all, m, l);
+    m_all = all.max;
+    l_all = all.sum;
+    for (int64_t d = 0; d < value_dim; d++) merged[d] = fmaf(merged[d], all.old, acc[d] * all.add);
   }
-  if (h->a->sinks) { // merged like a split without values
-    const float z = rm_get(h->a->dtype, h->a->sinks, h->head), next = rm_max_f32(z, m_all),
-                a = rm_exp(m_all - next);
-    l_all = fmaf(l_all, a, rm_exp(z - next));
-    for (int64_t d = 0; d < value_dim; d++) merged[d] = merged[d] * a;
-  }
-  for (int64_t d = 0; d < value_dim; d++) rm_put(h->a->dtype, out, d, merged[d] / l_all);
+  const float factor = rm_add_sink(h->a, h->head, m_all, &l_all);
+  for (int64_t d = 0; d < value_dim; d++) rm_put(h->a->dtype, out, d, merged[d] * factor / l_all);
 }
 
 void rm_attention_ref(const rm_ctx *ctx, const rm_attention_args *a) {
-  const int64_t value_dim = rm_value_dim(a->value_dim, a->head_dim);
-  float *acc = ctx->workspace, *merged = acc + value_dim;
+  float *acc = ctx->workspace, *merged = acc + a->value_dim;
   for (int64_t r = 0; r < a->rows; r++)
     for (int64_t head = 0; head < a->n_heads; head++) {
       const int64_t at = r * a->n_heads + head;
@@ -94,11 +86,10 @@ void rm_attention_ref(const rm_ctx *ctx, const rm_attention_args *a) {
           .q = rm_at(a->dtype, a->q, at * a->head_dim),
           .pages = a->block_tables + a->seq_of_row[r] * a->max_pages,
           .head = head,
-          .kv_head = (a->head0 + head) / rm_query_group(a->group, a->n_heads, a->n_kv_heads),
-          .first = a->window > 0 ? rm_max64(0, a->positions[r] - a->window + 1) : 0,
+          .kv_head = (a->head0 + head) / a->group,
+          .first = rm_first_position(a, r),
           .last = a->positions[r],
-          .value_dim = value_dim,
       };
-      one_head(&h, acc, merged, rm_at_mut(a->dtype, a->out, at * value_dim));
+      one_head(&h, acc, merged, rm_at_mut(a->dtype, a->out, at * a->value_dim));
     }
 }

@@ -24,9 +24,8 @@ static void gather_row(const rm_gather_rows_args *a, int64_t row) {
 }
 RM_ROW_OP(rm_gather_rows_ref, gather_rows, a->rows *(int64_t)(a->row_bytes / 4), gather_row(a, r))
 
-static void permute_row(const void *args, int thread, int64_t row) {
+static void permute_row(const void *args, int, int64_t row) {
   const rm_permute_args *a = args;
-  (void)thread;
   for (int64_t i = row * a->top_k; i < (row + 1) * a->top_k; i++)
     if (a->place[i] >= 0)
       memcpy(rm_at_mut(a->dtype, a->x_out, a->place[i] * a->hidden),

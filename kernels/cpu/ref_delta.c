@@ -2,14 +2,8 @@
 // the other, row by row.
 #include "ref.h"
 
-static float sum_of_squares(const float *x, int64_t n) {
-  float partial[RM_LANES] = {0};
-  for (int64_t i = 0; i < n; i++) partial[i % RM_LANES] = fmaf(x[i], x[i], partial[i % RM_LANES]);
-  return rm_tree16(partial);
-}
-
 static void l2_norm(float *x, int64_t n, float factor) {
-  const float scale = 1.0f / sqrtf(sum_of_squares(x, n) + RM_L2_EPS);
+  const float scale = 1.0f / sqrtf(rm_ref_sum_of_squares(RM_F32, x, n) + RM_L2_EPS);
   for (int64_t i = 0; i < n; i++) x[i] = x[i] * scale * factor;
 }
 
@@ -37,7 +31,7 @@ static void step(const rm_delta_net_args *a, float *state, const float *q, const
 
 static void put_normed(const rm_delta_run *of, int64_t row, const float *o) {
   const rm_delta_net_args *a = of->a;
-  const float scale = 1.0f / sqrtf(sum_of_squares(o, a->v_dim) / (float)a->v_dim + a->eps);
+  const float scale = rm_rms_scale(rm_ref_sum_of_squares(RM_F32, o, a->v_dim), a->v_dim, a->eps);
   for (int64_t j = 0; j < a->v_dim; j++) {
     const float z = rm_get(a->dtype, a->x, row * of->columns + rm_delta_z(of) + j);
     rm_put(a->dtype, a->out, (row * a->n_v_heads + of->head) * a->v_dim + j,

@@ -19,8 +19,7 @@ float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_
   return acc;
 }
 
-float rm_ref_values_dot(rm_dtype dtype, const float *p, const float *v) {
-  (void)dtype;
+float rm_ref_values_dot(rm_dtype, const float *p, const float *v) {
   float chain[2] = {0.0f, 0.0f}; // even positions, odd positions
   for (int j = 0; j < RM_ATTN_BLOCK; j++) chain[j & 1] = fmaf(p[j], v[j], chain[j & 1]);
   return chain[0] + chain[1];

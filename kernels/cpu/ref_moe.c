@@ -107,8 +107,7 @@ static void static_dispatch_row(const rm_static_dispatch_args *a, int64_t home, 
   }
 }
 
-void rm_static_dispatch_ref(const rm_ctx *ctx, const rm_static_dispatch_args *a) {
-  (void)ctx;
+void rm_static_dispatch_ref(const rm_ctx *, const rm_static_dispatch_args *a) {
   for (int64_t i = 0; i < a->homes * a->pitch * rm_max_choices(a->top_k, a->experts_each); i++)
     a->own[i] = -1;
   for (int64_t home = 0; home < a->homes; home++)
@@ -135,8 +134,7 @@ static int node(const rm_combine_args *a, int64_t r, int64_t i, int64_t first, i
   return has_left || has_right;
 }
 
-void rm_combine_ref(const rm_ctx *ctx, const rm_combine_args *a) {
-  (void)ctx;
+void rm_combine_ref(const rm_ctx *, const rm_combine_args *a) {
   int64_t places = 1;
   while (places < a->n_experts) places *= 2;
   for (int64_t r = 0; r < a->rows; r++)

@@ -113,18 +113,13 @@ static float logprob_under(const filter *f, int32_t token, uint64_t total) {
 
 static void sample_row(const rm_sample_args *a, int64_t r) {
   const rm_sample_params *params = a->params + r;
-  const int64_t from = rm_sampled_row(a, r);
   const float *logits = a->logits + r * a->ld_logits;
-  const int32_t likeliest = a->row_flags[from] ? -1 : greedy(logits, a->vocab, params);
-  a->tokens[r] = -1;
-  a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
-  if (a->kept) a->kept[r] = 0;
-  if (likeliest < 0) return;
-
-  int32_t token = params->forced >= 0 ? params->forced : likeliest;
+  const int32_t likeliest =
+      a->row_flags[rm_sampled_row(a, r)] ? -1 : greedy(logits, a->vocab, params);
+  int32_t token = likeliest >= 0 && params->forced >= 0 ? params->forced : likeliest;
   float under = token == likeliest ? 0.0f : -INFINITY;
   int32_t kept = 1;
-  if (params->temperature != 0.0f) {
+  if (likeliest >= 0 && params->temperature != 0.0f) {
     filter f = {.logits = logits, .vocab = a->vocab, .params = params, .key = 0, .ties = INT64_MAX};
     f.max = edited(params, logits, likeliest);
     const int cuts_k = params->top_k > 0 && params->top_k < a->vocab;
@@ -132,25 +127,20 @@ static void sample_row(const rm_sample_args *a, int64_t r) {
       keep_prefix(&f, (uint64_t)params->top_k, 0);
     if (params->top_p < 1.0f) keep_prefix(&f, rm_top_p_need(params->top_p, measure(&f, 1)), 1);
     const uint64_t total = measure(&f, 1);
-    if (total == 0) return;
     const rest left = rest_of(&f, rm_mul_high(total, rm_philox_u64(params->seed, params->counter)));
-    if (params->forced < 0) token = left.drawn;
+    if (total == 0) token = -1;
+    else if (params->forced < 0) token = left.drawn;
     under = logprob_under(&f, token, total);
     kept = left.kept;
   }
-  a->tokens[r] = token;
-  a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * from);
-  a->sampling_logprobs[r] = rm_samples_the_model(params, a->vocab) ? a->logprobs[r] : under;
-  if (a->kept) a->kept[r] = kept;
+  rm_put_draw(a, r, token, under, kept);
 }
 
-void rm_sample_ref(const rm_ctx *ctx, const rm_sample_args *a) {
-  (void)ctx;
+void rm_sample_ref(const rm_ctx *, const rm_sample_args *a) {
   for (int64_t r = 0; r < a->rows; r++) sample_row(a, r);
 }
 
-void rm_top_logprobs_ref(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
-  (void)ctx;
+void rm_top_logprobs_ref(const rm_ctx *, const rm_top_logprobs_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     const float *logits = a->logits + r * a->ld_logits;
     int64_t last = -1;
@@ -169,8 +159,7 @@ void rm_top_logprobs_ref(const rm_ctx *ctx, const rm_top_logprobs_args *a) {
   }
 }
 
-void rm_ranks_ref(const rm_ctx *ctx, const rm_ranks_args *a) {
-  (void)ctx;
+void rm_ranks_ref(const rm_ctx *, const rm_ranks_args *a) {
   for (int64_t r = 0; r < a->rows; r++) {
     const float *logits = a->logits + r * a->ld_logits;
     a->ranks[r] = 0;

@@ -9,21 +9,13 @@ typedef struct rope_job {
   int64_t stride; // floats of one head in the workspace
 } rope_job;
 
-VEC float sum_of_squares(rm_dtype T, const void *x, int64_t n) {
-  vf squares = vf_zero();
-  for (int64_t i = 0; i < n; i += RM_LANES) {
-    const vf v = vt_load_n(T, x, i, n - i);
-    squares = vf_fma(v, v, squares);
-  }
-  return vf_tree16(squares);
-}
-
 VEC void squares_of_row(rm_dtype T, const rm_head_squares_args *a, int64_t row) {
   const int64_t base = row * (a->n_heads + 2 * a->n_kv_heads);
   for (int64_t h = 0; h < a->n_heads + a->n_kv_heads; h++) {
     float *out = h < a->n_heads ? a->q_out + row * a->n_heads + h
                                 : a->k_out + row * a->n_kv_heads + h - a->n_heads;
-    *out = rm_canon(sum_of_squares(T, rm_at(T, a->qkv, (base + h) * a->head_dim), a->head_dim));
+    const void *head = rm_at(T, a->qkv, (base + h) * a->head_dim);
+    *out = rm_canon(vt_sum_of_squares(T, head, a->head_dim));
   }
 }
 
@@ -37,70 +29,59 @@ typedef struct row_norm {
   float scale;
 } row_norm;
 
-static row_norm norm_of(const rm_qk_rope_kv_args *a, const void *weight, const float *squares,
-                        int64_t n_heads) {
+static row_norm norm_of(const rm_qk_rope_kv_args *a, int64_t row, const void *weight,
+                        const float *squares, int64_t n_heads) {
   if (!squares) return (row_norm){.weight = weight};
-  float total = 0.0f;
-  for (int64_t h = 0; h < n_heads; h++) total = total + squares[h];
-  return (row_norm){weight, a->head_dim,
-                    1.0f / sqrtf(total / (float)(n_heads * a->head_dim) + a->eps)};
+  return (row_norm){weight, a->head_dim, rm_scale_of_heads(a, squares + row * n_heads, n_heads)};
 }
 
-VEC void load_head(rm_dtype T, const void *x, int64_t n, float *out) {
-  for (int64_t i = 0; i < n; i += RM_LANES) vf_store(out + i, vt_load_n(T, x, i, n - i));
+// head[0 … n) ← x; up to 16 more floats of it may be written.
+VEC void load_head(rm_dtype T, const void *x, int64_t n, float *head) {
+  for (int64_t i = 0; i < n; i += RM_LANES) vf_store(head + i, vt_load_n(T, x, i, n - i));
 }
 
-// normed[0 … n) = round_T(weight · round_T(x · rsqrt)), or x without a weight.
-VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const void *x, int64_t n,
-                   const row_norm *norm, int64_t head, float *normed) {
-  if (!norm->weight) {
-    load_head(T, x, n, normed);
-    return;
-  }
-  const void *weight = rm_at(T, norm->weight, head * norm->step);
-  const vf scale =
-      vf_set1(norm->step ? norm->scale : 1.0f / sqrtf(sum_of_squares(T, x, n) / (float)n + a->eps));
+// out[0 … n) ← round_T(head).
+VEC void put_head(rm_dtype T, const float *head, int64_t n, void *out) {
+  for (int64_t i = 0; i < n; i += RM_LANES)
+    vt_store_n(T, out, i, vt_round(T, vf_load(head + i)), n - i);
+}
+
+// head[0 … n) ← round_T(weight · round_T(head · scale)), if there are weights.
+VEC void norm_head(rm_dtype T, const rm_qk_rope_kv_args *a, const row_norm *norm, int64_t index,
+                   int64_t n, float *head) {
+  if (!norm->weight) return;
+  const void *weight = rm_at(T, norm->weight, index * norm->step);
+  const vf scale = vf_set1(
+      norm->step ? norm->scale : rm_rms_scale(vt_sum_of_squares(RM_F32, head, n), n, a->eps));
   for (int64_t i = 0; i < n; i += RM_LANES) {
-    const vf t = vf_mul(vt_load_n(T, x, i, n - i), scale);
-    vf_store(normed + i, vt_weighted(T, a->zero_centered, vt_load_n(T, weight, i, n - i), t));
+    const vf t = vf_mul(vf_load(head + i), scale);
+    vf_store(head + i, vt_weighted(T, a->zero_centered, vt_load_n(T, weight, i, n - i), t));
   }
 }
 
-// out[from … n) = round_T(normed).
-VEC void store_rounded(rm_dtype T, const float *normed, int64_t from, int64_t n, void *out) {
-  for (int64_t i = from; i < n; i += RM_LANES)
-    vt_store_n(T, out, i, vt_round(T, vf_load(normed + i)), rm_min64(RM_LANES, n - i));
-}
-
-// out[0 … n) = the rotated head, T; `normed` may be read 16 floats past its end.
-VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const float *normed,
-                     int64_t n_out, void *out) {
+// Rotates in place; may read 16 floats past the end of `head`.
+VEC void rotate_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, float *head) {
   const int64_t half = a->rotary_dim / 2;
   const float *cos = a->cos + a->positions[row] * half, *sin = a->sin + a->positions[row] * half;
   for (int64_t i = 0; i < half; i += RM_LANES) {
     const int64_t n = rm_min64(RM_LANES, half - i);
     const vf c = vf_load_n(cos + i, n), s = vf_load_n(sin + i, n);
-    const vf lo = vf_load(normed + i), hi = vf_load(normed + half + i);
+    const vf lo = vf_load(head + i), hi = vf_load(head + half + i);
     const vf first = vf_add(vt_round(T, vf_mul(lo, c)), vt_round(T, vf_mul(vf_neg(hi), s)));
     const vf second = vf_add(vt_round(T, vf_mul(hi, c)), vt_round(T, vf_mul(lo, s)));
-    vt_store_n(T, out, i, vt_round(T, first), n);
-    vt_store_n(T, out, half + i, vt_round(T, second), n);
+    vt_store_n(RM_F32, head, i, vt_round(T, first), n);
+    vt_store_n(RM_F32, head, half + i, vt_round(T, second), n);
   }
-  store_rounded(T, normed, 2 * half, n_out, out);
 }
 
-// out = the head normed and rotated, in the order of norm_last.
+// out ← the head normed and rotated, in the order of norm_last. `head` is scratch.
 VEC void compute_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, const void *x,
-                      const row_norm *norm, int64_t head, float *normed, void *out) {
-  if (!a->norm_last) {
-    norm_head(T, a, x, a->head_dim, norm, head, normed);
-    rotate_head(T, a, row, normed, a->head_dim, out);
-    return;
-  }
-  load_head(T, x, a->head_dim, normed);
-  rotate_head(T, a, row, normed, a->head_dim, out);
-  norm_head(T, a, out, a->head_dim, norm, head, normed);
-  store_rounded(T, normed, 0, a->head_dim, out);
+                      const row_norm *norm, int64_t index, float *head, void *out) {
+  load_head(T, x, a->head_dim, head);
+  if (!a->norm_last) norm_head(T, a, norm, index, a->head_dim, head);
+  rotate_head(T, a, row, head);
+  if (a->norm_last) norm_head(T, a, norm, index, a->head_dim, head);
+  put_head(T, head, a->head_dim, out);
 }
 
 VEC int all_finite(rm_dtype T, const void *x, int64_t n) {
@@ -141,22 +122,23 @@ VEC void store_head(rm_dtype T, const rm_qk_rope_kv_args *a, int64_t row, int64_
 }
 
 // A row of latent attention.
-VEC void latent_row(rm_dtype T, const rope_job *job, int64_t row, float *loaded, void *k) {
+VEC void latent_row(rm_dtype T, const rope_job *job, int64_t row, float *head, void *k) {
   const rm_qk_rope_kv_args *a = job->a;
   const int64_t q = a->n_heads * a->q_dim, base = row * (q + a->head_dim), rotary = a->rotary_dim;
-  for (int64_t h = 0; h < a->n_heads; h++) {
-    load_head(T, rm_at(T, a->qkv, base + (h + 1) * a->q_dim - rotary), rotary, loaded);
-    rotate_head(T, a, row, loaded, rotary,
-                rm_at_mut(T, a->q_out, (row * a->n_heads + h) * a->head_dim));
+  const void *latent = rm_at(T, a->qkv, base + q);
+  for (int64_t h = 0; h <= a->n_heads; h++) { // the last is the key
+    const int64_t from = base + (h < a->n_heads ? (h + 1) * a->q_dim - rotary : q + a->value_dim);
+    void *out = rm_at_mut(T, a->q_out, (row * a->n_heads + h) * a->head_dim);
+    load_head(T, rm_at(T, a->qkv, from), rotary, head);
+    rotate_head(T, a, row, head);
+    put_head(T, head, rotary, h < a->n_heads ? out : k);
   }
   if (a->slots[row] < 0) return;
-  const void *latent = rm_at(T, a->qkv, base + q);
-  load_head(T, rm_at(T, latent, a->value_dim), rotary, loaded);
-  rotate_head(T, a, row, loaded, rotary, k);
   void *normed = rm_at_mut(T, k, rotary);
-  norm_head(T, a, latent, a->value_dim, &(row_norm){.weight = a->k_weight}, 0, loaded);
-  store_rounded(T, loaded, 0, a->value_dim, normed);
-  store_head(T, a, row, 0, k, normed, loaded);
+  load_head(T, latent, a->value_dim, head);
+  norm_head(T, a, &(row_norm){.weight = a->k_weight}, 0, a->value_dim, head);
+  put_head(T, head, a->value_dim, normed);
+  store_head(T, a, row, 0, k, normed, head);
 }
 
 VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, void *rotated) {
@@ -166,15 +148,13 @@ VEC void rope_row(rm_dtype T, const rope_job *job, int64_t row, float *normed, v
     return;
   }
   const int64_t head_dim = a->head_dim, base = row * (a->n_heads + 2 * a->n_kv_heads) * head_dim;
-  const row_norm q_norm = norm_of(
-      a, a->q_weight, a->q_squares ? a->q_squares + row * a->all_heads : NULL, a->all_heads);
+  const row_norm q_norm = norm_of(a, row, a->q_weight, a->q_squares, a->all_heads);
   for (int64_t h = 0; h < a->n_heads; h++) {
     compute_head(T, a, row, rm_at(T, a->qkv, base + h * head_dim), &q_norm, h, normed,
                  rm_at_mut(T, a->q_out, (row * a->n_heads + h) * head_dim));
   }
   if (a->slots[row] < 0) return;
-  const row_norm k_norm = norm_of(
-      a, a->k_weight, a->k_squares ? a->k_squares + row * a->all_kv_heads : NULL, a->all_kv_heads);
+  const row_norm k_norm = norm_of(a, row, a->k_weight, a->k_squares, a->all_kv_heads);
   for (int64_t h = 0; h < a->n_kv_heads; h++) {
     const void *v = rm_at(T, a->qkv, base + (a->n_heads + a->n_kv_heads + h) * head_dim);
     compute_head(T, a, row, rm_at(T, a->qkv, base + (a->n_heads + h) * head_dim), &k_norm, h,

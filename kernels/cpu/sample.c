@@ -36,7 +36,8 @@ typedef struct row_view { // one row's work; arrays are carved from the thread's
   const float *logits; // [vocab], edited, banned ones NaN
   int64_t vocab;
   float max;
-  int32_t *kept; // out: number of tokens left, or NULL; 0 at first
+  int counts; // whether `kept` is wanted
+  int32_t kept; // out: number of tokens left; 0 at first
   float *maxima; // [pieces][16] largest of each lane of a piece
   uint64_t *sums; // [pieces] of weights
   token_list list; // room for [vocab↑1024]
@@ -142,7 +143,7 @@ static uint64_t weigh_all(row_view *v) {
     const int64_t n = rm_min64(PIECE, v->vocab - from);
     piece_weights(v, from, n, piece);
     total += v->sums[from / PIECE] = sum_of(piece, n);
-    for (int64_t i = 0; v->kept && i < n; i++) *v->kept += piece[i] != 0;
+    for (int64_t i = 0; v->counts && i < n; i++) v->kept += piece[i] != 0;
   }
   return total;
 }
@@ -268,7 +269,7 @@ static int32_t draw_filtered(row_view *v, float *under) {
   }
   const uint64_t total = sum_of(list->weights, list->n);
   if (total == 0) return -1;
-  if (v->kept) *v->kept = (int32_t)list->n; // `collect` takes only tokens with a weight
+  v->kept = (int32_t)list->n; // `collect` takes only tokens with a weight
   int64_t at = 0;
   if (p->forced < 0)
     at = exceeding(list->weights, list->n, 0,
@@ -294,9 +295,9 @@ static void edit(row_view *v) {
   v->logits = v->copy;
 }
 
-static int32_t pick_greedy(const row_view *v, float *under) {
+static int32_t pick_greedy(row_view *v, float *under) {
   const int32_t likeliest = first_largest(v->logits, v->vocab, v->max);
-  if (v->kept) *v->kept = likeliest >= 0;
+  v->kept = 1;
   if (likeliest < 0 || v->params->forced < 0) {
     *under = 0.0f;
     return likeliest;
@@ -310,26 +311,18 @@ static void sample_row(const void *args, int thread, int64_t r) {
   const rm_sample_args *a = job->a;
   char *memory = job->workspace + thread * job->stride;
   const rm_sample_params *params = a->params + r;
-  const int64_t from = rm_sampled_row(a, r);
-  const float *logits = a->logits + r * a->ld_logits;
-  row_view v = carve(params, logits, a->vocab, memory);
-  a->tokens[r] = -1;
-  a->logprobs[r] = a->sampling_logprobs[r] = rm_float(0x7fc00000u);
-  if (a->kept) *(v.kept = a->kept + r) = 0;
-  if (a->row_flags[from]) return;
-  edit(&v);
-  v.max = largest(&v);
-
-  const int same = rm_samples_the_model(params, a->vocab);
   const int filtered = (params->top_k > 0 && params->top_k < a->vocab) || params->top_p < 1.0f;
+  row_view v = carve(params, a->logits + r * a->ld_logits, a->vocab, memory);
   float under = 0.0f;
-  int32_t token;
-  if (params->temperature == 0.0f) token = pick_greedy(&v, &under);
-  else token = filtered ? draw_filtered(&v, &under) : draw_from_all(&v, &under);
-  if (token < 0) return;
-  a->tokens[r] = token;
-  a->logprobs[r] = rm_logprob(logits[token], a->stats + 2 * from);
-  a->sampling_logprobs[r] = same ? a->logprobs[r] : under;
+  int32_t token = -1;
+  v.counts = a->kept != NULL;
+  if (!a->row_flags[rm_sampled_row(a, r)]) {
+    edit(&v);
+    v.max = largest(&v);
+    if (params->temperature == 0.0f) token = pick_greedy(&v, &under);
+    else token = filtered ? draw_filtered(&v, &under) : draw_from_all(&v, &under);
+  }
+  rm_put_draw(a, r, token, under, v.kept);
 }
 
 void RM_FN(sample)(const rm_ctx *ctx, const rm_sample_args *a) {
@@ -346,7 +339,7 @@ size_t RM_FN(sample_workspace)(const rm_limits *l) {
 typedef struct top_list {
   int32_t *ids;
   const float *logits;
-  int64_t k, n;
+  int64_t n;
 } top_list;
 
 static uint32_t key_at(const top_list *top, int64_t i) {
@@ -383,11 +376,10 @@ static void offer(top_list *top, int64_t id) {
 
 static void top_row(const rm_top_logprobs_args *a, int64_t r) {
   if (a->k == 0) return;
-  top_list top = {
-      .ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .k = a->k, .n = a->k};
+  top_list top = {.ids = a->ids + r * a->k, .logits = a->logits + r * a->ld_logits, .n = a->k};
   int64_t v = 0;
-  for (; v < top.k; v++) top.ids[v] = (int32_t)v;
-  for (int64_t i = top.k / 2; i-- > 0;) sift(&top, i);
+  for (; v < a->k; v++) top.ids[v] = (int32_t)v;
+  for (int64_t i = a->k / 2; i-- > 0;) sift(&top, i);
   for (; v < a->vocab && key_at(&top, 0) == 0; v++)
     offer(&top, v); // lanes cannot be compared with a NaN
   // Few of the rest are better than the worst of the list.
@@ -410,12 +402,9 @@ ROW_OP(top_logprobs, a->rows * a->vocab, top_row(a, r))
 
 // ------------------------------------------------------------------------------------------ ranks
 static int32_t rank_of(const float *logits, int64_t vocab, int32_t token) {
-  const vf mine = vf_set1(logits[token]);
+  const float mine = logits[token];
   int32_t rank = 0;
-  int64_t v = 0;
-  for (; v + RM_LANES <= vocab; v += RM_LANES)
-    rank += __builtin_popcount(vi_lanes(vf_ge(vf_load(logits + v), mine)));
-  for (; v < vocab; v++) rank += logits[v] >= logits[token];
+  for (int64_t v = 0; v < vocab; v++) rank += logits[v] >= mine; // the compiler makes vectors of it
   return rank;
 }
 

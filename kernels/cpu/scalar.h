@@ -70,6 +70,13 @@ RM_INLINE void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *fro
   else ((uint32_t *)to)[i] = ((const uint32_t *)from)[j];
 }
 
+// c[0] + c[1]·x + … + c[n − 1]·x^(n − 1), by Horner's rule. n is a constant.
+RM_INLINE float rm_polynomial(const float *c, int n, float x) {
+  float sum = c[n - 1];
+  for (int i = n - 2; i >= 0; i--) sum = fmaf(sum, x, c[i]);
+  return sum;
+}
+
 // exp: x = n·ln2 + r, |r| ≤ ln2/2, e^r = 1 + r + r²·q(r), then times 2^n in two steps, of which
 // only the last may round.
 #define RM_EXP_LO (-88.0f)
@@ -78,12 +85,8 @@ RM_INLINE void rm_copy_elem(rm_dtype dtype, void *to, int64_t i, const void *fro
 #define RM_LN2_HI 0x1.62e4p-1f
 #define RM_LN2_LO 0x1.7f7d1cp-20f
 #define RM_ROUND_MAGIC 12582912.0f // 1.5·2^23: adding it leaves the nearest integer in the low bits
-#define RM_EXP_Q0 0x1p-1f
-#define RM_EXP_Q1 0x1.555556p-3f
-#define RM_EXP_Q2 0x1.55547p-5f
-#define RM_EXP_Q3 0x1.1110acp-7f
-#define RM_EXP_Q4 0x1.6da76cp-10f
-#define RM_EXP_Q5 0x1.a17e08p-13f
+#define RM_EXP_Q \
+  0x1p-1f, 0x1.555556p-3f, 0x1.55547p-5f, 0x1.1110acp-7f, 0x1.6da76cp-10f, 0x1.a17e08p-13f
 
 // e^r, and t, whose low bits are n.
 RM_INLINE float rm_exp_rest(float x, float *t) {
@@ -91,12 +94,8 @@ RM_INLINE float rm_exp_rest(float x, float *t) {
   const float n = *t - RM_ROUND_MAGIC;
   float r = fmaf(n, -RM_LN2_HI, x);
   r = fmaf(n, -RM_LN2_LO, r);
-  float q = fmaf(RM_EXP_Q5, r, RM_EXP_Q4);
-  q = fmaf(q, r, RM_EXP_Q3);
-  q = fmaf(q, r, RM_EXP_Q2);
-  q = fmaf(q, r, RM_EXP_Q1);
-  q = fmaf(q, r, RM_EXP_Q0);
-  return fmaf(q, r * r, r) + 1.0f;
+  const float q[] = {RM_EXP_Q};
+  return fmaf(rm_polynomial(q, 6, r), r * r, r) + 1.0f;
 }
 
 RM_INLINE float rm_exp(float x) {
@@ -118,19 +117,11 @@ RM_INLINE float rm_sigmoid(float x) { return 1.0f / (1.0f + rm_exp(-x)); }
 #define RM_GELU_K3 0x1.2444f2p-4f
 #define RM_SQRT_HALF 0x1.6a09e6p-1f
 #define RM_PHI_P 0x1.4f740ap-2f
-#define RM_PHI_A1 0x1.04f20cp-3f
-#define RM_PHI_A2 (-0x1.23531cp-3f)
-#define RM_PHI_A3 0x1.6be1c6p-1f
-#define RM_PHI_A4 (-0x1.7401c6p-1f)
-#define RM_PHI_A5 0x1.0fb844p-1f
+#define RM_PHI_A 0x1.04f20cp-3f, -0x1.23531cp-3f, 0x1.6be1c6p-1f, -0x1.7401c6p-1f, 0x1.0fb844p-1f
 
 RM_INLINE float rm_gelu(float x) {
   const float a = rm_max_f32(x, -x) * RM_SQRT_HALF, t = 1.0f / fmaf(RM_PHI_P, a, 1.0f);
-  float q = fmaf(RM_PHI_A5, t, RM_PHI_A4);
-  q = fmaf(q, t, RM_PHI_A3);
-  q = fmaf(q, t, RM_PHI_A2);
-  q = fmaf(q, t, RM_PHI_A1);
-  const float below = q * t * rm_exp(-(a * a));
+  const float q[] = {RM_PHI_A}, below = rm_polynomial(q, 5, t) * t * rm_exp(-(a * a));
   return x * (x < 0.0f ? below : 1.0f - below);
 }
 
@@ -160,19 +151,12 @@ RM_INLINE const void *rm_bias_of(rm_dtype dtype, const rm_gemm_args *a, int64_t 
 
 // tanh: near 0 an odd polynomial, which keeps the relative error small; else 1 − 2/(e^2|x| + 1).
 #define RM_TANH_SMALL 0.625f
-#define RM_TANH_Q0 (-0x1.555532p-2f)
-#define RM_TANH_Q1 0x1.110726p-3f
-#define RM_TANH_Q2 (-0x1.b83c5ap-5f)
-#define RM_TANH_Q3 0x1.52269cp-6f
-#define RM_TANH_Q4 (-0x1.75e1ccp-8f)
+#define RM_TANH_Q -0x1.555532p-2f, 0x1.110726p-3f, -0x1.b83c5ap-5f, 0x1.52269cp-6f, -0x1.75e1ccp-8f
 
 RM_INLINE float rm_tanh(float x) {
   const float a = rm_max_f32(x, -x), z = x * x;
-  float q = fmaf(RM_TANH_Q4, z, RM_TANH_Q3);
-  q = fmaf(q, z, RM_TANH_Q2);
-  q = fmaf(q, z, RM_TANH_Q1);
-  q = fmaf(q, z, RM_TANH_Q0);
-  const float near = fmaf(x * z, q, x), far = 1.0f - 2.0f / (rm_exp(a + a) + 1.0f);
+  const float q[] = {RM_TANH_Q}, near = fmaf(x * z, rm_polynomial(q, 5, z), x),
+              far = 1.0f - 2.0f / (rm_exp(a + a) + 1.0f);
   return RM_TANH_SMALL > a ? near : x < 0.0f ? -far : far;
 }
 
@@ -182,6 +166,19 @@ RM_INLINE float rm_softcap(float x, float cap) { return cap != 0.0f ? cap * rm_t
 // The logit of a dot product.
 RM_INLINE float rm_logit(const rm_lm_head_args *a, float acc) {
   return rm_canon(rm_softcap(a->scale != 0.0f ? acc * a->scale : acc, a->softcap));
+}
+
+// 1 / the root mean square of n numbers, from the sum of their squares.
+RM_INLINE float rm_rms_scale(float squares, int64_t n, float eps) {
+  return 1.0f / sqrtf(squares / (float)n + eps);
+}
+
+// The same for all heads of a row of q or of k, by their sums of squares.
+RM_INLINE float rm_scale_of_heads(const rm_qk_rope_kv_args *a, const float *squares,
+                                  int64_t n_heads) {
+  float total = 0.0f;
+  for (int64_t h = 0; h < n_heads; h++) total = total + squares[h];
+  return rm_rms_scale(total, n_heads * a->head_dim, a->eps);
 }
 
 // A norm's output: t is the number times 1/rms. Weights as they are stored, or zero-centered.
@@ -196,17 +193,11 @@ RM_INLINE float rm_log(float x) {
   const uint32_t shifted = rm_bits(x) - 0x3f3504f3u; // √½
   const int32_t e = (int32_t)shifted >> 23;
   const float f = rm_float((shifted & 0x7fffffu) + 0x3f3504f3u) - 1.0f;
-  const float n = (float)e;
-  float p = fmaf(0x1.1456e2p-4f, f, -0x1.de3b6ap-4f);
-  p = fmaf(p, f, 0x1.e6f066p-4f);
-  p = fmaf(p, f, -0x1.fc2224p-4f);
-  p = fmaf(p, f, 0x1.23376ap-3f);
-  p = fmaf(p, f, -0x1.555c4cp-3f);
-  p = fmaf(p, f, 0x1.99a4b6p-3f);
-  p = fmaf(p, f, -0x1.000006p-2f);
-  p = fmaf(p, f, 0x1.555548p-2f);
-  const float f2 = f * f;
-  float y = f * f2 * p;
+  const float n = (float)e, f2 = f * f;
+  const float p[] = {0x1.555548p-2f,  -0x1.000006p-2f, 0x1.99a4b6p-3f,
+                     -0x1.555c4cp-3f, 0x1.23376ap-3f,  -0x1.fc2224p-4f,
+                     0x1.e6f066p-4f,  -0x1.de3b6ap-4f, 0x1.1456e2p-4f};
+  float y = f * f2 * rm_polynomial(p, 9, f);
   y = fmaf(n, RM_LN2_LO, y);
   y = fmaf(-0.5f, f2, y);
   return fmaf(n, RM_LN2_HI, f + y);
@@ -242,8 +233,7 @@ RM_INLINE void *rm_delta_window(const rm_delta_net_args *a, float *state) {
 RM_INLINE rm_delta_run rm_delta_run_at(const rm_delta_net_args *a, int64_t first, int64_t head) {
   const rm_delta_run run = {a,
                             head,
-                            (a->head0 + head) /
-                                rm_query_group(a->group, a->n_v_heads, a->n_k_heads),
+                            (a->head0 + head) / a->group,
                             first,
                             rm_delta_columns(a->n_k_heads, a->n_v_heads, a->k_dim, a->v_dim),
                             2 * a->k_dim + a->v_dim,
@@ -312,9 +302,42 @@ RM_INLINE float rm_tree16(const float *partial) {
   return s[0];
 }
 
+// The maximum of numbers x and their Σ exp(x − max), merged from those of two parts. old, add: the
+// factors of the parts' own sums.
+typedef struct rm_merged {
+  float max, sum, old, add;
+} rm_merged;
+RM_INLINE rm_merged rm_merge(float max, float sum, float next_max, float next_sum) {
+  rm_merged both;
+  both.max = rm_max_f32(next_max, max);
+  both.old = rm_exp(max - both.max);
+  both.add = rm_exp(next_max - both.max);
+  both.sum = fmaf(sum, both.old, next_sum * both.add);
+  return both;
+}
+
+// Merges a row's sums with the sink of its head after the last split: updates l and returns the
+// factor of the sums. Without sinks the factor is 1.
+RM_INLINE float rm_add_sink(const rm_attention_args *a, int64_t head, float m, float *l) {
+  if (!a->sinks) return 1.0f;
+  const rm_merged all = rm_merge(m, *l, rm_get(a->dtype, a->sinks, head), 1.0f);
+  *l = all.sum;
+  return all.old;
+}
+
 // (logit − max) − log(sum): every logprob is computed this way.
 RM_INLINE float rm_logprob(float logit, const float *stats) {
   return rm_canon((logit - stats[0]) - rm_log(stats[1]));
+}
+
+// Stores the stats of a row, its flag and the logprob of its target.
+RM_INLINE void rm_put_stats(const rm_merge_pairs_args *a, int64_t row, float max, float sum) {
+  float *stats = a->stats + 2 * row;
+  stats[0] = rm_canon(max);
+  stats[1] = rm_canon(sum);
+  if (rm_is_nan(sum)) a->row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
+  if (a->target_logprobs)
+    a->target_logprobs[row] = a->targets[row] < 0 ? 0.0f : rm_logprob(a->target_logits[row], stats);
 }
 
 // The router chooses the experts with the largest keys.

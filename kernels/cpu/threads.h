@@ -34,6 +34,20 @@ static inline int rm_take(rm_work *work, int n_threads, int64_t *from, int64_t *
   return 1;
 }
 
+// Finds the runs of adjacent rows of one sequence, each of at most `most` rows. runs[0 … n] ← their
+// first rows, then `rows`. Returns their number n.
+static inline int64_t rm_find_runs(const int32_t *seq_of_row, int64_t rows, int64_t most,
+                                   int32_t *runs) {
+  int64_t n = 0;
+  for (int64_t r = 0; r < rows; r++)
+    if (r == 0 || seq_of_row[r] != seq_of_row[r - 1] || r - runs[n - 1] == most)
+      runs[n++] = (int32_t)r;
+  runs[n] = (int32_t)rows;
+  return n;
+}
+// Floats for `runs`; an int32 is as large as a float.
+static inline int64_t rm_runs_floats(int64_t rows) { return rm_round_up(rows + 1, RM_LANES); }
+
 // Rows that each thread takes an equal run of. fn computes one row.
 typedef void (*rm_row_fn)(const void *args, int thread, int64_t row);
 typedef struct rm_rows {
@@ -55,9 +69,8 @@ static inline void rm_each_row(const rm_ctx *ctx, int64_t n, int64_t cost, rm_ro
 // Defines the op `name`, whose rows are independent. `compute` computes row `r` of the arguments
 // `a`.
 #define RM_ROW_OP(symbol, name, cost, compute) \
-  static void name##_row_of(const void *args, int thread, int64_t r) { \
+  static void name##_row_of(const void *args, int, int64_t r) { \
     const rm_##name##_args *a = args; \
-    (void)thread; \
     compute; \
   } \
   void symbol(const rm_ctx *ctx, const rm_##name##_args *a) { \

@@ -42,6 +42,7 @@ VEC vf vf_near_bf16(vf x) {
 }
 #endif
 
+VEC int vi_any(vi mask) { return vi_lanes(mask) != 0; }
 VEC int vf_any_nonfinite(vf x) {
   const vi exponent = vi_set1(0x7f800000);
   return vi_any(vi_eq(vi_and(vf_bits(x), exponent), exponent));
@@ -74,6 +75,14 @@ VEC vf vt_load_n(rm_dtype dtype, const void *p, int64_t i, int64_t n) {
   for (int64_t j = 0; j < n; j++) lanes[j] = ((const uint16_t *)p)[i + j];
   return vf_load_bf16(lanes);
 }
+VEC float vt_sum_of_squares(rm_dtype dtype, const void *x, int64_t n) {
+  vf squares = vf_zero();
+  for (int64_t i = 0; i < n; i += RM_LANES) {
+    const vf v = vt_load_n(dtype, x, i, n - i);
+    squares = vf_fma(v, v, squares);
+  }
+  return vf_tree16(squares);
+}
 VEC vf vt_round(rm_dtype dtype, vf x) {
   const vf y = vf_canon(x);
   return dtype == RM_BF16 ? vf_near_bf16(y) : y;
@@ -100,6 +109,13 @@ VEC vf vt_weighted(rm_dtype dtype, int zero_centered, vf weight, vf t) {
                                        : vf_mul(weight, vt_round(dtype, t)));
 }
 
+// rm_polynomial for 16 lanes.
+VEC vf vf_polynomial(const float *c, const int n, vf x) {
+  vf sum = vf_set1(c[n - 1]);
+  for (int i = n - 2; i >= 0; i--) sum = vf_fma(sum, x, vf_set1(c[i]));
+  return sum;
+}
+
 VEC vf vf_exp(vf x) {
   x = vf_max(vf_set1(RM_EXP_LO), x); // in this order a NaN in x stays
   x = vf_min(vf_set1(RM_EXP_HI), x);
@@ -108,22 +124,18 @@ VEC vf vf_exp(vf x) {
   const vi i = vi_sub(vf_bits(t), vf_bits(magic));
   vf r = vf_fma(n, vf_set1(-RM_LN2_HI), x);
   r = vf_fma(n, vf_set1(-RM_LN2_LO), r);
-  vf q = vf_fma(vf_set1(RM_EXP_Q5), r, vf_set1(RM_EXP_Q4));
-  q = vf_fma(q, r, vf_set1(RM_EXP_Q3));
-  q = vf_fma(q, r, vf_set1(RM_EXP_Q2));
-  q = vf_fma(q, r, vf_set1(RM_EXP_Q1));
-  q = vf_fma(q, r, vf_set1(RM_EXP_Q0));
-  const vf p = vf_add(vf_fma(q, vf_mul(r, r), r), vf_set1(1.0f));
+  const float q[] = {RM_EXP_Q};
+  const vf p = vf_add(vf_fma(vf_polynomial(q, 6, r), vf_mul(r, r), r), vf_set1(1.0f));
   return vf_scale(p, n, i);
 }
 
+// x / (1 + exp(−z)), which is x·sigmoid(z).
+VEC vf vf_times_sigmoid(vf x, vf z) { return vf_div(x, vf_add(vf_set1(1.0f), vf_exp(vf_neg(z)))); }
+
 VEC vf vf_tanh(vf x) {
   const vf a = vf_max(x, vf_neg(x)), z = vf_mul(x, x), one = vf_set1(1.0f);
-  vf q = vf_fma(vf_set1(RM_TANH_Q4), z, vf_set1(RM_TANH_Q3));
-  q = vf_fma(q, z, vf_set1(RM_TANH_Q2));
-  q = vf_fma(q, z, vf_set1(RM_TANH_Q1));
-  q = vf_fma(q, z, vf_set1(RM_TANH_Q0));
-  const vf near = vf_fma(vf_mul(x, z), q, x),
+  const float q[] = {RM_TANH_Q};
+  const vf near = vf_fma(vf_mul(x, z), vf_polynomial(q, 5, z), x),
            far = vf_sub(one, vf_div(vf_set1(2.0f), vf_add(vf_exp(vf_add(a, a)), one)));
   return vf_pick(vf_gt(vf_set1(RM_TANH_SMALL), a), near,
                  vf_pick(vf_gt(vf_zero(), x), vf_neg(far), far));

@@ -107,8 +107,7 @@ VEC vf vf_load_n(const float *p, int64_t n) {
   return vf_make(_mm256_maskload_ps(p, mask.a), _mm256_maskload_ps(p + 8, mask.b));
 }
 // (p·2^(i>>1))·2^(i−(i>>1)), the last step of exp; n is i as a float.
-VEC vf vf_scale(vf p, vf n, vi i) {
-  (void)n;
+VEC vf vf_scale(vf p, vf, vi i) {
   const vi half = vi_sra(i, 1), bias = vi_set1(127);
   const vf lo = vi_floats(vi_sll(vi_add(half, bias), 23)),
            hi = vi_floats(vi_sll(vi_add(vi_sub(i, half), bias), 23));
@@ -121,7 +120,6 @@ VEC vf vf_scale(vf p, vf n, vi i) {
         _mm256_castps_si256(_mm256_cmp_ps((x).b, (y).b, how))})
 VEC vi vf_gt(vf x, vf y) { return VF_COMPARED(x, y, _CMP_GT_OQ); }
 VEC vi vf_ge(vf x, vf y) { return VF_COMPARED(x, y, _CMP_GE_OQ); }
-VEC int vi_any(vi mask) { return _mm256_movemask_epi8(_mm256_or_si256(mask.a, mask.b)) != 0; }
 VEC uint32_t vi_lanes(vi mask) {
   return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.a)) |
          (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask.b)) << 8;

@@ -49,7 +49,6 @@ VEC vi vf_bits(vf x) { return _mm512_castps_si512(x); }
 VEC vf vi_floats(vi x) { return _mm512_castsi512_ps(x); }
 #define vi_sll(x, n) _mm512_slli_epi32(x, n)
 #define vi_srl(x, n) _mm512_srli_epi32(x, n)
-#define vi_sra(x, n) _mm512_srai_epi32(x, n)
 
 // Conversion of a mask register to lanes of ones, and back.
 VEC vi vi_of(__mmask16 bits) { return _mm512_maskz_set1_epi32(bits, -1); }
@@ -64,16 +63,12 @@ VEC vf vf_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first
 
 // The last step of exp by one instruction. Of the two products in vec_avx2.h the first is exact, so
 // only the second rounds, like this instruction.
-VEC vf vf_scale(vf p, vf n, vi i) {
-  (void)i;
-  return _mm512_scalef_ps(p, n);
-}
+VEC vf vf_scale(vf p, vf n, vi) { return _mm512_scalef_ps(p, n); }
 
 // Masks of comparisons, false with a NaN.
 VEC vi vf_gt(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ)); }
 VEC vi vf_ge(vf x, vf y) { return vi_of(_mm512_cmp_ps_mask(x, y, _CMP_GE_OQ)); }
 VEC vi vi_eq(vi x, vi y) { return vi_of(_mm512_cmpeq_epi32_mask(x, y)); }
-VEC int vi_any(vi mask) { return vi_lanes(mask) != 0; }
 
 VEC __m256 vf_lower(vf x) { return _mm512_castps512_ps256(x); }
 VEC __m256 vf_upper(vf x) {
@@ -89,10 +84,7 @@ VEC vf vf_one_nan(vf x) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, vf_set1(NAN));
 }
 // The low words of 16 pairs as floats. (vec_avx2.h uses `inside`.)
-VEC vf vf_even_at(const uint16_t *pairs, int inside) {
-  (void)inside;
-  return vi_floats(vi_sll(vi_load(pairs), 16));
-}
+VEC vf vf_even_at(const uint16_t *pairs, int) { return vi_floats(vi_sll(vi_load(pairs), 16)); }
 // Stores lanes that are rounded to bf16 already.
 VEC void vf_store_bf16(uint16_t *p, vf x) {
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(vi_srl(vf_bits(x), 16)));

@@ -74,8 +74,7 @@ static void gemm(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *
   if (swiglu) k->gemm_swiglu(&CTX, &a);
   else k->gemm(&CTX, &a);
 }
-static void norm(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
-  (void)p;
+static void norm(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *) {
   memcpy((char *)out + sizeof in.want / 2, in.x, ROWS * 53 * rm_dtype_bytes(dtype));
   const rm_rms_norm_args a = {.out = out,
                               .residual = (char *)out + sizeof in.want / 2,
@@ -88,8 +87,7 @@ static void norm(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *
   k->rms_norm(&CTX, &a);
 }
 
-static void attention(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
-  (void)p;
+static void attention(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *) {
   static const int32_t positions[] = {0, 15, 16, 31, 32, 70, 71, 95}, sequence[8] = {0};
   static const int32_t pages[PAGES] = {3, 0, 5, 1, 4, 2};
   const rm_attention_args a = {.out = out,
@@ -106,6 +104,8 @@ static void attention(const rm_kernels *k, rm_dtype dtype, void *out, const int6
                                .n_kv_heads = KV_HEADS,
                                .head_dim = HEAD_DIM,
                                .page_size = PAGE,
+                               .group = HEADS / KV_HEADS,
+                               .value_dim = HEAD_DIM,
                                .scale = 0.125f,
                                .dtype = dtype};
   k->attention(&CTX, &a);
@@ -128,8 +128,7 @@ static void router(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t
                             .dtype = dtype};
   k->router(&CTX, &a);
 }
-static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
-  (void)p;
+static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *) {
   static uint8_t flags[ROWS];
   rm_sample_params params[ROWS];
   float *logprobs = (float *)out + ROWS, *stats = logprobs + 2 * ROWS, *logits = stats + 2 * ROWS;
@@ -168,8 +167,7 @@ static void head_and_sample(const rm_kernels *k, rm_dtype dtype, void *out, cons
   k->sample(&CTX, &sample);
 }
 
-static void rope(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
-  (void)p;
+static void rope(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *) {
   static int32_t positions[ROWS];
   static int64_t slots[ROWS];
   static uint8_t flags[ROWS];
@@ -198,8 +196,7 @@ static void rope(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *
                                 .dtype = dtype};
   k->qk_rope_kv(&CTX, &a);
 }
-static void combine(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
-  (void)p;
+static void combine(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *) {
   static int32_t place[ROWS * TOP_K], ids[ROWS * TOP_K];
   static float gates[ROWS * TOP_K];
   for (int i = 0; i < ROWS * TOP_K; i++) {
@@ -222,8 +219,7 @@ static void combine(const rm_kernels *k, rm_dtype dtype, void *out, const int64_
 
 // Packs into both layouts, with rows that begin in the middle of a tile, and writes the results too
 // (digest, first non-finite element).
-static void pack(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *p) {
-  (void)p;
+static void pack(const rm_kernels *k, rm_dtype dtype, void *out, const int64_t *) {
   rm_pack_args a = {.src = in.x,
                     .rows = 41,
                     .cols = 40,

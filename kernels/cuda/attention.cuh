@@ -13,15 +13,7 @@ __device__ inline bool rm_is_live(rm_span s, int t, int n) {
 }
 
 __device__ inline rm_span rm_live_span(const rm_attention_args &a, int64_t row) {
-  const int last = a.positions[row];
-  return {a.window > 0 ? static_cast<int>(rm_max64(0, last - a.window + 1)) : 0, last};
-}
-
-// The arguments as all kernels take them: value_dim is not 0.
-inline rm_attention_args rm_with_value_dim(const rm_attention_args *args) {
-  rm_attention_args a = *args;
-  a.value_dim = rm_value_dim(a.value_dim, a.head_dim);
-  return a;
+  return {static_cast<int>(rm_first_position(&a, row)), a.positions[row]};
 }
 
 // A state is value_dim values A[d], then m, then l; states are [row of the pass][head][split].
@@ -33,16 +25,6 @@ RM_INLINE size_t rm_states_bytes(int64_t n_heads, int64_t value_dim) {
 }
 RM_INLINE int64_t rm_count_splits(int64_t positions) {
   return (positions + RM_ATTN_SPLIT - 1) / RM_ATTN_SPLIT;
-}
-
-// Merges a row's sums with the sink of its head after the last split: updates l and returns the
-// factor of the sums. Without sinks the factor is 1.
-__device__ inline float rm_add_sink(const rm_attention_args &a, int64_t head, float m, float *l) {
-  if (!a.sinks) return 1.0f;
-  const float sink = rm_get(a.dtype, a.sinks, head), next = rm_max_f32(sink, m),
-              factor = rm_exp(m - next);
-  *l = fmaf(*l, factor, rm_exp(sink - next));
-  return factor;
 }
 
 // The rows that one call computes by states: all rows in order, or those of listed tiles of

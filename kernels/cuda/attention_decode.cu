@@ -32,10 +32,8 @@ __device__ place place_of(const rm_attention_args &a, head_view h, int64_t t) {
 }
 
 __device__ head_view view(const rm_attention_args &a, int64_t row, int64_t head) {
-  const uint32_t n_heads = static_cast<uint32_t>(a.n_heads), group = static_cast<uint32_t>(a.group);
-  const uint32_t per_kv_head = group ? group : n_heads / static_cast<uint32_t>(a.n_kv_heads);
   return {a.block_tables + a.seq_of_row[row] * a.max_pages,
-          static_cast<uint32_t>(a.head0 + head) / per_kv_head,
+          static_cast<uint32_t>(a.head0 + head) / static_cast<uint32_t>(a.group),
           (row * a.n_heads + head) * a.head_dim};
 }
 
@@ -77,7 +75,7 @@ __device__ void soften(float *p, float *alpha, const float *part, const rm_atten
   const float scaled = rm_bits(*m) == rm_bits(-INFINITY) ? 0.0f : rm_exp(*m - next);
   *l = fmaf(*l, scaled, sum);
   *m = next;
-  p[lane] = DTYPE == RM_BF16 ? rm_bf16_to_f32(rm_f32_to_bf16(weight)) : weight;
+  p[lane] = rm_round_to(DTYPE, weight);
   if (lane == 0) *alpha = scaled;
 }
 
@@ -148,13 +146,12 @@ __global__ void __launch_bounds__(THREADS)
     float sum = state[d], m_all = state[a.value_dim], l_all = state[a.value_dim + 1];
     for (int64_t split = from + 1; split <= to; split++) {
       state = of_head + split * words;
-      const float m = state[a.value_dim], next = rm_max_f32(m, m_all), old = rm_exp(m_all - next),
-                  add = rm_exp(m - next);
-      l_all = fmaf(l_all, old, state[a.value_dim + 1] * add);
-      sum = fmaf(sum, old, state[d] * add);
-      m_all = next;
+      const rm_merged all = rm_merge(m_all, l_all, state[a.value_dim], state[a.value_dim + 1]);
+      m_all = all.max;
+      l_all = all.sum;
+      sum = fmaf(sum, all.old, state[d] * all.add);
     }
-    const float factor = rm_add_sink(a, head, m_all, &l_all);
+    const float factor = rm_add_sink(&a, head, m_all, &l_all);
     rm_put(DTYPE, a.out, (row * a.n_heads + head) * a.value_dim + d, sum * factor / l_all);
   }
 }
@@ -199,7 +196,6 @@ void rm_cuda_attention_by(const rm_ctx *ctx, const rm_attention_args *a, rm_stat
   }
 }
 
-void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *args) {
-  const rm_attention_args a = rm_with_value_dim(args);
-  rm_cuda_attention_by(ctx, &a, fma_states, a.rows, {}, 0);
+void rm_cuda_attention(const rm_ctx *ctx, const rm_attention_args *a) {
+  rm_cuda_attention_by(ctx, a, fma_states, a->rows, {}, 0);
 }

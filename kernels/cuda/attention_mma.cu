@@ -271,11 +271,10 @@ __global__ void __launch_bounds__(THREADS, AT_LEAST<DT>)
 
 template <int DT>
 void launch(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm_rows_pass pass) {
-  const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);
   shape s = {};
   s.pass = pass;
-  s.heads = static_cast<int>(rm_min64(group, COLS));
-  s.head_tiles = static_cast<int>((group + s.heads - 1) / s.heads);
+  s.heads = static_cast<int>(rm_min64(a->group, COLS));
+  s.head_tiles = static_cast<int>((a->group + s.heads - 1) / s.heads);
   const dim3 grid = rm_grid(pass.rows, a->n_kv_heads * s.head_tiles, pass.n_splits);
   const size_t shared =
       sizeof(columns) + COLS * rm_q_pitch(rm_mma_steps(a->head_dim)) * sizeof(uint32_t);
@@ -292,8 +291,7 @@ void mma_states(const rm_ctx *ctx, const rm_attention_args *a, float *states, rm
 
 } // namespace
 
-void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *args) {
-  const rm_attention_args a = rm_with_value_dim(args);
-  const rm_attn_left left = rm_cuda_attention_mma_tiles(ctx, &a);
-  rm_cuda_attention_by(ctx, &a, mma_states, left.rows, left.list, left.used);
+void rm_cuda_mma_attention(const rm_ctx *ctx, const rm_attention_args *a) {
+  const rm_attn_left left = rm_cuda_attention_mma_tiles(ctx, a);
+  rm_cuda_attention_by(ctx, a, mma_states, left.rows, left.list, left.used);
 }

@@ -52,16 +52,13 @@ struct rm_attn_owner {
 // y: kv_head · head_tiles + the tile of its query heads.
 __device__ inline rm_attn_work rm_attn_work_of(const rm_attention_args &a, int64_t row0,
                                                int64_t end, int heads, int head_tiles, unsigned y) {
-  const int64_t group =
-      a.group > 0 ? a.group
-                  : static_cast<uint32_t>(a.n_heads) / static_cast<uint32_t>(a.n_kv_heads);
   rm_attn_work w;
   w.row0 = row0;
   w.end = end;
   w.kv_head = y / static_cast<unsigned>(head_tiles);
-  const int64_t first = rm_max64(0, w.kv_head * group - a.head0);
+  const int64_t first = rm_max64(0, w.kv_head * a.group - a.head0);
   w.head0 = first + y % static_cast<unsigned>(head_tiles) * heads;
-  w.head_end = rm_min64(rm_min64((w.kv_head + 1) * group - a.head0, a.n_heads), w.head0 + heads);
+  w.head_end = rm_min64(rm_min64((w.kv_head + 1) * a.group - a.head0, a.n_heads), w.head0 + heads);
   w.heads = heads;
   return w;
 }

@@ -287,12 +287,11 @@ __device__ void join(block &b, const rm_attention_args &a, float *states, int64_
     float *state = states + (of.place - place0) * rm_state_floats(a.value_dim) + a.value_dim,
           m = c.m;
     if (split != c.live.first / SPLIT) {
-      m = rm_max_f32(c.m, state[0]);
-      of.old = rm_exp(state[0] - m), of.add = rm_exp(c.m - m);
-      of.l = fmaf(state[1], of.old, c.l * of.add);
+      const rm_merged all = rm_merge(state[0], state[1], c.m, c.l);
+      m = all.max, of.l = all.sum, of.old = all.old, of.add = all.add;
     }
     if (split != c.live.last / SPLIT) state[0] = m, state[1] = of.l;
-    else of.last = rm_add_sink(a, o.head, m, &of.l);
+    else of.last = rm_add_sink(&a, o.head, m, &of.l);
   }
   b.merges[threadIdx.x] = of;
 }
@@ -449,10 +448,9 @@ rm_attn_left rm_cuda_attention_mma_tiles(const rm_ctx *ctx, const rm_attention_a
   // Another kernel computes decode, and capped scores, whose tanh would take registers from the
   // products.
   if (a->rows <= a->n_seqs || a->n_heads <= 0 || a->softcap != 0.0f) return all;
-  const int64_t group = rm_query_group(a->group, a->n_heads, a->n_kv_heads);
   tiles t = {};
-  t.heads = static_cast<int>(rm_min64(group, COLS));
-  t.head_tiles = static_cast<int>((group + t.heads - 1) / t.heads);
+  t.heads = static_cast<int>(rm_min64(a->group, COLS));
+  t.head_tiles = static_cast<int>((a->group + t.heads - 1) / t.heads);
   t.rows_each = COLS / t.heads;
   const bool is_128 = rm_mma_steps(a->head_dim) == shape_128::steps(a->head_dim);
   const int64_t n_tiles = (a->rows + t.rows_each - 1) / t.rows_each,

@@ -73,13 +73,7 @@ __device__ stats merge_row(const float *pairs, int64_t n_blocks, int64_t rows, i
 // Called by one warp: the stats, logprob and flags of a row.
 __device__ void put_row(const rm_merge_pairs_args &a, int64_t row) {
   const stats all = merge_row(a.pairs, a.n_blocks, a.rows, row);
-  if (rm_lane() != 0) return;
-  float *out = a.stats + 2 * row;
-  out[0] = rm_canon(all.max);
-  out[1] = rm_canon(all.sum);
-  if (rm_is_nan(all.sum)) a.row_flags[row] |= RM_ROW_LOGITS_NONFINITE;
-  if (a.target_logprobs)
-    a.target_logprobs[row] = a.targets[row] < 0 ? 0.0f : rm_logprob(a.target_logits[row], out);
+  if (rm_lane() == 0) rm_put_stats(&a, row, all.max, all.sum);
 }
 
 __global__ void __launch_bounds__(THREADS) merge_kernel(rm_merge_pairs_args a) {

@@ -20,10 +20,6 @@ constexpr int THREADS = 256, COMBINE_THREADS = 128;
 constexpr int MAX_TOP_K = RM_MAX_TOP_K;
 
 // ----------------------------------------------------------------------------------------- router
-__device__ float key_of(const rm_router_args &a, const float *scores, int64_t e) {
-  return a.bias ? scores[e] + a.bias[e] : scores[e];
-}
-
 // Sets open[g] to whether the router may choose the `size` experts of group g. Each lane takes
 // groups.
 __device__ void open_groups(const rm_router_args &a, const float *scores, int64_t size, float *keys,
@@ -31,7 +27,7 @@ __device__ void open_groups(const rm_router_args &a, const float *scores, int64_
   for (int64_t g = lane; g < a.n_groups; g += RM_WARP) {
     float first = NAN, second = NAN;
     for (int64_t e = g * size; e < (g + 1) * size; e++) {
-      const float key = key_of(a, scores, e);
+      const float key = rm_router_key(&a, scores, e);
       if (rm_order_key(key) > rm_order_key(first)) second = first, first = key;
       else if (rm_order_key(key) > rm_order_key(second)) second = key;
     }
@@ -52,7 +48,7 @@ __device__ uint64_t rank_of(const rm_router_args &a, const float *scores, int64_
                             const int32_t *open, uint32_t size) {
   // In 32 bits: a 64-bit division is a function call.
   if (a.n_groups > 1 && !open[static_cast<uint32_t>(e) / size]) return 0;
-  return rm_rank_of(rm_order_key(key_of(a, scores, e)), e);
+  return rm_rank_of(rm_order_key(rm_router_key(&a, scores, e)), e);
 }
 
 // Sorts the chosen scores by ascending id and adds them one by one.

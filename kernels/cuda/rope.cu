@@ -27,14 +27,6 @@ __global__ void __launch_bounds__(THREADS) squares_kernel(rm_head_squares_args a
         squares;
 }
 
-// The scale of a norm over all heads of a row, which every lane computes.
-__device__ inline float scale_of_all(const float *squares, int64_t n_heads,
-                                     const rm_qk_rope_kv_args &a) {
-  float total = 0.0f;
-  for (int64_t h = 0; h < n_heads; h++) total = total + squares[h];
-  return 1.0f / sqrtf(total / static_cast<float>(n_heads * a.head_dim) + a.eps);
-}
-
 // Copies n elements to shared memory.
 template <rm_dtype DTYPE>
 __device__ void load_head(float *head_at, const rm_qk_rope_kv_args &a, int64_t from, int n,
@@ -53,14 +45,14 @@ __device__ void norm_head(float *normed, const rm_qk_rope_kv_args &a, int64_t ro
   float scale;
   int64_t weight_at = 0;
   if (a.q_squares) {
-    scale = kv_head < 0 ? scale_of_all(a.q_squares + row * a.all_heads, a.all_heads, a)
-                        : scale_of_all(a.k_squares + row * a.all_kv_heads, a.all_kv_heads, a);
+    scale = kv_head < 0 ? rm_scale_of_heads(&a, a.q_squares + row * a.all_heads, a.all_heads)
+                        : rm_scale_of_heads(&a, a.k_squares + row * a.all_kv_heads, a.all_kv_heads);
     weight_at = (kv_head < 0 ? head : kv_head) * head_dim;
   } else {
     float partial = 0.0f;
     for (int i = lane % RM_LANES; i < head_dim; i += RM_LANES)
       partial = fmaf(normed[i], normed[i], partial);
-    scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(head_dim) + a.eps);
+    scale = rm_rms_scale(rm_tree16_lanes(partial), head_dim, a.eps);
     __syncwarp(); // all chains have read their values; a shuffle does not order memory
   }
   for (int i = lane; i < head_dim; i += RM_WARP)
@@ -83,9 +75,10 @@ __device__ void rotate_head(float *normed, const rm_qk_rope_kv_args &a, int64_t 
   __syncwarp();
 }
 
-__device__ bool all_finite(const float *x, int n, int lane) {
+// Whether of(0) … of(n − 1) are finite.
+template <class F> __device__ bool all_finite(int64_t n, int lane, F of) {
   bool bad = false;
-  for (int i = lane; i < n; i += RM_WARP) bad |= !rm_is_finite(x[i]);
+  for (int64_t i = lane; i < n; i += RM_WARP) bad |= !rm_is_finite(of(i));
   return __ballot_sync(RM_ALL_LANES, bad) == 0;
 }
 
@@ -102,11 +95,10 @@ __device__ void store_kv(const rm_qk_rope_kv_args &a, int64_t row, int64_t head,
   const int64_t value_dim = rm_value_dim(a.value_dim, a.head_dim);
   const int64_t v_base = (page * a.n_kv_heads + head) * rm_v_page_elems(a.page_size, value_dim);
   const float *latent = a.value_dim ? k + a.rotary_dim : nullptr;
-  bool bad = false;
-  for (int64_t d = lane; d < value_dim; d += RM_WARP)
-    bad |= !rm_is_finite(latent ? latent[d] : rm_get(DTYPE, a.qkv, v_at + d));
-  const bool v_ok = __ballot_sync(RM_ALL_LANES, bad) == 0,
-             k_ok = all_finite(k, static_cast<int>(a.head_dim), lane);
+  const bool k_ok = all_finite(a.head_dim, lane, [&](int64_t d) { return k[d]; });
+  const bool v_ok = all_finite(value_dim, lane, [&](int64_t d) {
+    return latent ? latent[d] : rm_get(DTYPE, a.qkv, v_at + d);
+  });
   for (int64_t d = lane; d < a.head_dim; d += RM_WARP)
     rm_put(DTYPE, a.k_cache, k_base + rm_weight_index<DTYPE, PACKING>(a.head_dim, pos, d),
            k_ok ? k[d] : 0.0f);

@@ -17,14 +17,8 @@ static_assert(STAGE % THREADS == 0,
 
 template <rm_packing PACKING>
 __global__ void __launch_bounds__(THREADS) embed_kernel(rm_embed_args a) {
-  const int64_t row = blockIdx.x, id = a.ids[row],
-                word = static_cast<int64_t>(rm_dtype_bytes(a.dtype));
-  char *out = static_cast<char *>(a.out) + row * a.hidden * word;
-  if (!a.packed && a.scale == 0.0f) {
-    rm_copy_row(out, static_cast<const char *>(a.table) + id * a.hidden * word, a.hidden * word,
-                THREADS);
-    return;
-  }
+  const int64_t row = blockIdx.x, id = a.ids[row];
+  void *out = rm_at_mut(a.dtype, a.out, row * a.hidden);
   for (int64_t k = threadIdx.x; k < a.hidden; k += THREADS) {
     const int64_t from = !a.packed                   ? id * a.hidden + k
                          : PACKING == RM_PACKING_MMA ? rm_mma_index(a.hidden, id, k)
@@ -100,7 +94,7 @@ __global__ void __launch_bounds__(THREADS) norm_kernel(rm_rms_norm_args a) {
   if (!a.weight) return;
   if (me < RM_WARP) {
     const float sum = rm_tree16_lanes(partial);
-    if (me == 0) shared[STAGE] = 1.0f / sqrtf(sum / static_cast<float>(a.n) + a.eps);
+    if (me == 0) shared[STAGE] = rm_rms_scale(sum, a.n, a.eps);
   }
   __syncthreads();
   const float scale = shared[STAGE];

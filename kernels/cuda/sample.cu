@@ -277,12 +277,11 @@ __global__ void __launch_bounds__(THREADS, 2)
   RM_SHARED(shared);
   scratch &s = *reinterpret_cast<scratch *>(shared);
   const int64_t row = row0 + blockIdx.x;
-  const int64_t from = rm_sampled_row(&a, row);
   const rm_sample_params *p = a.params + row;
   row_view v = {
       a.logits + row * a.ld_logits, nullptr, nullptr, p, a.vocab, 0.0f, p->temperature, p->min_p};
   drawn d = {-1, 0.0f, 0};
-  if (!a.row_flags[from]) {
+  if (!a.row_flags[rm_sampled_row(&a, row)]) {
     if (p->n_banned > 0 || p->n_edits > 0) {
       const int64_t words = words_of_row(a.vocab);
       uint32_t *changed = marks + blockIdx.x * 2 * words, *banned = changed + words;
@@ -297,13 +296,7 @@ __global__ void __launch_bounds__(THREADS, 2)
       d = {p->forced >= 0 ? p->forced : best,
            p->forced >= 0 && p->forced != best ? -INFINITY : 0.0f, 1};
   }
-  if (threadIdx.x != 0) return;
-  const float nan = rm_float(0x7fc00000u),
-              model = d.token < 0 ? nan : rm_logprob(v.logits[d.token], a.stats + 2 * from);
-  a.tokens[row] = d.token;
-  a.logprobs[row] = model;
-  if (a.kept) a.kept[row] = d.kept;
-  a.sampling_logprobs[row] = d.token < 0 ? nan : rm_samples_the_model(p, a.vocab) ? model : d.under;
+  if (threadIdx.x == 0) rm_put_draw(&a, row, d.token, d.under, d.kept);
 }
 
 // ----------------------------------------------------------------------------------- top logprobs

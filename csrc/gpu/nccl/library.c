@@ -6,35 +6,16 @@
 
 rm_code rm_nccl_load(const char *path, rm_nccl *out, rm_error *err) {
   *out = (rm_nccl){0};
-  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE), *found;
   if (!library) return rm_fail(err, RM_E_CONFIG, "NCCL cannot be loaded: %s", dlerror());
-  const struct {
-    const char *name;
-    void *function;             // pointer to the field, whatever its type
-  } wanted[] = {
-      {"ncclGetVersion", &out->get_version},
-      {"ncclGetUniqueId", &out->get_unique_id},
-      {"ncclCommInitRankConfig", &out->init_rank},
-      {"ncclCommGetAsyncError", &out->get_async_error},
-      {"ncclCommAbort", &out->abort},
-      {"ncclCommFinalize", &out->finalize},
-      {"ncclCommDestroy", &out->destroy},
-      {"ncclGroupStart", &out->group_start},
-      {"ncclGroupEnd", &out->group_end},
-      {"ncclSend", &out->send},
-      {"ncclRecv", &out->recv},
-      {"ncclAllGather", &out->all_gather},
-      {"ncclGetErrorString", &out->error_string},
-      {"ncclGetLastError", &out->last_error},
-  };
-  for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
-    void *found = dlsym(library, wanted[i].name);
-    if (!found)
-      return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %s without %s", path,
-                     wanted[i].name);
-    // ISO C cannot convert a void * to a function pointer.
-    memcpy(wanted[i].function, &found, sizeof found);
-  }
+  // ISO C cannot convert a void * to a function pointer.
+#define LOAD(member, name, result, arguments) \
+  if (!(found = dlsym(library, "nccl" #name))) \
+    return rm_fail(err, RM_E_CONFIG, "expected NCCL 2.17.1 or later, got %s without nccl" #name, \
+                   path); \
+  memcpy(&out->member, &found, sizeof found);
+  RM_NCCL_CALLS(LOAD)
+#undef LOAD
   const int result = out->get_version(&out->version);
   if (result)
     return rm_fail(err, RM_E_CONFIG, "%s: expected a version from ncclGetVersion, got: %s", path,

@@ -40,26 +40,33 @@ _Static_assert(sizeof(rm_nccl_config) == 48 && offsetof(rm_nccl_config, blocking
                    offsetof(rm_nccl_config, split_share) == 40,
                "the layout of ncclConfig_t");
 
-// The functions; `stream` is rm_device.stream.
+// The functions: their member of rm_nccl, name without the prefix nccl, result, arguments. `stream`
+// is rm_device.stream.
+#define RM_NCCL_CALLS(X) \
+  X(get_version, GetVersion, int, (int *version)) \
+  X(get_unique_id, GetUniqueId, int, (rm_nccl_id * id)) \
+  X(init_rank, CommInitRankConfig, int, \
+    (rm_nccl_comm * *comm, int n_ranks, rm_nccl_id id, int rank, rm_nccl_config *config)) \
+  X(get_async_error, CommGetAsyncError, int, (rm_nccl_comm * comm, int *result)) \
+  X(abort, CommAbort, int, (rm_nccl_comm * comm)) \
+  X(finalize, CommFinalize, int, (rm_nccl_comm * comm)) \
+  X(destroy, CommDestroy, int, (rm_nccl_comm * comm)) \
+  X(group_start, GroupStart, int, (void)) \
+  X(group_end, GroupEnd, int, (void)) \
+  X(send, Send, int, \
+    (const void *from, size_t count, int type, int peer, rm_nccl_comm *comm, void *stream)) \
+  X(recv, Recv, int, \
+    (void *to, size_t count, int type, int peer, rm_nccl_comm *comm, void *stream)) \
+  X(all_gather, AllGather, int, \
+    (const void *from, void *to, size_t count, int type, rm_nccl_comm *comm, void *stream)) \
+  X(error_string, GetErrorString, const char *, (int result)) \
+  X(last_error, GetLastError, const char *, (rm_nccl_comm * comm))
+#define RM_NCCL_MEMBER(member, name, result, arguments) result(*member) arguments;
 typedef struct rm_nccl {
   int version; // 23203 is 2.32.3
-  int (*get_version)(int *version);
-  int (*get_unique_id)(rm_nccl_id *id);
-  int (*init_rank)(rm_nccl_comm **comm, int n_ranks, rm_nccl_id id, int rank,
-                   rm_nccl_config *config);
-  int (*get_async_error)(rm_nccl_comm *comm, int *result);
-  int (*abort)(rm_nccl_comm *comm);
-  int (*finalize)(rm_nccl_comm *comm);
-  int (*destroy)(rm_nccl_comm *comm);
-  int (*group_start)(void);
-  int (*group_end)(void);
-  int (*send)(const void *from, size_t count, int type, int peer, rm_nccl_comm *comm, void *stream);
-  int (*recv)(void *to, size_t count, int type, int peer, rm_nccl_comm *comm, void *stream);
-  int (*all_gather)(const void *from, void *to, size_t count, int type, rm_nccl_comm *comm,
-                    void *stream);
-  const char *(*error_string)(int result);
-  const char *(*last_error)(rm_nccl_comm *comm);
+  RM_NCCL_CALLS(RM_NCCL_MEMBER)
 } rm_nccl;
+#undef RM_NCCL_MEMBER
 
 // Loads the library. It stays loaded, since its threads may outlive the last group. RM_E_CONFIG: no
 // such file, not NCCL, or too old.

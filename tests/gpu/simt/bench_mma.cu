@@ -170,8 +170,8 @@ void attention(const bench &b, int64_t n_seqs, int64_t each, int64_t context, in
   rm_attention_args a = {};
   a.out = out, a.q = q, a.k_cache = k, a.v_cache = v, a.positions = at, a.seq_of_row = of,
   a.block_tables = table, a.rows = rows, a.n_seqs = n_seqs;
-  a.max_pages = pages, a.n_heads = heads, a.n_kv_heads = kv_heads, a.head_dim = head_dim,
-  a.page_size = page_size, a.scale = 0.0883883f;
+  a.max_pages = pages, a.n_heads = heads, a.n_kv_heads = kv_heads, a.group = heads / kv_heads;
+  a.head_dim = a.value_dim = head_dim, a.page_size = page_size, a.scale = 0.0883883f;
   a.dtype = RM_BF16;
   const double ms = time_of(static_cast<cudaStream_t>(b.ctx.stream),
                             [&](int) { b.table->attention(&b.ctx, &a); });

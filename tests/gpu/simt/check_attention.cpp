@@ -52,12 +52,13 @@ bool attention_case(rm_dtype dtype, int64_t context, int64_t head_dim, heads_of 
   const packed values = {v, relaid_pages(v, dtype, n_pages * h.n_kv, page_size, head_dim, true)};
   a.positions = positions, a.seq_of_row = seqs, a.block_tables = tables, a.rows = rows,
   a.n_seqs = n_seqs, a.max_pages = max_pages;
-  a.n_heads = h.n, a.n_kv_heads = h.n_kv, a.group = h.group, a.head0 = h.head0,
-  a.head_dim = head_dim, a.page_size = page_size, a.window = window, a.dtype = dtype;
+  a.n_heads = h.n, a.n_kv_heads = h.n_kv, a.group = h.group ? h.group : h.n / h.n_kv,
+  a.head0 = h.head0, a.head_dim = a.value_dim = head_dim, a.page_size = page_size,
+  a.window = window, a.dtype = dtype;
   a.scale = 1.0f / sqrtf(static_cast<float>(head_dim));
   rm_limits limits = {}; // the workspace holds at_once rows: the others wait for their turn
   limits.max_rows = at_once, limits.n_heads = h.n, limits.n_kv_heads = h.n_kv,
-  limits.group = h.group, limits.head_dim = head_dim, limits.max_positions = context;
+  limits.group = a.group, limits.head_dim = head_dim, limits.max_positions = context;
   char what[140];
   snprintf(
       what, sizeof what,

@@ -239,7 +239,7 @@ bool workspace_case(int64_t rows, int64_t heads) {
   a.v_cache = numbers(2 * rm_v_page_elems(PAGE, HEAD_DIM));
   a.positions = where, a.seq_of_row = where + rows, a.block_tables = tables, a.rows = rows;
   a.n_seqs = 2, a.max_pages = 1, a.n_heads = heads, a.n_kv_heads = 1, a.group = 16;
-  a.head_dim = HEAD_DIM, a.page_size = PAGE, a.scale = 0.125f, a.dtype = RM_BF16;
+  a.head_dim = a.value_dim = HEAD_DIM, a.page_size = PAGE, a.scale = 0.125f, a.dtype = RM_BF16;
   rm_limits limits = {};
   limits.max_rows = rows, limits.n_heads = heads, limits.n_kv_heads = 1, limits.group = 16;
   limits.head_dim = HEAD_DIM, limits.max_positions = PAGE;

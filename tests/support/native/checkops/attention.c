@@ -357,11 +357,11 @@ static void build_attention(trial *t) {
                            .n_kv_heads = s->n_kv_heads,
                            .head_dim = s->head_dim,
                            .page_size = s->page_size,
-                           .group = s->group,
+                           .group = s->group ? s->group : s->n_heads / s->n_kv_heads,
                            .head0 = s->head0,
                            .window = s->window,
                            .softcap = draw_factor(t),
-                           .value_dim = s->value_dim,
+                           .value_dim = rm_value_dim(s->value_dim, s->head_dim),
                            .dtype = s->dtype};
   a->scale = one_in(t, 4) ? 1.0f : 0.125f;
   a->n_seqs = draw_rows_of(t, seqs, positions);
@@ -376,12 +376,12 @@ static void build_attention(trial *t) {
   if (s->option & ATTEND_SINKS)
     a->sinks =
         float_input(t, "sinks", s->dtype, s->n_heads, one_in(t, 2) ? PLAIN : draw_kind(t, SPOILED));
-  a->out = output(t, "out", s->rows * s->n_heads * rm_value_dim(s->value_dim, s->head_dim), bytes);
+  a->out = output(t, "out", s->rows * s->n_heads * a->value_dim, bytes);
   t->limits = (rm_limits){.max_rows = s->rows,
                           .n_heads = s->n_heads,
                           .n_kv_heads = s->n_kv_heads,
                           .head_dim = s->head_dim,
-                          .group = s->group,
+                          .group = a->group,
                           .max_positions = s->positions};
   for (int64_t r = 0; r < s->rows; r++)
     t->flops += 4.0 * (double)width *

@@ -78,7 +78,7 @@ static void build_delta_net(trial *t) {
       .k_dim = s->head_dim,
       .v_dim = s->n,
       .kernel = s->k,
-      .group = s->group,
+      .group = s->group ? s->group : s->n_heads / s->n_kv_heads,
       .head0 = s->head0,
       .eps = 1e-6f,
       .dtype = s->dtype};
