@@ -6,8 +6,7 @@
 #include "engine/engine.h"
 #include "kernels.h"
 
-static PyObject *available_isas(PyObject *module, PyObject *unused) {
-  (void)module, (void)unused;
+static PyObject *available_isas(RM_OF_MODULE) {
   RM_OWNED *names = PyList_New(0);
   for (int isa = 0; names && isa < RM_N_ISA; isa++)
     if (rm_kernels_for((rm_isa)isa))
@@ -15,18 +14,16 @@ static PyObject *available_isas(PyObject *module, PyObject *unused) {
   return names ? PyList_AsTuple(names) : NULL;
 }
 
-static PyObject *best_isa(PyObject *module, PyObject *unused) {
-  (void)unused;
+static PyObject *best_isa(RM_OF_MODULE) {
   const rm_kernels *best = rm_kernels_best();
   if (best) return PyUnicode_FromString(best->isa);
   return rm_raise_code(
-      module, RM_E_CONFIG,
+      RM_E_CONFIG,
       "RM_ISA: expected ref, avx2, avx512f, avx512bf16 or amx and a processor with FMA, got no "
       "usable instruction set");
 }
 
-static PyObject *isa_states(PyObject *module, PyObject *unused) {
-  (void)module, (void)unused;
+static PyObject *isa_states(RM_OF_MODULE) {
   PyObject *states = PyDict_New();
   for (int isa = 0; states && isa < RM_N_ISA; isa++) {
     const rm_isa_state s = rm_isa_ask((rm_isa)isa);
@@ -49,17 +46,15 @@ PyObject *rm_memory_pool_list(const char *root) {
 
 // A function (root="") of the control groups under that folder.
 #define OF_CONTROL_GROUPS(name, value) \
-  static PyObject *name(PyObject *module, PyObject *args) { \
+  static PyObject *name(PyObject *Py_UNUSED(module), PyObject *args) { \
     const char *root = ""; \
-    (void)module; \
     return PyArg_ParseTuple(args, "|s:" #name, &root) ? value : NULL; \
   }
 OF_CONTROL_GROUPS(usable_cores, PyLong_FromLong(rm_usable_cores(root)))
 OF_CONTROL_GROUPS(cpu_quota, PyFloat_FromDouble(rm_cpu_quota(root)))
 OF_CONTROL_GROUPS(memory_pools, rm_memory_pool_list(root))
 
-static PyObject *engine_limits(PyObject *module, PyObject *none) {
-  (void)module, (void)none;
+static PyObject *engine_limits(RM_OF_MODULE) {
   PyObject *dict = PyDict_New();
   for (int i = 0; dict && i < RM_N_ENGINE_OPTIONS; i++) {
     const rm_option *option = &rm_engine_option_table[i];

@@ -64,14 +64,14 @@ static const rm_attribute fields[] = {
 enum { LAYER_COLUMNS = 4 }; // is_moe, rotates, window, kind
 
 // Reads `names`, a tuple of (kind, name); both are views of the caller's strings.
-static int read_names(PyObject *module, PyObject *names, rm_spec *values) {
+static int read_names(PyObject *names, rm_spec *values) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(names); i++) {
     const char *kind, *name;
     if (!PyArg_ParseTuple(PyTuple_GetItem(names, i), "ss", &kind, &name)) return -1;
     int k = 0;
     while (k < RM_N_PARAM_KIND && strcmp(rm_kinds[k].kind, kind) != 0) k++;
     if (k == RM_N_PARAM_KIND)
-      return rm_refuse(module, RM_E_CONFIG, "names: expected kinds of parameters, got %s", kind);
+      return rm_refuse(RM_E_CONFIG, "names: expected kinds of parameters, got %s", kind);
     values->names[k] = name;
   }
   return PyErr_Occurred() ? -1 : 0;
@@ -89,7 +89,7 @@ static rm_layer_spec *layers_of(const int64_t *rows, int64_t n) {
   return layers;
 }
 
-rm_spec *rm_spec_from_python(PyObject *module, PyObject *object) {
+rm_spec *rm_spec_from_python(PyObject *object) {
   rm_spec values = {0}, *spec = NULL;
   rm_error err = RM_ERROR_INIT;
   RM_OWNED *model = NULL, *inv_freq = NULL, *local = NULL, *rows = NULL, *names = NULL;
@@ -100,24 +100,24 @@ rm_spec *rm_spec_from_python(PyObject *module, PyObject *object) {
       !(local = PyObject_GetAttrString(object, "local_inv_freq")) ||
       !(rows = PyObject_GetAttrString(object, "layers")) ||
       !(names = PyObject_GetAttrString(object, "names")) ||
-      rm_attributes_read(module, model, model_fields, RM_LENGTH(model_fields), &values, NULL) ||
-      rm_attributes_read(module, object, fields, RM_LENGTH(fields), &values, NULL) ||
-      read_names(module, names, &values))
+      rm_attributes_read(model, model_fields, RM_LENGTH(model_fields), &values, NULL) ||
+      rm_attributes_read(object, fields, RM_LENGTH(fields), &values, NULL) ||
+      read_names(names, &values))
     return NULL;
   rm_array_want of_rope = {"inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, {-1}},
                 of_local = {"local_inv_freq", NPY_FLOAT32, RM_ARRAY_IN, 1, {-1}},
                 of_layers = {"layers", NPY_INT64, RM_ARRAY_IN, 2, {values.n_layers, LAYER_COLUMNS}};
-  if (rm_array_data(module, inv_freq, &of_rope, &frequencies)) return NULL;
+  if (rm_array_data(inv_freq, &of_rope, &frequencies)) return NULL;
   of_local.shape[0] = of_rope.shape[0];
-  if ((local != Py_None && rm_array_data(module, local, &of_local, &local_frequencies)) ||
-      rm_array_data(module, rows, &of_layers, &columns) ||
+  if ((local != Py_None && rm_array_data(local, &of_local, &local_frequencies)) ||
+      rm_array_data(rows, &of_layers, &columns) ||
       !(layers = layers_of(columns, of_layers.shape[0])))
     return NULL;
   values.inv_freq = frequencies;
   values.local_inv_freq = local_frequencies;
   values.rotary_dim = 2 * of_rope.shape[0];
   values.layers = layers;
-  if (rm_spec_create(&values, &spec, &err)) rm_raise(module, &err);
+  if (rm_spec_create(&values, &spec, &err)) rm_raise(&err);
   PyMem_Free(layers);
   return spec;
 }

@@ -10,17 +10,14 @@
 #include "comm/comm_object.h"
 #include "spec.h"
 
-PyObject *rm_engine_module(rm_engine_object *self) { return rm_module_of((PyObject *)self); }
-
 int rm_engine_enter(rm_engine_object *self) {
-  PyObject *module = rm_engine_module(self);
   if (self->pid != (long)getpid())
-    return rm_refuse(module, RM_E_STATE,
+    return rm_refuse(RM_E_STATE,
                      "this generator belongs to process %ld; a forked child has to make its own",
                      self->pid);
-  if (!self->engine) return rm_refuse(module, RM_E_STATE, "the generator is closed");
+  if (!self->engine) return rm_refuse(RM_E_STATE, "the generator is closed");
   if (atomic_exchange(&self->busy, 1)) {
-    return rm_refuse(module, RM_E_STATE, "another thread is inside the engine; one call at a time");
+    return rm_refuse(RM_E_STATE, "another thread is inside the engine; one call at a time");
   }
   return 0;
 }
@@ -35,26 +32,26 @@ int rm_engine_id(PyObject *argument, uint64_t *id) {
 // -------------------------------------------------------------------------------- create, destroy
 // given: (rank, tp, ep, world). The engine takes the Comms; if it cannot be made, they get their
 // ends back.
-static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
+static int make_engine(rm_engine_object *self, PyObject *object) {
   rm_engine_options options;
   rm_endpoints ends = {0};
   rm_error err = RM_ERROR_INIT;
   PyObject *comms[3];
   rm_comm **const places[3] = {&ends.tp, &ends.ep, &ends.world};
-  RM_OWNED *held = rm_engine_options_read(module, object, &options);
+  RM_OWNED *held = rm_engine_options_read(object, &options);
   int n = 0;
   if (!held) return -1;
   if (self->ends != Py_None) {
     if (!PyArg_ParseTuple(self->ends, "iOOO:ends", &ends.index, &comms[0], &comms[1], &comms[2]))
       return -1;
-    while (n < 3 && !rm_comm_take(module, comms[n], places[n])) n++;
+    while (n < 3 && !rm_comm_take((PyObject *)self, comms[n], places[n])) n++;
     options.endpoints = &ends;
   }
   if (!PyErr_Occurred() &&
       !RM_UNLOCKED(rm_engine_create(self->spec, &options, &self->engine, &err)))
     return 0;
   while (n-- > 0) rm_comm_put_back(comms[n], *places[n]);
-  if (!PyErr_Occurred()) rm_raise(module, &err);
+  if (!PyErr_Occurred()) rm_raise(&err);
   return -1;
 }
 
@@ -63,15 +60,12 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   PyObject *spec, *options, *ends = Py_None;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:Engine", names, &spec, &options, &ends))
     return NULL;
-  PyObject *module = PyType_GetModule(type);
-  if (!module) return NULL;
   rm_engine_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->pid = (long)getpid();
   self->requests = PyDict_New();
   self->ends = Py_NewRef(ends);
-  if (self->requests && (self->spec = rm_spec_from_python(module, spec)) &&
-      !make_engine(module, self, options)) {
+  if (self->requests && (self->spec = rm_spec_from_python(spec)) && !make_engine(self, options)) {
     self->reads_gpus = rm_engine_reads_gpus(self->engine);
     return (PyObject *)self;
   }
@@ -148,25 +142,23 @@ _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == s
 
 // edits: (bias_ids, biases, banned, bad_words, bad_word_ends), or None. The request gets views of
 // the arrays.
-static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
+static int read_edits(PyObject *edits, rm_request *request) {
   PyObject *bias_ids, *biases, *banned, *words, *ends;
   int64_t n_words;
   void *data;
   if (edits == Py_None) return 0;
   if (!PyArg_ParseTuple(edits, "OOOOO:edits", &bias_ids, &biases, &banned, &words, &ends))
     return -1;
-  if (rm_array_ids(module, bias_ids, "logit_bias", &request->bias_ids, &request->n_biases))
-    return -1;
+  if (rm_array_ids(bias_ids, "logit_bias", &request->bias_ids, &request->n_biases)) return -1;
   rm_array_want want = {"logit_bias", NPY_FLOAT32, 0, 1, {request->n_biases}};
-  if (rm_array_data(module, biases, &want, &data)) return -1;
+  if (rm_array_data(biases, &want, &data)) return -1;
   request->biases = data;
-  if (rm_array_ids(module, banned, "banned", &request->banned, &request->n_banned)) return -1;
-  if (rm_array_ids(module, words, "bad_words", &request->bad_words, &n_words)) return -1;
-  if (rm_array_ids(module, ends, "bad_words", &request->bad_word_ends, &request->n_bad_words))
-    return -1;
+  if (rm_array_ids(banned, "banned", &request->banned, &request->n_banned)) return -1;
+  if (rm_array_ids(words, "bad_words", &request->bad_words, &n_words)) return -1;
+  if (rm_array_ids(ends, "bad_words", &request->bad_word_ends, &request->n_bad_words)) return -1;
   if (request->n_bad_words == 0 || request->bad_word_ends[request->n_bad_words - 1] == n_words)
     return 0;
-  return rm_refuse(module, RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
+  return rm_refuse(RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
                    (long long)n_words, request->bad_word_ends[request->n_bad_words - 1]);
 }
 
@@ -175,23 +167,21 @@ PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
   PyObject *prompt, *stop_ids, *object, *logits, *edits = Py_None;
   if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits))
     return NULL;
-  PyObject *module = rm_engine_module(self);
   rm_request request = {0};
   rm_error err = RM_ERROR_INIT;
   uint64_t id;
   void *data;
-  if (rm_attributes_read(module, object, request_fields, RM_LENGTH(request_fields), &request, NULL))
+  if (rm_attributes_read(object, request_fields, RM_LENGTH(request_fields), &request, NULL))
     return NULL;
-  if (rm_array_ids(module, prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
-  if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids))
-    return NULL;
-  if (read_edits(module, edits, &request)) return NULL;
+  if (rm_array_ids(prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
+  if (rm_array_ids(stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids)) return NULL;
+  if (read_edits(edits, &request)) return NULL;
   const int64_t vocab = self->spec->vocab_size;
   rm_array_want want = {
       "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {request.n_prompt, vocab}};
-  if (rm_array_data(module, logits, &want, &data)) return NULL;
+  if (rm_array_data(logits, &want, &data)) return NULL;
   request.logits_out = data;
-  if (rm_engine_add(self->engine, &request, &id, &err)) return rm_raise(module, &err);
+  if (rm_engine_add(self->engine, &request, &id, &err)) return rm_raise(&err);
   rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
   PyObject *key = PyLong_FromUnsignedLongLong(id);
   if (key && (!rm_find_sequence_group(scheduler, id, NULL) ||
@@ -209,8 +199,7 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_
   rm_error err = RM_ERROR_INIT;
   RM_ENTER(self);
   if (rm_engine_id(argument, &id)) return NULL;
-  return rm_none(rm_engine_module(self), call(rm_engine_scheduler(self->engine, id), id, &err),
-                 &err);
+  return rm_none(call(rm_engine_scheduler(self->engine, id), id, &err), &err);
 }
 
 PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) {
@@ -231,8 +220,7 @@ PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
   rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
-  return rm_none(rm_engine_module(self),
-                 rm_scheduler_stop_sample(scheduler, id, sample, n_tokens, &err), &err);
+  return rm_none(rm_scheduler_stop_sample(scheduler, id, sample, n_tokens, &err), &err);
 }
 
 // ------------------------------------------------------------------------------------------ steps
@@ -240,8 +228,7 @@ PyObject *rm_engine_py_step(RM_NO_ARGUMENTS) {
   RM_ENTER(self);
   rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
-  if (RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err)))
-    return rm_raise(rm_engine_module(self), &err);
+  if (RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err))) return rm_raise(&err);
   return PyLong_FromLongLong(n_work);
 }
 
@@ -293,8 +280,7 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
   const unsigned long mask = PyLong_AsUnsignedLong(parts);
   if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
   rm_error err = RM_ERROR_INIT;
-  return rm_none(rm_engine_module(self), RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)),
-                 &err);
+  return rm_none(RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)), &err);
 }
 
 PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) {
@@ -314,7 +300,7 @@ PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload
     if (value) code = rm_engine_offload_weights(self->engine, &err);
     else rm_engine_free_offloaded(self->engine);
   Py_END_ALLOW_THREADS
-  return rm_none(rm_engine_module(self), code, &err);
+  return rm_none(code, &err);
 }
 
 PyObject *rm_engine_py_host_room(RM_NO_ARGUMENTS) {

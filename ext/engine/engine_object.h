@@ -26,7 +26,6 @@ typedef struct rm_engine_object {
   long pid; // process that made it
 } rm_engine_object;
 
-PyObject *rm_engine_module(rm_engine_object *self); // view
 int rm_engine_enter(rm_engine_object *self); // 0, or −1 with StateError set
 void rm_engine_leave(rm_engine_object *self);
 int rm_engine_id(PyObject *argument, uint64_t *id); // 0, or −1 with OverflowError or TypeError set
@@ -36,7 +35,7 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id,
 
 // options.c: fills `out`, whose pointers are views of the returned object. Returns a new reference,
 // or NULL with an exception set.
-PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_options *out);
+PyObject *rm_engine_options_read(PyObject *object, rm_engine_options *out);
 
 // Enters until the end of the function; on an error returns NULL from it.
 static inline void rm_engine_leave_scope(rm_engine_object **self) { rm_engine_leave(*self); }

@@ -12,15 +12,14 @@
 #include "weights/resharding.h"
 
 // Converts a key to UTF-8; *held owns the bytes.
-static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text,
-                     Py_ssize_t *length) {
+static int key_bytes(PyObject *name, PyObject **held, const char **text, Py_ssize_t *length) {
   if (!PyUnicode_Check(name))
-    return rm_refuse(module, RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
+    return rm_refuse(RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
                      (PyObject *)Py_TYPE(name));
   char *bytes;
   *held = PyUnicode_AsUTF8String(name);
   if (!*held && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
-    rm_raise_code(module, RM_E_LIMIT, "expected a tensor name in UTF-8, got %.200A", name);
+    rm_raise_code(RM_E_LIMIT, "expected a tensor name in UTF-8, got %.200A", name);
   if (!*held || PyBytes_AsStringAndSize(*held, &bytes, length)) return -1;
   *text = bytes;
   return 0;
@@ -39,8 +38,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
   options.version = version;
   RM_ENTER(self);
   rm_error err = RM_ERROR_INIT;
-  return rm_none(rm_engine_module(self),
-                 RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)), &err);
+  return rm_none(RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)), &err);
 }
 
 // ----------------------------------------------------------------------------------------- entries
@@ -66,20 +64,20 @@ static PyObject *list_of_params(const rm_target *target) {
 
 PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   RM_ENTER(self);
-  PyObject *module = rm_engine_module(self), *name;
+  PyObject *name;
   Py_ssize_t length;
   int skip_unknown = 0;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
-  RM_OWNED *object = rm_object_make(module, RM_TYPE_SYNC_ENTRY);
+  RM_OWNED *object = rm_object_make((PyObject *)self, RM_TYPE_SYNC_ENTRY);
   entry_object *made = (entry_object *)object;
-  if (!made || key_bytes(module, name, &made->key, &made->entry.name, &length)) return NULL;
+  if (!made || key_bytes(name, &made->key, &made->entry.name, &length)) return NULL;
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
   made->entry.length = (size_t)length;
   if (rm_names_resolve(rm_engine_store(self->engine)->params, made->entry.name, made->entry.length,
                        skip_unknown, &made->entry.target, &err))
-    return rm_raise(module, &err);
+    return rm_raise(&err);
   const rm_target *target = &made->entry.target;
   made->params = list_of_params(target);
   made->shape = rm_tuple_of(target->shape, target->n_pieces ? target->n_dims : 0);
@@ -162,26 +160,24 @@ PyType_Spec rm_sync_entry_spec =
 
 // Returns the object as an entry of this engine, or NULL with an exception set.
 static entry_object *entry_of(rm_engine_object *self, PyObject *object) {
-  PyObject *module = rm_engine_module(self);
-  if (rm_is(module, object, RM_TYPE_SYNC_ENTRY) && ((entry_object *)object)->engine == self)
+  if (rm_is((PyObject *)self, object, RM_TYPE_SYNC_ENTRY) &&
+      ((entry_object *)object)->engine == self)
     return (entry_object *)object;
-  return (entry_object *)rm_raise_code(module, RM_E_STATE,
-                                       "expected a SyncEntry of this engine, got %R",
+  return (entry_object *)rm_raise_code(RM_E_STATE, "expected a SyncEntry of this engine, got %R",
                                        (PyObject *)Py_TYPE(object));
 }
 
 // -------------------------------------------------------------------- who reads tensors of a GPU
 static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   rm_engine_object *self = engine;
-  PyObject *module = rm_engine_module(self);
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_enter(self)) return NULL;
   const rm_code code = rm_engine_ready_queue(self->engine, ordinal, &device, &err);
   if (!code) return device; // give_reader leaves the engine
   rm_engine_leave(self);
-  if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
+  if (code != RM_E_CONFIG) return rm_raise(&err), NULL;
+  rm_raise_code(RM_E_UNSUPPORTED_TENSOR,
                 "%.200U: expected a tensor that this engine can read, got one on cuda:%d: %s", name,
                 ordinal, rm_error_message(&err));
   rm_error_clear(&err);
@@ -192,14 +188,14 @@ static void give_reader(void *engine) { rm_engine_leave(engine); }
 
 // ---------------------------------------------------------------------------------- take and push
 PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
-  PyObject *module = rm_engine_module(self), *given, *object, *owner = NULL;
+  PyObject *given, *object, *owner = NULL;
   const rm_tensor_reader reader = {take_reader, give_reader, self};
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "OO:sync_take", &given, &object)) return NULL;
   entry_object *entry = entry_of(self, given);
   if (!entry) return NULL;
   rm_tensor tensor;
-  if (rm_tensor_from_object(module, object, entry->name, self->reads_gpus ? &reader : NULL, &tensor,
+  if (rm_tensor_from_object(object, entry->name, self->reads_gpus ? &reader : NULL, &tensor,
                             &owner))
     return NULL;
   if (rm_engine_enter(self)) {
@@ -218,7 +214,7 @@ PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
   }
   rm_engine_leave(self);
   rm_tensor_release(unused);
-  return rm_none(module, code, &err);
+  return rm_none(code, &err);
 }
 
 // Fills `out` with views of the entries of a tuple. Returns −1 with an exception set.
@@ -227,8 +223,8 @@ static int entries_of(rm_engine_object *self, PyObject *list, Py_ssize_t n, cons
     const entry_object *entry = entry_of(self, PyTuple_GetItem(list, i));
     if (!entry) return -1;
     if (!entry->taken && entry->entry.target.n_pieces)
-      return rm_refuse(rm_engine_module(self), RM_E_STATE,
-                       "%.200U: expected a tensor taken by sync_take, got none", entry->name);
+      return rm_refuse(RM_E_STATE, "%.200U: expected a tensor taken by sync_take, got none",
+                       entry->name);
     out[i] = &entry->entry;
   }
   return 0;
@@ -264,12 +260,12 @@ static int push(rm_engine_object *self, const rm_entry **entries, int64_t n, int
     if (self->engine) rm_engine_sync_undo(self->engine);
     return -1;
   }
-  if (code) rm_raise(rm_engine_module(self), &err);
+  if (code) rm_raise(&err);
   return code ? -1 : 0;
 }
 
 PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
-  PyObject *module = rm_engine_module(self), *given, *between = NULL;
+  PyObject *given, *between = NULL;
   long long most = INT64_MAX;
   if (!PyArg_ParseTuple(args, "O|LO:sync_push", &given, &most, &between)) return NULL;
   RM_OWNED *list = PySequence_Tuple(given); // another thread may change a list
@@ -278,7 +274,7 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   const Py_ssize_t n = PyTuple_Size(list);
   // A sync in place that has begun to write allocates nothing for the next tensor.
   const rm_entry *one, **entries = n == 1 ? &one : rm_alloc((size_t)n, sizeof *entries);
-  if (!entries) rm_raise_code(module, RM_E_MEMORY, "no memory for a push of %zd tensors", n);
+  if (!entries) rm_raise_code(RM_E_MEMORY, "no memory for a push of %zd tensors", n);
   if (entries && !rm_engine_enter(self)) {
     failed = entries_of(self, list, n, entries) || push(self, entries, n, most, between);
     if (self->engine) rm_engine_leave(self);
@@ -304,17 +300,16 @@ static const rm_attribute report_fields[] = {
 
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   RM_ENTER(self);
-  PyObject *module = rm_engine_module(self);
   _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4, "the order of the words");
   RM_OWNED *words = Py_BuildValue("sssss", "refuse", "restart", "abort", "keep", "keep_kv");
   if (!words) return NULL;
   const Py_ssize_t inflight = PySequence_Index(words, word);
   if (inflight < 0)
-    return rm_raise_code(module, RM_E_CONFIG, "inflight: expected one of %R, got %R", words, word);
+    return rm_raise_code(RM_E_CONFIG, "inflight: expected one of %R, got %R", words, word);
   rm_sync_report report;
   rm_error err = RM_ERROR_INIT;
   if (RM_UNLOCKED(rm_engine_sync_commit(self->engine, (rm_inflight)inflight, &report, &err)))
-    return rm_raise(module, &err);
+    return rm_raise(&err);
   return rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }
 

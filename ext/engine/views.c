@@ -11,10 +11,10 @@ static const char *const finish_names[] = {[RM_RUNNING] = NULL,
                                            [RM_FINISH_ABORT] = "abort",
                                            [RM_FINISH_ERROR] = "error"};
 
-static PyObject *error_object(rm_engine_object *self, const rm_sequence_group *group) {
+static PyObject *error_object(const rm_sequence_group *group) {
   if (!group->error) return Py_NewRef(Py_None);
-  PyObject *type = rm_state(rm_engine_module(self))->errors[group->error];
-  return PyObject_CallFunction(type, "s", group->message);
+  RM_OWNED *type = rm_error_class(group->error);
+  return type ? PyObject_CallFunction(type, "s", group->message) : NULL;
 }
 
 typedef struct record { // [n], or [n][top]
@@ -64,13 +64,13 @@ PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
   if (rm_engine_id(argument, &id)) return NULL;
   const rm_sequence_group *group =
       rm_find_sequence_group(rm_engine_scheduler(self->engine, id), id, &err);
-  if (!group) return rm_raise(rm_engine_module(self), &err);
+  if (!group) return rm_raise(&err);
   const rm_request_times *times = &group->times;
   PyObject *dict = Py_BuildValue(
       "{sO sN sL sL si s(dddd)}", "finished", group->n_done == group->n ? Py_True : Py_False,
-      "error", error_object(self, group), "num_cached_tokens", (long long)group->n_cached,
-      "num_scored", (long long)group->n_scored, "n", (int)group->n, "times", times->queued,
-      times->scheduled, times->first_token, times->last_token);
+      "error", error_object(group), "num_cached_tokens", (long long)group->n_cached, "num_scored",
+      (long long)group->n_scored, "n", (int)group->n, "times", times->queued, times->scheduled,
+      times->first_token, times->last_token);
   put_prompt(self, &dict, group);
   return dict;
 }
@@ -83,7 +83,7 @@ static const rm_sequence *read_sample(rm_engine_object *self, PyObject *args, co
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, format, &id, &sample, start)) return NULL;
   const rm_sequence *seq = rm_find_sample(rm_engine_scheduler(self->engine, id), id, sample, &err);
-  if (!seq) rm_raise(rm_engine_module(self), &err);
+  if (!seq) rm_raise(&err);
   return seq;
 }
 

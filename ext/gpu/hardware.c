@@ -3,27 +3,27 @@
 
 #include "gpu/gpu.h"
 
-static PyObject *cuda_count(PyObject *module, PyObject *path) {
+static PyObject *cuda_count(PyObject *Py_UNUSED(module), PyObject *path) {
   rm_error err = RM_ERROR_INIT;
   int count = 0;
   const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
   if (!library) return NULL;
   const rm_code code = RM_UNLOCKED(rm_cuda_count(library, &count, &err));
-  if (code) return rm_raise(module, &err);
+  if (code) return rm_raise(&err);
   return PyLong_FromLong(count);
 }
 
-static PyObject *cuda_bus(PyObject *module, PyObject *args) {
+static PyObject *cuda_bus(PyObject *Py_UNUSED(module), PyObject *args) {
   const char *library;
   int ordinal;
   char id[32];
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal)) return NULL;
   const rm_code code = RM_UNLOCKED(rm_cuda_bus_id(library, ordinal, id, &err));
-  return code ? rm_raise(module, &err) : PyUnicode_FromString(id);
+  return code ? rm_raise(&err) : PyUnicode_FromString(id);
 }
 
-static PyObject *cuda_available(PyObject *module, PyObject *args) {
+static PyObject *cuda_available(PyObject *Py_UNUSED(module), PyObject *args) {
   const char *library;
   int ordinal;
   rm_error err = RM_ERROR_INIT;
@@ -40,15 +40,15 @@ static PyObject *cuda_available(PyObject *module, PyObject *args) {
       device.close(device.self);
     }
   Py_END_ALLOW_THREADS
-  return code ? rm_raise(module, &err) : PyLong_FromSize_t(bytes);
+  return code ? rm_raise(&err) : PyLong_FromSize_t(bytes);
 }
 
-static PyObject *nccl_version(PyObject *module, PyObject *args) {
+static PyObject *nccl_version(PyObject *Py_UNUSED(module), PyObject *args) {
   const char *path;
   int version;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "s:nccl_version", &path)) return NULL;
-  if (rm_nccl_version(path, &version, &err)) return rm_raise(module, &err);
+  if (rm_nccl_version(path, &version, &err)) return rm_raise(&err);
   return PyLong_FromLong(version);
 }
 

@@ -23,7 +23,7 @@ static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   gpus_object *self = rm_object_new((PyObject *)type);
   if (!self || !rm_ready_streams_init(&self->readers, library, &err)) return (PyObject *)self;
   Py_DECREF(self);
-  return rm_raise(PyType_GetModule(type), &err);
+  return rm_raise(&err);
 }
 
 static void gpus_dealloc(PyObject *self) {
@@ -35,7 +35,7 @@ const rm_device *rm_gpus_device(PyObject *gpus, int ordinal) {
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
   if (rm_ready_streams_find(&((gpus_object *)gpus)->readers, ordinal, &device, &err))
-    rm_raise(rm_module_of(gpus), &err);
+    rm_raise(&err);
   return device;
 }
 
@@ -50,11 +50,10 @@ static PyObject *gpus_lend(PyObject *object, PyObject *args) {
   PyObject *name, *given, *owner = NULL, *out = NULL;
   rm_tensor tensor;
   if (!PyArg_ParseTuple(args, "UO:lend", &name, &given)) return NULL;
-  if (rm_tensor_from_object(rm_module_of(object), given, name, &reader, &tensor, &owner))
-    return NULL;
+  if (rm_tensor_from_object(given, name, &reader, &tensor, &owner)) return NULL;
   if (!tensor.on_device)
-    rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
-                  "%.200U: expected a tensor on a GPU, got one on the CPU", name);
+    rm_raise_code(RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on a GPU, got one on the CPU",
+                  name);
   else
     out = Py_BuildValue("(iKsNNO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data,
                         rm_elements[tensor.dtype].name, rm_tuple_of(tensor.shape, tensor.n_dims),
@@ -68,8 +67,7 @@ static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   int ordinal;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "i:wait", &ordinal)) return NULL;
-  return rm_none(rm_module_of(object),
-                 RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)), &err);
+  return rm_none(RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)), &err);
 }
 
 // Reads (ordinal, address). NULL with an exception.
@@ -90,7 +88,7 @@ static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   const rm_device *device = device_of(object, args, &address);
   if (!device) return NULL;
   if (RM_UNLOCKED(rm_cuda_make_loan(self->readers.library, device, address, &loan, &err)))
-    return rm_raise(rm_module_of(object), &err);
+    return rm_raise(&err);
   return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle,
                        (Py_ssize_t)sizeof loan.handle, (unsigned long long)(uintptr_t)loan.block,
                        (Py_ssize_t)loan.bytes);
@@ -105,15 +103,14 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "sy#:borrow", &bus, &handle, &length)) return NULL;
   if (length != sizeof loan.handle)
-    return rm_raise_code(rm_module_of(object), RM_E_CONFIG,
-                         "expected a handle of %zu bytes, got %zd", sizeof loan.handle, length);
+    return rm_raise_code(RM_E_CONFIG, "expected a handle of %zu bytes, got %zd", sizeof loan.handle,
+                         length);
   memcpy(loan.handle, handle, sizeof loan.handle);
-  if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err))
-    return rm_raise(rm_module_of(object), &err);
+  if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err)) return rm_raise(&err);
   const rm_device *device = rm_gpus_device(object, ordinal);
   if (!device) return NULL;
   const rm_code code = RM_UNLOCKED(rm_cuda_open_loan(self->readers.library, device, &loan, &err));
-  if (code) return rm_raise(rm_module_of(object), &err);
+  if (code) return rm_raise(&err);
   return Py_BuildValue("(iKn)", ordinal, (unsigned long long)(uintptr_t)loan.block,
                        (Py_ssize_t)loan.bytes);
 }
@@ -124,8 +121,7 @@ static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   rm_error err = RM_ERROR_INIT;
   const rm_device *device = device_of(object, args, &block);
   if (!device) return NULL;
-  return rm_none(rm_module_of(object),
-                 RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device, block, &err)), &err);
+  return rm_none(RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device, block, &err)), &err);
 }
 
 static PyMethodDef gpus_methods[] = {

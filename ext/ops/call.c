@@ -12,7 +12,7 @@ void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...) {
   if (c->failed) return;
   c->failed = 1;
   va_start(args, format);
-  rm_raise_va(c->module, code, format, args);
+  rm_raise_va(code, format, args);
   va_end(args);
 }
 
@@ -66,7 +66,8 @@ void rm_op_out_dtype(rm_op_call *c, rm_op_argument *out) {
 
 int rm_op_type_of(const rm_op_call *c, PyObject *object) {
   if (object && PyArray_Check(object)) return PyArray_TYPE((PyArrayObject *)object);
-  return object && rm_is_device_array(c->module, object) ? rm_device_array_type(object) : -1;
+  return object && rm_is_device_array((PyObject *)c->self, object) ? rm_device_array_type(object)
+                                                                   : -1;
 }
 
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name) {
@@ -82,10 +83,10 @@ void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const
   c->failed = 1;
   if (!object) object = Py_None;
   RM_OWNED *dtype = rm_op_type_of(c, object) < 0 ? NULL : PyObject_GetAttrString(object, "dtype");
-  if (dtype) rm_raise_code(c->module, RM_E_DTYPE, "%s: expected %s, got %S", name, expected, dtype);
+  if (dtype) rm_raise_code(RM_E_DTYPE, "%s: expected %s, got %S", name, expected, dtype);
   else if (!PyErr_Occurred())
-    rm_raise_code(c->module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s, got %R", name,
-                  expected, (PyObject *)Py_TYPE(object));
+    rm_raise_code(RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s, got %R", name, expected,
+                  (PyObject *)Py_TYPE(object));
 }
 
 void rm_op_in_range(rm_op_call *c, const char *name, rm_op_type type, const void *indices,
@@ -106,7 +107,7 @@ void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t un
 
 // ---------------------------------------------------------------------------------------- running
 void rm_op_fail(rm_op_call *c, rm_error *err) {
-  rm_raise(c->module, err);
+  rm_raise(err);
   c->failed = 1;
 }
 
@@ -118,9 +119,8 @@ void rm_op_enter(rm_op_call *c) {
                 "has to make its own",
                 (int)c->self->owner);
   if (c->failed || !op_device) return;
-  c->failed =
-      (c->self->stream && rm_op_device_check_stream(c->module, op_device, c->self->stream)) ||
-      rm_op_device_enter(c->module, op_device, &c->saved);
+  c->failed = (c->self->stream && rm_op_device_check_stream(op_device, c->self->stream)) ||
+              rm_op_device_enter(op_device, &c->saved);
   c->is_entered = !c->failed;
   if (c->is_entered && c->self->stream)
     op_device->device.wait_stream(op_device->device.self, c->self->stream);

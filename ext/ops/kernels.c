@@ -11,21 +11,22 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   const char *isa;
   int threads;
   unsigned long long stream = 0;
-  PyObject *module = PyType_GetModule(type), *op_device = Py_None;
+  PyObject *op_device = Py_None;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si|OK:Kernels", names, &isa, &threads, &op_device,
                                    &stream))
     return NULL;
-  if (op_device != Py_None && !rm_is(module, op_device, RM_TYPE_OP_DEVICE))
-    return rm_raise_code(module, RM_E_CONFIG, "op_device: expected an OpDevice or None, got %R",
-                         op_device);
+  if (op_device != Py_None &&
+      !Py_IS_TYPE(op_device,
+                  (PyTypeObject *)rm_state(PyType_GetModule(type))->types[RM_TYPE_OP_DEVICE]))
+    return rm_raise_code(RM_E_CONFIG, "op_device: expected an OpDevice or None, got %R", op_device);
   const rm_kernels *table = NULL;
   const rm_code code =
       op_device == Py_None
           ? rm_kernels_find(isa, &table, &err)
           : rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL),
                             isa, &table, &err);
-  if (code) return rm_raise(module, &err);
+  if (code) return rm_raise(&err);
   rm_kernels_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->table = table;
@@ -35,7 +36,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   if (op_device != Py_None) self->op_device = (rm_op_device *)Py_NewRef(op_device);
   else if (rm_team_create(threads, &self->team, &err)) {
     Py_DECREF(self);
-    return rm_raise(module, &err);
+    return rm_raise(&err);
   }
   return (PyObject *)self;
 }
@@ -70,8 +71,7 @@ static PyType_Slot slots[] = {
 PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, 0, slots);
 
 // -------------------------------------------------------------------------------------- functions
-static PyObject *op_arguments(PyObject *module, PyObject *ignored) {
-  (void)ignored;
+static PyObject *op_arguments(PyObject *module, PyObject *Py_UNUSED(none)) {
   return Py_NewRef(rm_state(module)->op_arguments);
 }
 

@@ -208,7 +208,6 @@ typedef struct rm_op_block { // host memory that the call owns
 
 struct rm_op_call {
   rm_kernels_object *self; // view
-  PyObject *module; // view
   const rm_op *op; // view
   PyObject *objects[RM_OP_MAX_ARGUMENTS]; // views: the argument of each entry; NULL: absent
   PyObject *outputs; // owned tuple
