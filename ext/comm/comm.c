@@ -94,10 +94,10 @@ static rm_code code_of_exception(rm_error *err) {
   const int interrupted = PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt);
   if (interrupted) rm_note_interrupt();
   RM_OWNED *text = value ? PyObject_Str(value) : NULL;
-  RM_OWNED *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+  const char *message = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
   rm_fail(err, code, "%.400s",
           interrupted ? "the exchange was interrupted"
-          : bytes     ? PyBytes_AsString(bytes)
+          : message   ? message
                       : "the exchange failed");
   PyErr_Clear();
   return code;
@@ -253,22 +253,19 @@ static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
   Py_RETURN_NONE;
 }
 
-static PyObject *comm_look(comm_object *self, PyObject *ignored) {
-  (void)ignored;
+static PyObject *comm_look(comm_object *self, PyObject *Py_UNUSED(none)) {
   rm_error err = RM_ERROR_INIT;
   if (enter(self)) return NULL;
   const rm_code code = rm_comm_check(self->comm, &err);
   return rm_none(code, &err);
 }
 
-static PyObject *comm_abort(comm_object *self, PyObject *ignored) {
-  (void)ignored;
+static PyObject *comm_abort(comm_object *self, PyObject *Py_UNUSED(none)) {
   if (self->comm) rm_comm_abort(self->comm, RM_E_RANK_LOST);
   Py_RETURN_NONE;
 }
 
-static PyObject *comm_close(comm_object *self, PyObject *ignored) {
-  (void)ignored;
+static PyObject *comm_close(comm_object *self, PyObject *Py_UNUSED(none)) {
   rm_comm *comm = self->comm;
   if (!comm) Py_RETURN_NONE; // an engine that has taken it still calls the exchange
   self->comm = NULL;

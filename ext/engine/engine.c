@@ -113,29 +113,29 @@ PyObject *rm_engine_py_close(RM_NO_ARGUMENTS) {
 }
 
 // --------------------------------------------------------------------------------------- requests
-#define REQUEST(type, member) RM_ATTRIBUTE(rm_request, type, member)
-#define REQUEST_AS(type, name, member) RM_ATTRIBUTE_AS(rm_request, type, name, member)
+#define REQUEST(member) RM_MEMBER(rm_request, member)
+#define REQUEST_BOOL(member) RM_ATTRIBUTE(rm_request, BOOL, member)
 static const rm_attribute request_fields[] = {
-    REQUEST(I32, n),
-    REQUEST(I64, max_tokens),
-    REQUEST(I64, min_tokens),
-    REQUEST(F32, temperature),
-    REQUEST(F32, top_p),
-    REQUEST(F32, min_p),
-    REQUEST(I32, top_k),
-    REQUEST(BOOL, has_seed),
-    REQUEST(U64, seed),
-    REQUEST(BOOL, ignore_eos),
-    REQUEST(I32, logprobs),
-    REQUEST(I32, prompt_logprobs),
-    REQUEST_AS(BOOL, score, kind),
-    REQUEST(BOOL, score_sampling),
-    REQUEST(BOOL, ranks),
-    REQUEST(BOOL, external_draws),
-    REQUEST(BOOL, kept_tokens),
-    REQUEST(F32, repetition_penalty),
-    REQUEST(F32, frequency_penalty),
-    REQUEST(F32, presence_penalty),
+    REQUEST(n),
+    REQUEST(max_tokens),
+    REQUEST(min_tokens),
+    REQUEST(temperature),
+    REQUEST(top_p),
+    REQUEST(min_p),
+    REQUEST(top_k),
+    REQUEST_BOOL(has_seed),
+    REQUEST(seed),
+    REQUEST_BOOL(ignore_eos),
+    REQUEST(logprobs),
+    REQUEST(prompt_logprobs),
+    RM_ATTRIBUTE_AS(rm_request, BOOL, score, kind),
+    REQUEST_BOOL(score_sampling),
+    REQUEST_BOOL(ranks),
+    REQUEST_BOOL(external_draws),
+    REQUEST_BOOL(kept_tokens),
+    REQUEST(repetition_penalty),
+    REQUEST(frequency_penalty),
+    REQUEST(presence_penalty),
 };
 _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int),
                "`score` is read as the kind");

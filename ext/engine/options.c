@@ -11,10 +11,9 @@ typedef struct names { // attributes that are converted to other values
   int64_t tp, dp, ep;
 } names;
 
-#define NAME(type, member) RM_ATTRIBUTE(names, type, member)
+#define NAME(member) RM_MEMBER(names, member)
 static const rm_attribute name_fields[] = {
-    NAME(TEXT, dtype), NAME(TEXT, isa), NAME(TEXT, ep_backend),
-    NAME(I64, tp),     NAME(I64, dp),   NAME(I64, ep),
+    NAME(dtype), NAME(isa), NAME(ep_backend), NAME(tp), NAME(dp), NAME(ep),
 };
 
 static int is(const char *name, const char *word) { return name && strcmp(name, word) == 0; }

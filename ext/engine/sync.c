@@ -11,18 +11,17 @@
 #include "weights/check.h"
 #include "weights/resharding.h"
 
-// Converts a key to UTF-8; *held owns the bytes.
-static int key_bytes(PyObject *name, PyObject **held, const char **text, Py_ssize_t *length) {
+// Returns a key in UTF-8, a view of `name`; NULL with an exception.
+static const char *key_of(PyObject *name, size_t *length) {
+  Py_ssize_t n = 0;
   if (!PyUnicode_Check(name))
-    return rm_refuse(RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
-                     (PyObject *)Py_TYPE(name));
-  char *bytes;
-  *held = PyUnicode_AsUTF8String(name);
-  if (!*held && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
+    return (char *)rm_raise_code(RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
+                                 (PyObject *)Py_TYPE(name));
+  const char *text = PyUnicode_AsUTF8AndSize(name, &n);
+  if (!text && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
     rm_raise_code(RM_E_LIMIT, "expected a tensor name in UTF-8, got %.200A", name);
-  if (!*held || PyBytes_AsStringAndSize(*held, &bytes, length)) return -1;
-  *text = bytes;
-  return 0;
+  *length = (size_t)n;
+  return text;
 }
 
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs) {
@@ -47,7 +46,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
 typedef struct entry_object {
   PyObject_HEAD
   rm_engine_object *engine; // owned; the target's indices refer to its parameters
-  PyObject *name, *key; // owned: a str, and its bytes, which entry.name views
+  PyObject *name; // owned: a str, which entry.name views
   PyObject *params, *shape; // owned: the target's parameters (list), and its shape (tuple)
   PyObject *owner; // owned; keeps the tensor alive; NULL: no tensor
   unsigned long long nbytes; // of the tensor
@@ -65,16 +64,14 @@ static PyObject *list_of_params(const rm_target *target) {
 PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   RM_ENTER(self);
   PyObject *name;
-  Py_ssize_t length;
   int skip_unknown = 0;
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
   RM_OWNED *object = rm_object_make((PyObject *)self, RM_TYPE_SYNC_ENTRY);
   entry_object *made = (entry_object *)object;
-  if (!made || key_bytes(name, &made->key, &made->entry.name, &length)) return NULL;
+  if (!made || !(made->entry.name = key_of(name, &made->entry.length))) return NULL;
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
-  made->entry.length = (size_t)length;
   if (rm_names_resolve(rm_engine_store(self->engine)->params, made->entry.name, made->entry.length,
                        skip_unknown, &made->entry.target, &err))
     return rm_raise(&err);
@@ -106,25 +103,21 @@ static void entry_dealloc(PyObject *object) {
   rm_target_clear(&self->entry.target);
   Py_XDECREF((PyObject *)self->engine);
   Py_XDECREF(self->name);
-  Py_XDECREF(self->key);
   Py_XDECREF(self->params);
   Py_XDECREF(self->shape);
   rm_object_free(object);
 }
 
-static PyObject *entry_release(PyObject *object, PyObject *ignored) {
-  entry_object *self = (entry_object *)object;
-  (void)ignored;
+static PyObject *entry_release(entry_object *self, PyObject *Py_UNUSED(none)) {
   if (rm_engine_enter(self->engine)) return NULL;
   rm_engine_leave(self->engine);
   drop_tensor(self);
   Py_RETURN_NONE;
 }
 
-static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
-  rm_engine_object *engine = ((entry_object *)object)->engine;
-  const rm_target *target = &((entry_object *)object)->entry.target;
-  (void)ignored;
+static PyObject *entry_wanted(entry_object *self, PyObject *Py_UNUSED(none)) {
+  rm_engine_object *engine = self->engine;
+  const rm_target *target = &self->entry.target;
   RM_ENTER(engine);
   const rm_mesh mesh = rm_engine_mesh(engine->engine);
   _Static_assert(sizeof(rm_part) == 9 * sizeof(int64_t), "a part is a row of the array");
@@ -137,8 +130,8 @@ static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
 }
 
 static PyMethodDef entry_methods[] = {
-    {"wanted", entry_wanted, METH_NOARGS, NULL},
-    {"release", entry_release, METH_NOARGS, NULL},
+    RM_METHOD("wanted", entry_wanted, METH_NOARGS),
+    RM_METHOD("release", entry_release, METH_NOARGS),
     {0},
 };
 
@@ -285,17 +278,17 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   return failed ? NULL : Py_NewRef(Py_None);
 }
 
-#define REPORT(type, member) RM_ATTRIBUTE(rm_sync_report, type, member)
-#define REPORT_AS(type, name, member) RM_ATTRIBUTE_AS(rm_sync_report, type, name, member)
+#define REPORT(member) RM_MEMBER(rm_sync_report, member)
+#define REPORT_AS(name, member) RM_MEMBER_AS(rm_sync_report, name, member)
 static const rm_attribute report_fields[] = {
-    REPORT(I64, version),
-    REPORT_AS(I64, num_tensors, n_tensors),
-    REPORT_AS(I64, num_parameters, n_parameters),
-    REPORT_AS(I64, num_skipped, n_skipped),
-    REPORT(U64, bytes),
-    REPORT(F64, seconds),
-    REPORT(F64, copy_seconds),
-    REPORT(U64, digest),
+    REPORT(version),
+    REPORT_AS(num_tensors, n_tensors),
+    REPORT_AS(num_parameters, n_parameters),
+    REPORT_AS(num_skipped, n_skipped),
+    REPORT(bytes),
+    REPORT(seconds),
+    REPORT(copy_seconds),
+    REPORT(digest),
 };
 
 PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {

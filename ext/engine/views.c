@@ -123,41 +123,41 @@ PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
       rm_array_new(NPY_INT32, 1, shape, shape[0] ? seq->ids + seq->group->n_prompt + from : NULL));
 }
 
-#define STAT(type, member) RM_ATTRIBUTE(rm_engine_stats, type, member)
-#define STAT_AS(type, name, member) RM_ATTRIBUTE_AS(rm_engine_stats, type, name, member)
+#define STAT(member) RM_MEMBER(rm_engine_stats, member)
+#define STAT_AS(name, member) RM_MEMBER_AS(rm_engine_stats, name, member)
 static const rm_attribute stats_fields[] = {
-    STAT(I64, version),
-    STAT(I64, waiting),
-    STAT(I64, running),
-    STAT(I64, steps),
-    STAT(I64, rows),
-    STAT(I64, generated_tokens),
-    STAT(I64, prompt_tokens),
-    STAT(I64, cached_tokens),
-    STAT(I64, preemptions),
-    STAT_AS(I64, graph_replays, replays),
-    STAT(I64, kv_pages),
-    STAT(I64, kv_pages_free),
-    STAT(I64, prefix_hits),
-    STAT(I64, prefix_misses),
-    STAT(I64, evictions),
-    STAT(I64, states),
-    STAT(I64, states_free),
-    STAT(I64, state_evictions),
-    STAT(U64, weight_bytes),
-    STAT(U64, kv_bytes),
-    STAT(U64, workspace_bytes),
-    STAT_AS(I32, threads, n_threads),
-    STAT(I32, asleep),
-    STAT(TEXT, device),
-    STAT(TEXT, isa),
-    STAT(TEXT, family),
-    STAT(F64, forward_seconds),
-    STAT(F64, schedule_seconds),
-    STAT(F64, commit_seconds),
-    STAT(U64, comm_bytes),
-    STAT(I64, comm_calls),
-    STAT(F64, comm_seconds),
+    STAT(version),
+    STAT(waiting),
+    STAT(running),
+    STAT(steps),
+    STAT(rows),
+    STAT(generated_tokens),
+    STAT(prompt_tokens),
+    STAT(cached_tokens),
+    STAT(preemptions),
+    STAT_AS(graph_replays, replays),
+    STAT(kv_pages),
+    STAT(kv_pages_free),
+    STAT(prefix_hits),
+    STAT(prefix_misses),
+    STAT(evictions),
+    STAT(states),
+    STAT(states_free),
+    STAT(state_evictions),
+    STAT(weight_bytes),
+    STAT(kv_bytes),
+    STAT(workspace_bytes),
+    STAT_AS(threads, n_threads),
+    STAT(asleep),
+    STAT(device),
+    STAT(isa),
+    STAT(family),
+    STAT(forward_seconds),
+    STAT(schedule_seconds),
+    STAT(commit_seconds),
+    STAT(comm_bytes),
+    STAT(comm_calls),
+    STAT(comm_seconds),
 };
 
 PyObject *rm_engine_py_stats(RM_NO_ARGUMENTS) {
@@ -167,11 +167,10 @@ PyObject *rm_engine_py_stats(RM_NO_ARGUMENTS) {
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
 }
 
-#define TIME(type, member) RM_ATTRIBUTE(rm_profile_entry, type, member)
+#define TIME(member) RM_MEMBER(rm_profile_entry, member)
 static const rm_attribute profile_fields[] = {
-    TIME(TEXT, op),    TIME(I64, n),     TIME(I64, k),
-    TIME(I64, calls),  TIME(I64, rows),  TIME(F64, seconds),
-    TIME(F64, waited), TIME(F64, flops), TIME(F64, weight_bytes),
+    TIME(op),      TIME(n),      TIME(k),     TIME(calls),        TIME(rows),
+    TIME(seconds), TIME(waited), TIME(flops), TIME(weight_bytes),
 };
 
 // Returns the times of rank 0 of this process since the last call.
