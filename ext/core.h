@@ -90,7 +90,15 @@ void rm_note_interrupt(void); // a Ctrl-C ends the call of this thread
 // can `return rm_raise(&err)`. Keeps an exception that a callback has already set; raises
 // KeyboardInterrupt after rm_note_interrupt.
 PyObject *rm_raise(rm_error *err);
-PyObject *rm_none(rm_code code, rm_error *err); // None, or rm_raise
+// Whether a call fails, which returns an rm_code and writes its error to `err`; then raises the error.
+#define RM_FAILS(call) \
+  ({ \
+    rm_error err = RM_ERROR_INIT; \
+    const rm_code failure_ = (call); \
+    if (failure_) rm_raise(&err); \
+    failure_; \
+  })
+#define RM_NONE(call) (RM_FAILS(call) ? NULL : Py_NewRef(Py_None)) // None, or NULL
 // Raises an error that the extension finds itself. Formats are PyErr_Format's. Returns NULL.
 PyObject *rm_raise_code(rm_code code, const char *format, ...);
 void rm_raise_va(rm_code code, const char *format, va_list args);

@@ -86,8 +86,6 @@ PyObject *rm_raise(rm_error *err) {
   return NULL;
 }
 
-PyObject *rm_none(rm_code code, rm_error *err) { return code ? rm_raise(err) : Py_NewRef(Py_None); }
-
 void rm_raise_va(rm_code code, const char *format, va_list args) {
   PyErr_Clear(); // the import would fail
   RM_OWNED *type = rm_error_class(code);

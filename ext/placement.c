@@ -9,14 +9,11 @@
 // Reads a spec, and the mesh that its model is divided over. Returns the spec, which the caller
 // destroys; NULL with the exception set.
 static rm_spec *divided(PyObject *values, const long long degrees[3], rm_mesh *mesh) {
-  rm_error err = RM_ERROR_INIT;
-  rm_spec *spec = NULL;
-  rm_code code = rm_mesh_create(degrees[0], degrees[1], degrees[2], mesh, &err);
-  if (!code && !(spec = rm_spec_from_python(values))) return NULL;
-  if (!code) code = rm_placement_check(spec, mesh, &err);
-  if (!code) return spec;
+  rm_spec *spec = RM_FAILS(rm_mesh_create(degrees[0], degrees[1], degrees[2], mesh, &err))
+                      ? NULL
+                      : rm_spec_from_python(values);
+  if (spec && !RM_FAILS(rm_placement_check(spec, mesh, &err))) return spec;
   rm_spec_destroy(spec);
-  rm_raise(&err);
   return NULL;
 }
 
@@ -50,14 +47,12 @@ static int is_counted(const rm_param *p) {
 static rm_params *laid_out(PyObject *values, const long long degrees[3], int rank, rm_dtype dtype,
                            rm_spec **spec) {
   rm_mesh mesh;
-  rm_error err = RM_ERROR_INIT;
   rm_params *params = NULL;
   if (!(*spec = divided(values, degrees, &mesh))) return NULL;
   const rm_placement here = rm_placement_of(*spec, &mesh, rank);
-  if (!rm_params_create(*spec, &here, dtype, 0, &params, &err)) return params;
+  if (!RM_FAILS(rm_params_create(*spec, &here, dtype, 0, &params, &err))) return params;
   rm_spec_destroy(*spec);
   *spec = NULL;
-  rm_raise(&err);
   return NULL;
 }
 

@@ -104,7 +104,6 @@ static rm_layer_spec *layers_of(const int64_t *rows, int64_t n) {
 
 rm_spec *rm_spec_from_python(PyObject *object) {
   rm_spec values = {0}, *spec = NULL;
-  rm_error err = RM_ERROR_INIT;
   RM_OWNED *model = NULL, *inv_freq = NULL, *local = NULL, *rows = NULL, *names = NULL;
   rm_layer_spec *layers;
   void *frequencies, *local_frequencies = NULL, *columns;
@@ -130,7 +129,7 @@ rm_spec *rm_spec_from_python(PyObject *object) {
   values.local_inv_freq = local_frequencies;
   values.rotary_dim = 2 * of_rope.shape[0];
   values.layers = layers;
-  if (rm_spec_create(&values, &spec, &err)) rm_raise(&err);
+  (void)RM_FAILS(rm_spec_create(&values, &spec, &err));
   PyMem_Free(layers);
   return spec;
 }

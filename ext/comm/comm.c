@@ -173,10 +173,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   self->rank = rank;
   const rm_transport transport = {
       .self = self, .exchange = call_exchange, .abort = call_abort, .check = call_look};
-  rm_error err = RM_ERROR_INIT;
-  if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
-  Py_DECREF(self);
-  return rm_raise(&err);
+  if (RM_FAILS(rm_comm_create(&transport, rank, size, &self->comm, &err))) Py_CLEAR(self);
+  return (PyObject *)self;
 }
 
 // ------------------------------------------------------------------------------- Python's messages
@@ -234,14 +232,12 @@ static PyObject *comm_all_to_all(comm_object *self, PyObject *args) {
   RM_OWNED *give = PySequence_Tuple(lists[0]);
   RM_OWNED *take_into = give ? PySequence_Tuple(lists[1]) : NULL;
   const int size = rm_comm_size(self->comm);
-  rm_error err = RM_ERROR_INIT;
   rm_block *blocks = rm_alloc(2 * (size_t)size, sizeof *blocks);
   if (!blocks) return PyErr_NoMemory();
   if (!blocks_of(give, size, RM_ARRAY_IN, blocks) &&
       !blocks_of(take_into, size, RM_ARRAY_WRITE, blocks + size))
-    result = rm_none(
-        RM_UNLOCKED(rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err)),
-        &err);
+    result = RM_NONE(
+        RM_UNLOCKED(rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err)));
   rm_free(blocks);
   return result;
 }
@@ -254,10 +250,7 @@ static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
 }
 
 static PyObject *comm_look(comm_object *self, PyObject *Py_UNUSED(none)) {
-  rm_error err = RM_ERROR_INIT;
-  if (enter(self)) return NULL;
-  const rm_code code = rm_comm_check(self->comm, &err);
-  return rm_none(code, &err);
+  return enter(self) ? NULL : RM_NONE(rm_comm_check(self->comm, &err));
 }
 
 static PyObject *comm_abort(comm_object *self, PyObject *Py_UNUSED(none)) {
@@ -298,12 +291,13 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   double timeout;
   rm_mesh mesh;
   rm_comm *ends[RM_N_GROUPS] = {0};
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "siKLLLd:attach", &name, &rank, &nonce, &tp, &dp, &ep, &timeout))
     return NULL;
-  if (rm_mesh_create(tp, dp, ep, &mesh, &err)) return rm_raise(&err);
-  const rm_code code = RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err));
-  PyObject *out = code ? rm_raise(&err) : PyTuple_New(RM_N_GROUPS);
+  if (RM_FAILS(rm_mesh_create(tp, dp, ep, &mesh, &err))) return NULL;
+  PyObject *out =
+      RM_FAILS(RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err)))
+          ? NULL
+          : PyTuple_New(RM_N_GROUPS);
   for (int group = 0; group < RM_N_GROUPS; group++) {
     comm_object *end =
         out && ends[group] ? rm_object_new(rm_state(module)->types[RM_TYPE_COMM]) : NULL;

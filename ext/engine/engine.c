@@ -35,7 +35,6 @@ int rm_engine_id(PyObject *argument, uint64_t *id) {
 static int make_engine(rm_engine_object *self, PyObject *object) {
   rm_engine_options options;
   rm_endpoints ends = {0};
-  rm_error err = RM_ERROR_INIT;
   PyObject *comms[3];
   rm_comm **const places[3] = {&ends.tp, &ends.ep, &ends.world};
   RM_OWNED *held = rm_engine_options_read(object, &options);
@@ -48,10 +47,9 @@ static int make_engine(rm_engine_object *self, PyObject *object) {
     options.endpoints = &ends;
   }
   if (!PyErr_Occurred() &&
-      !RM_UNLOCKED(rm_engine_create(self->spec, &options, &self->engine, &err)))
+      !RM_FAILS(RM_UNLOCKED(rm_engine_create(self->spec, &options, &self->engine, &err))))
     return 0;
   while (n-- > 0) rm_comm_put_back(comms[n], *places[n]);
-  if (!PyErr_Occurred()) rm_raise(&err);
   return -1;
 }
 
@@ -196,10 +194,9 @@ PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
 
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_id_call call) {
   uint64_t id;
-  rm_error err = RM_ERROR_INIT;
   RM_ENTER(self);
   if (rm_engine_id(argument, &id)) return NULL;
-  return rm_none(call(rm_engine_scheduler(self->engine, id), id, &err), &err);
+  return RM_NONE(call(rm_engine_scheduler(self->engine, id), id, &err));
 }
 
 PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) {
@@ -217,18 +214,16 @@ PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
   unsigned long long id;
   int sample;
   long long n_tokens;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
   rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
-  return rm_none(rm_scheduler_stop_sample(scheduler, id, sample, n_tokens, &err), &err);
+  return RM_NONE(rm_scheduler_stop_sample(scheduler, id, sample, n_tokens, &err));
 }
 
 // ------------------------------------------------------------------------------------------ steps
 PyObject *rm_engine_py_step(RM_NO_ARGUMENTS) {
   RM_ENTER(self);
-  rm_error err = RM_ERROR_INIT;
   int64_t n_work = 0;
-  if (RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err))) return rm_raise(&err);
+  if (RM_FAILS(RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err)))) return NULL;
   return PyLong_FromLongLong(n_work);
 }
 
@@ -279,8 +274,7 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
   RM_ENTER(self);
   const unsigned long mask = PyLong_AsUnsignedLong(parts);
   if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
-  rm_error err = RM_ERROR_INIT;
-  return rm_none(RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)), &err);
+  return RM_NONE(RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)));
 }
 
 PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) {
@@ -294,13 +288,11 @@ PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload
   RM_ENTER(self);
   const int value = PyObject_IsTrue(offload);
   if (value < 0) return NULL;
-  rm_error err = RM_ERROR_INIT;
-  rm_code code = RM_OK;
+  if (value) return RM_NONE(RM_UNLOCKED(rm_engine_offload_weights(self->engine, &err)));
   Py_BEGIN_ALLOW_THREADS
-    if (value) code = rm_engine_offload_weights(self->engine, &err);
-    else rm_engine_free_offloaded(self->engine);
+    rm_engine_free_offloaded(self->engine);
   Py_END_ALLOW_THREADS
-  return rm_none(code, &err);
+  Py_RETURN_NONE;
 }
 
 PyObject *rm_engine_py_host_room(RM_NO_ARGUMENTS) {

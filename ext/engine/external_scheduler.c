@@ -47,7 +47,6 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
   };
   void *data[8];
   int64_t n_work = 0;
-  rm_error err = RM_ERROR_INIT;
   if (rm_arrays_data(args, wants, 8, data)) return NULL;
   if (!data[6] != !data[7] || (data[6] && wants[6].shape[0] != wants[7].shape[0]))
     return rm_raise_code(RM_E_CONFIG,
@@ -66,10 +65,8 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
   };
   if (check_pages(&step, wants[5].shape[0])) return NULL;
   if ((results = results_new(step.n, &step.results)) &&
-      RM_UNLOCKED(rm_engine_step(self->engine, &step, &n_work, &err))) {
+      RM_FAILS(RM_UNLOCKED(rm_engine_step(self->engine, &step, &n_work, &err))))
     Py_CLEAR(results);
-    rm_raise(&err);
-  }
   return results ? Py_BuildValue("(NL)", results, (long long)n_work) : NULL;
 }
 
@@ -82,14 +79,11 @@ PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args) {
                            {"stats", NPY_FLOAT32, 0, 2, {N, 2}},
                            {"edited", NPY_FLOAT32, 0, 2, {N, vocab}}};
   void *data[4];
-  rm_error err = RM_ERROR_INIT;
   if (rm_arrays_data(args, wants, 4, data)) return NULL;
   rm_external_draws draws = {wants[0].shape[0], data[0], data[1], data[2], data[3], {0}};
   if ((results = results_new(draws.n, &draws.results)) &&
-      rm_engine_external_draw(self->engine, &draws, &err)) {
+      RM_FAILS(rm_engine_external_draw(self->engine, &draws, &err)))
     Py_CLEAR(results);
-    rm_raise(&err);
-  }
   return results;
 }
 
@@ -106,17 +100,13 @@ PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
   rm_array_want want = {"ids", NPY_UINT64, 0, 1, {-1}};
   if (rm_array_data(object, &want, &numbers)) return NULL;
   const int64_t n = want.shape[0], shape[2] = {n, rm_max64(k, 0)};
-  rm_error err = RM_ERROR_INIT;
-  rm_code code = RM_OK;
   PyObject *ids = rm_array_new(NPY_INT32, 2, shape, NULL),
            *logprobs = rm_array_new(NPY_FLOAT32, 2, shape, NULL);
   PyObject *both = Py_BuildValue("(NN)", ids, logprobs);
-  if (both)
-    code = rm_external_top(rm_engine_scheduler(self->engine, 0), numbers, n, k, array_of(ids),
-                           array_of(logprobs), &err);
-  if (!code) return both;
-  Py_DECREF(both);
-  return rm_raise(&err);
+  if (both && RM_FAILS(rm_external_top(rm_engine_scheduler(self->engine, 0), numbers, n, k,
+                                       array_of(ids), array_of(logprobs), &err)))
+    Py_CLEAR(both);
+  return both;
 }
 
 // Returns int16 [n][moe layers][k]: the routing of positions from `start` to the last input token,
@@ -160,7 +150,5 @@ PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args) {
   int64_t n;
   if (!PyArg_ParseTuple(args, "KO:external_tokens", &id, &object)) return NULL;
   if (rm_array_ids(object, "tokens", &tokens, &n)) return NULL;
-  rm_error err = RM_ERROR_INIT;
-  return rm_none(rm_external_tokens(rm_engine_scheduler(self->engine, id), id, tokens, n, &err),
-                 &err);
+  return RM_NONE(rm_external_tokens(rm_engine_scheduler(self->engine, id), id, tokens, n, &err));
 }

@@ -42,19 +42,16 @@ static int read_table(PyObject *object, rm_engine_options *out, PyObject *held) 
 
 PyObject *rm_engine_options_read(PyObject *object, rm_engine_options *out) {
   PyObject *held = PyList_New(0), *eos = PyObject_GetAttrString(object, "eos_token_ids");
-  rm_error err = RM_ERROR_INIT;
   names n;
   *out = (rm_engine_options){0};
   if (!held || !eos || PyList_Append(held, eos) || read_table(object, out, held) ||
       rm_attributes_read(object, name_fields, RM_LENGTH(name_fields), &n, held) ||
-      rm_array_ids(eos, "eos_token_ids", &out->eos_ids, &out->n_eos)) {
+      rm_array_ids(eos, "eos_token_ids", &out->eos_ids, &out->n_eos) ||
+      RM_FAILS(rm_mesh_create(n.tp, n.dp, n.ep, &out->mesh, &err)) ||
+      RM_FAILS(rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err)) ||
+      RM_FAILS(choose_dtype(n.dtype, &out->dtype, &err)) ||
+      (n.isa && RM_FAILS(rm_kernels_find(n.isa, &out->kernels, &err)))) { // else the engine selects
     Py_CLEAR(held);
-  } else if (rm_mesh_create(n.tp, n.dp, n.ep, &out->mesh, &err) ||
-             rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err) ||
-             choose_dtype(n.dtype, &out->dtype, &err) ||
-             (n.isa && rm_kernels_find(n.isa, &out->kernels, &err))) { // else the engine selects
-    Py_CLEAR(held);
-    rm_raise(&err);
   }
   Py_XDECREF(eos);
   return held;

@@ -36,8 +36,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
     return NULL;
   options.version = version;
   RM_ENTER(self);
-  rm_error err = RM_ERROR_INIT;
-  return rm_none(RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)), &err);
+  return RM_NONE(RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)));
 }
 
 // ----------------------------------------------------------------------------------------- entries
@@ -65,16 +64,15 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   RM_ENTER(self);
   PyObject *name;
   int skip_unknown = 0;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
   RM_OWNED *object = rm_object_make((PyObject *)self, RM_TYPE_SYNC_ENTRY);
   entry_object *made = (entry_object *)object;
   if (!made || !(made->entry.name = key_of(name, &made->entry.length))) return NULL;
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
-  if (rm_names_resolve(rm_engine_store(self->engine)->params, made->entry.name, made->entry.length,
-                       skip_unknown, &made->entry.target, &err))
-    return rm_raise(&err);
+  if (RM_FAILS(rm_names_resolve(rm_engine_store(self->engine)->params, made->entry.name,
+                                made->entry.length, skip_unknown, &made->entry.target, &err)))
+    return NULL;
   const rm_target *target = &made->entry.target;
   made->params = list_of_params(target);
   made->shape = rm_tuple_of(target->shape, target->n_pieces ? target->n_dims : 0);
@@ -183,7 +181,6 @@ static void give_reader(void *engine) { rm_engine_leave(engine); }
 PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
   PyObject *given, *object, *owner = NULL;
   const rm_tensor_reader reader = {take_reader, give_reader, self};
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "OO:sync_take", &given, &object)) return NULL;
   entry_object *entry = entry_of(self, given);
   if (!entry) return NULL;
@@ -195,7 +192,8 @@ PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
     rm_tensor_release(owner);
     return NULL;
   }
-  const rm_code code = rm_sync_check(rm_engine_store(self->engine), &entry->entry, &tensor, &err);
+  const rm_code code =
+      RM_FAILS(rm_sync_check(rm_engine_store(self->engine), &entry->entry, &tensor, &err));
   PyObject *unused = owner;
   if (!code) {
     unused = entry->owner;
@@ -207,7 +205,7 @@ PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
   }
   rm_engine_leave(self);
   rm_tensor_release(unused);
-  return rm_none(code, &err);
+  return code ? NULL : Py_NewRef(Py_None);
 }
 
 // Fills `out` with views of the entries of a tuple. Returns −1 with an exception set.
@@ -300,9 +298,9 @@ PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
   if (inflight < 0)
     return rm_raise_code(RM_E_CONFIG, "inflight: expected one of %R, got %R", words, word);
   rm_sync_report report;
-  rm_error err = RM_ERROR_INIT;
-  if (RM_UNLOCKED(rm_engine_sync_commit(self->engine, (rm_inflight)inflight, &report, &err)))
-    return rm_raise(&err);
+  if (RM_FAILS(
+          RM_UNLOCKED(rm_engine_sync_commit(self->engine, (rm_inflight)inflight, &report, &err))))
+    return NULL;
   return rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }
 

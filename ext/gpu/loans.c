@@ -65,9 +65,8 @@ static PyObject *gpus_lend(PyObject *object, PyObject *args) {
 static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   gpus_object *self = (gpus_object *)object;
   int ordinal;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "i:wait", &ordinal)) return NULL;
-  return rm_none(RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)), &err);
+  return RM_NONE(RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)));
 }
 
 // Reads (ordinal, address). NULL with an exception.
@@ -118,10 +117,9 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
 static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   const gpus_object *self = (gpus_object *)object;
   void *block;
-  rm_error err = RM_ERROR_INIT;
   const rm_device *device = device_of(object, args, &block);
   if (!device) return NULL;
-  return rm_none(RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device, block, &err)), &err);
+  return RM_NONE(RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device, block, &err)));
 }
 
 static PyMethodDef gpus_methods[] = {

@@ -12,7 +12,6 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   int threads;
   unsigned long long stream = 0;
   PyObject *op_device = Py_None;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si|OK:Kernels", names, &isa, &threads, &op_device,
                                    &stream))
     return NULL;
@@ -21,12 +20,12 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                   (PyTypeObject *)rm_state(PyType_GetModule(type))->types[RM_TYPE_OP_DEVICE]))
     return rm_raise_code(RM_E_CONFIG, "op_device: expected an OpDevice or None, got %R", op_device);
   const rm_kernels *table = NULL;
-  const rm_code code =
-      op_device == Py_None
-          ? rm_kernels_find(isa, &table, &err)
-          : rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL),
-                            isa, &table, &err);
-  if (code) return rm_raise(&err);
+  if (RM_FAILS(
+          op_device == Py_None
+              ? rm_kernels_find(isa, &table, &err)
+              : rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL),
+                                isa, &table, &err)))
+    return NULL;
   rm_kernels_object *self = rm_object_new((PyObject *)type);
   if (!self) return NULL;
   self->table = table;
@@ -34,10 +33,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   self->stream = (void *)(uintptr_t)stream;
   pthread_mutex_init(&self->mutex, NULL);
   if (op_device != Py_None) self->op_device = (rm_op_device *)Py_NewRef(op_device);
-  else if (rm_team_create(threads, &self->team, &err)) {
-    Py_DECREF(self);
-    return rm_raise(&err);
-  }
+  else if (RM_FAILS(rm_team_create(threads, &self->team, &err))) Py_CLEAR(self);
   return (PyObject *)self;
 }
 
