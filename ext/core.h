@@ -37,7 +37,7 @@ typedef struct rm_module_state {
 } rm_module_state;
 
 rm_module_state *rm_state(PyObject *module); // view, never NULL for a module that has been executed
-rm_module_state *rm_state_of(PyObject *object); // the state of the module of the object's type
+rm_module_state *rm_state_of(void *object); // the state of the module of the object's type
 
 // ---------------------------------------------------------- types (module.c has the table of all)
 // A type that may hold a Python reference takes part in garbage collection: RM_GC, RM_TRAVERSE, a
@@ -78,8 +78,9 @@ static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }
 rm_code rm_kernels_find(const char *name, const rm_kernels **kernels, rm_error *err);
 void *rm_object_new(PyObject *type); // new, all zeros; NULL with MemoryError
 // `relative`: any object of one of the module's types.
-void *rm_object_make(PyObject *relative, rm_type type);
-int rm_is(PyObject *relative, PyObject *object, rm_type type); // whether it is exactly of that type
+void *rm_object_make(void *relative, rm_type type);
+int rm_is(void *relative, PyObject *object,
+          rm_type type); // whether it is exactly of that type
 void rm_object_free(PyObject *object); // the last call of a tp_dealloc
 
 // ----------------------------------------------------------------------------------------- errors
@@ -89,8 +90,9 @@ void rm_note_interrupt(void); // a Ctrl-C ends the call of this thread
 // Sets the exception of err->code, with its message; clears err; returns NULL, so that a function
 // can `return rm_raise(&err)`. Keeps an exception that a callback has already set; raises
 // KeyboardInterrupt after rm_note_interrupt.
-PyObject *rm_raise(rm_error *err);
-// Whether a call fails, which returns an rm_code and writes its error to `err`; then raises the error.
+void *rm_raise(rm_error *err);
+// Whether a call fails; then raises the error. The call returns an rm_code and writes its error to
+// `err`.
 #define RM_FAILS(call) \
   ({ \
     rm_error err = RM_ERROR_INIT; \
@@ -100,7 +102,7 @@ PyObject *rm_raise(rm_error *err);
   })
 #define RM_NONE(call) (RM_FAILS(call) ? NULL : Py_NewRef(Py_None)) // None, or NULL
 // Raises an error that the extension finds itself. Formats are PyErr_Format's. Returns NULL.
-PyObject *rm_raise_code(rm_code code, const char *format, ...);
+void *rm_raise_code(rm_code code, const char *format, ...);
 void rm_raise_va(rm_code code, const char *format, va_list args);
 // The same, as the −1 of a function that returns an int.
 #define rm_refuse(...) (rm_raise_code(__VA_ARGS__), -1)

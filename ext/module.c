@@ -10,20 +10,18 @@
 
 rm_module_state *rm_state(PyObject *module) { return PyModule_GetState(module); }
 
-rm_module_state *rm_state_of(PyObject *object) {
-  return rm_state(PyType_GetModule(Py_TYPE(object)));
-}
+rm_module_state *rm_state_of(void *object) { return rm_state(PyType_GetModule(Py_TYPE(object))); }
 
 void *rm_object_new(PyObject *type) {
   const allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
   return alloc((PyTypeObject *)type, 0);
 }
 
-void *rm_object_make(PyObject *relative, rm_type type) {
+void *rm_object_make(void *relative, rm_type type) {
   return rm_object_new(rm_state_of(relative)->types[type]);
 }
 
-int rm_is(PyObject *relative, PyObject *object, rm_type type) {
+int rm_is(void *relative, PyObject *object, rm_type type) {
   return Py_IS_TYPE(object, (PyTypeObject *)rm_state_of(relative)->types[type]);
 }
 
@@ -71,7 +69,7 @@ static _Thread_local int is_interrupted; // whether a Ctrl-C ends the call of th
 
 void rm_note_interrupt(void) { is_interrupted = 1; }
 
-PyObject *rm_raise(rm_error *err) {
+void *rm_raise(rm_error *err) {
   if (is_interrupted) {
     is_interrupted = 0;
     PyErr_SetNone(PyExc_KeyboardInterrupt);
@@ -92,7 +90,7 @@ void rm_raise_va(rm_code code, const char *format, va_list args) {
   if (type) PyErr_FormatV(type, format, args);
 }
 
-PyObject *rm_raise_code(rm_code code, const char *format, ...) {
+void *rm_raise_code(rm_code code, const char *format, ...) {
   va_list args;
   va_start(args, format);
   rm_raise_va(code, format, args);

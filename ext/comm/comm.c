@@ -22,7 +22,7 @@ typedef struct comm_object {
   double looked; // rm_now() of the last exchange.look; 0: not called yet
 } comm_object;
 
-int rm_comm_take(PyObject *relative, PyObject *object, rm_comm **out) {
+int rm_comm_take(void *relative, PyObject *object, rm_comm **out) {
   *out = NULL;
   if (object == Py_None) return 0;
   if (!rm_is(relative, object, RM_TYPE_COMM) || !((comm_object *)object)->comm)

@@ -43,7 +43,7 @@ static int make_engine(rm_engine_object *self, PyObject *object) {
   if (self->ends != Py_None) {
     if (!PyArg_ParseTuple(self->ends, "iOOO:ends", &ends.index, &comms[0], &comms[1], &comms[2]))
       return -1;
-    while (n < 3 && !rm_comm_take((PyObject *)self, comms[n], places[n])) n++;
+    while (n < 3 && !rm_comm_take(self, comms[n], places[n])) n++;
     options.endpoints = &ends;
   }
   if (!PyErr_Occurred() &&

@@ -15,8 +15,8 @@
 static const char *key_of(PyObject *name, size_t *length) {
   Py_ssize_t n = 0;
   if (!PyUnicode_Check(name))
-    return (char *)rm_raise_code(RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
-                                 (PyObject *)Py_TYPE(name));
+    return rm_raise_code(RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
+                         (PyObject *)Py_TYPE(name));
   const char *text = PyUnicode_AsUTF8AndSize(name, &n);
   if (!text && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
     rm_raise_code(RM_E_LIMIT, "expected a tensor name in UTF-8, got %.200A", name);
@@ -65,7 +65,7 @@ PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
   PyObject *name;
   int skip_unknown = 0;
   if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
-  RM_OWNED *object = rm_object_make((PyObject *)self, RM_TYPE_SYNC_ENTRY);
+  RM_OWNED *object = rm_object_make(self, RM_TYPE_SYNC_ENTRY);
   entry_object *made = (entry_object *)object;
   if (!made || !(made->entry.name = key_of(name, &made->entry.length))) return NULL;
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
@@ -151,11 +151,10 @@ PyType_Spec rm_sync_entry_spec =
 
 // Returns the object as an entry of this engine, or NULL with an exception set.
 static entry_object *entry_of(rm_engine_object *self, PyObject *object) {
-  if (rm_is((PyObject *)self, object, RM_TYPE_SYNC_ENTRY) &&
-      ((entry_object *)object)->engine == self)
+  if (rm_is(self, object, RM_TYPE_SYNC_ENTRY) && ((entry_object *)object)->engine == self)
     return (entry_object *)object;
-  return (entry_object *)rm_raise_code(RM_E_STATE, "expected a SyncEntry of this engine, got %R",
-                                       (PyObject *)Py_TYPE(object));
+  return rm_raise_code(RM_E_STATE, "expected a SyncEntry of this engine, got %R",
+                       (PyObject *)Py_TYPE(object));
 }
 
 // -------------------------------------------------------------------- who reads tensors of a GPU
@@ -167,7 +166,7 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   const rm_code code = rm_engine_ready_queue(self->engine, ordinal, &device, &err);
   if (!code) return device; // give_reader leaves the engine
   rm_engine_leave(self);
-  if (code != RM_E_CONFIG) return rm_raise(&err), NULL;
+  if (code != RM_E_CONFIG) return rm_raise(&err);
   rm_raise_code(RM_E_UNSUPPORTED_TENSOR,
                 "%.200U: expected a tensor that this engine can read, got one on cuda:%d: %s", name,
                 ordinal, rm_error_message(&err));

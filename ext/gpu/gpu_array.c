@@ -52,7 +52,7 @@ static int check_dims(Py_ssize_t n) {
   return rm_refuse(RM_E_SHAPE, "expected at most %d dims, got %zd", (int)MAX_DIMS, n);
 }
 
-static array_object *made(PyObject *relative, const rm_element *element, int ordinal, int n_dims) {
+static array_object *made(void *relative, const rm_element *element, int ordinal, int n_dims) {
   array_object *self = rm_object_make(relative, RM_TYPE_DEVICE_ARRAY);
   if (!self) return NULL;
   self->element = element;
@@ -75,7 +75,7 @@ static array_object *new_array(rm_op_device *op_device, const rm_element *elemen
           element->name, (long long)shape[i], i);
       return NULL;
     }
-  array_object *self = made((PyObject *)op_device, element, op_device->device.ordinal, n_dims);
+  array_object *self = made(op_device, element, op_device->device.ordinal, n_dims);
   if (!self) return NULL;
   self->op_device = (rm_op_device *)Py_NewRef((PyObject *)op_device);
   self->bytes = (size_t)bytes;
@@ -214,7 +214,7 @@ PyObject *rm_device_array_over(rm_op_device *op_device, PyObject *name, const rm
 }
 
 // ------------------------------------------------------------------------------- arguments of ops
-int rm_is_device_array(PyObject *relative, PyObject *object) {
+int rm_is_device_array(void *relative, PyObject *object) {
   return rm_is(relative, object, RM_TYPE_DEVICE_ARRAY);
 }
 
@@ -228,7 +228,7 @@ int rm_device_array_data(rm_op_device *op_device, PyObject *object, rm_array_wan
   const array_object *array = (array_object *)object;
   const char *where = op_device->device.name, *type = element_of_type(want->type)->name;
   *data = NULL;
-  if (!rm_is_device_array((PyObject *)op_device, object))
+  if (!rm_is_device_array(op_device, object))
     return rm_refuse(RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R",
                      want->name, type, where, (PyObject *)Py_TYPE(object));
   if (array->op_device != op_device)

@@ -13,8 +13,7 @@ static void check_heads(rm_op_call *c, int64_t n_heads, int64_t n_kv_heads, int6
 // Elements of a head in a page of each cache.
 static void page_elems(rm_op_call *c, int64_t page_size, int64_t head_dim, int64_t value_dim) {
   rm_op_size(c, "head_dim", head_dim, 1);
-  if (value_dim > head_dim)
-    rm_op_refuse(c, RM_E_SHAPE, "value_dim", value_dim, "at most head_dim =", head_dim);
+  if (value_dim > head_dim) rm_op_refuse(c, "value_dim", value_dim, "at most head_dim =", head_dim);
   if (c->failed) return;
   c->s.n_values = rm_value_dim(value_dim, head_dim);
   c->s.k_elems = rm_op_product(c, "k_cache", page_size, rm_round_up(head_dim, RM_K_BLOCK));
@@ -54,7 +53,6 @@ static void split_heads(rm_op_call *c) {
   }
   a->n_kv_heads = of_kv / pair;
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, 16);
-  c->limits = (rm_limits){.max_rows = a->rows, .head_dim = a->head_dim};
 }
 
 static const rm_op_argument head_squares[] = {
@@ -64,6 +62,8 @@ static const rm_op_argument head_squares[] = {
     STEP(split_heads),
     OUT_AT(q_squares, q_out, F32, rows, n_heads),
     OUT_AT(k_squares, k_out, F32, rows, n_kv_heads),
+    LIMIT(max_rows, rows),
+    LIMIT(head_dim, head_dim),
     {0},
 };
 
@@ -87,11 +87,10 @@ static void rope_sizes(rm_op_call *c) {
                 (long long)c->s.k_elems, (long long)taken);
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
   if (!a->value_dim && c->s.width != columns * a->head_dim)
-    rm_op_refuse(c, RM_E_SHAPE, "the columns of qkv", c->s.width, "a multiple of heads,", columns);
+    rm_op_refuse(c, "the columns of qkv", c->s.width, "a multiple of heads,", columns);
   c->s.q_width = whole ? a->n_heads * a->head_dim : a->head_dim;
   c->s.k_width = whole ? a->n_kv_heads * a->head_dim : c->s.n_values;
   c->s.n_slots = c->s.n_pages * a->page_size;
-  c->limits = (rm_limits){.max_rows = a->rows, .head_dim = a->head_dim};
 }
 
 // A norm needs both weights, except in latent attention.
@@ -103,8 +102,7 @@ static void rope_q_weight(rm_op_call *c, rm_op_argument *q_weight) {
 static void rope_check(rm_op_call *c) {
   rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
   a->rotary_dim = 2 * c->s.half;
-  if (!a->value_dim && a->q_dim)
-    rm_op_refuse(c, RM_E_SHAPE, "q_dim without value_dim", a->q_dim, "exactly", 0);
+  if (!a->value_dim && a->q_dim) rm_op_refuse(c, "q_dim without value_dim", a->q_dim, "exactly", 0);
   if (a->value_dim && (a->n_kv_heads != 1 || a->head_dim != a->rotary_dim + a->value_dim ||
                        a->q_dim < a->rotary_dim || !a->k_weight || a->q_weight || a->q_squares ||
                        a->zero_centered || a->norm_last))
@@ -113,8 +111,7 @@ static void rope_check(rm_op_call *c) {
                 "least 2 cos.shape[1], and only the norm by k_weight, got a head of %lld",
                 (long long)a->head_dim);
   if (c->s.half > a->head_dim / 2)
-    rm_op_refuse(c, RM_E_SHAPE, "cos.shape[1]", c->s.half,
-                 "at most head_dim / 2 =", a->head_dim / 2);
+    rm_op_refuse(c, "cos.shape[1]", c->s.half, "at most head_dim / 2 =", a->head_dim / 2);
   if (a->q_squares) rm_op_at_least(c, "q_squares.shape[1]", a->all_heads, a->n_heads);
   if (a->k_squares) rm_op_at_least(c, "k_squares.shape[1]", a->all_kv_heads, a->n_kv_heads);
 }
@@ -145,6 +142,8 @@ static const rm_op_argument qk_rope_kv[] = {
     {OPTIONAL_AT(q_squares, F32, rows, all_heads), .with = {SQUARES}},
     {OPTIONAL_AT(k_squares, F32, rows, all_kv_heads), .with = {SQUARES}},
     STEP(rope_check),
+    LIMIT(max_rows, rows),
+    LIMIT(head_dim, head_dim),
     {0},
 };
 
@@ -157,14 +156,13 @@ static void check_group(rm_op_call *c, int64_t group, int64_t head0, int64_t n_h
   if (c->failed) return;
   if (!group) {
     rm_op_multiple_of(c, "num_heads", n_heads, n_kv_heads);
-    if (head0) rm_op_refuse(c, RM_E_SHAPE, "head0 without group", head0, "exactly", 0);
+    if (head0) rm_op_refuse(c, "head0 without group", head0, "exactly", 0);
     return;
   }
   const int64_t read = (head0 + n_heads + group - 1) / group;
-  if (head0 >= group) rm_op_refuse(c, RM_E_SHAPE, "head0", head0, "less than group,", group);
+  if (head0 >= group) rm_op_refuse(c, "head0", head0, "less than group,", group);
   if (n_kv_heads != read)
-    rm_op_refuse(c, RM_E_SHAPE, "num_kv_heads", n_kv_heads, "as many as the query heads read,",
-                 read);
+    rm_op_refuse(c, "num_kv_heads", n_kv_heads, "as many as the query heads read,", read);
 }
 
 // Checks that every page that a row may read exists.
@@ -189,12 +187,6 @@ static void attention_sizes(rm_op_call *c) {
   check_group(c, a->group, a->head0, a->n_heads, a->n_kv_heads);
   c->s.n_positions = rm_op_product(c, "a row of block_tables", a->max_pages, a->page_size);
   rm_op_size(c, "block_tables' pages * page_size", c->s.n_positions, 0);
-  c->limits = (rm_limits){.max_rows = a->rows,
-                          .n_heads = a->n_heads,
-                          .n_kv_heads = a->n_kv_heads,
-                          .head_dim = a->head_dim,
-                          .group = a->group,
-                          .max_positions = c->s.n_positions};
 }
 
 static const rm_op_argument attention[] = {
@@ -216,6 +208,12 @@ static const rm_op_argument attention[] = {
     STEP(check_tables),
     OPTIONAL(sinks, T, n_heads),
     OUT(out, T, rows, n_heads, n_values),
+    LIMIT(max_rows, rows),
+    LIMIT(n_heads, n_heads),
+    LIMIT(n_kv_heads, n_kv_heads),
+    LIMIT(head_dim, head_dim),
+    LIMIT(group, group),
+    LIMIT(max_positions, n_positions),
     {0},
 };
 
@@ -229,7 +227,7 @@ static void delta_sizes(rm_op_call *c) {
                 pair = 2 * a->k_dim;
   rm_op_at_least(c, "norm.shape[0]", a->v_dim, 1);
   if (a->v_dim > RM_MAX_DELTA_DIM)
-    rm_op_refuse(c, RM_E_SHAPE, "norm.shape[0]", a->v_dim, "at most", RM_MAX_DELTA_DIM);
+    rm_op_refuse(c, "norm.shape[0]", a->v_dim, "at most", RM_MAX_DELTA_DIM);
   rm_op_at_least(c, "a_log.shape[0]", a->n_v_heads, 1);
   rm_op_at_least(c, "conv.shape[1]", a->kernel, 1);
   rm_op_at_least(c, "conv.shape[0]", of_q_k, pair);
@@ -247,8 +245,6 @@ static void delta_sizes(rm_op_call *c) {
 static void delta_slots(rm_op_call *c) {
   const rm_delta_net_args *a = &c->a.delta_net;
   const int32_t *seqs = a->seq_of_row;
-  c->limits =
-      (rm_limits){.max_rows = a->rows, .k_dim = a->k_dim, .v_dim = a->v_dim, .kernel = a->kernel};
   for (int64_t r = 0; r < a->rows; r++) {
     const int starts = r && seqs[r] != seqs[r - 1];
     const int32_t slot = a->save_slots[r];
@@ -284,6 +280,10 @@ static const rm_op_argument delta_net[] = {
     INDICES(seq_of_row, I32, 0, n_seqs, rows),
     STEP(delta_slots),
     OUT(out, T, rows, n_v_heads, v_dim),
+    LIMIT(max_rows, rows),
+    LIMIT(k_dim, k_dim),
+    LIMIT(v_dim, v_dim),
+    LIMIT(kernel, kernel),
     {0},
 };
 

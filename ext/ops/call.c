@@ -16,18 +16,18 @@ void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...) {
   va_end(args);
 }
 
-void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen,
-                  const char *expected, long long limit) {
-  rm_op_raise(c, code, "%s: expected %s %lld, got %lld", name, expected, limit, seen);
+void rm_op_refuse(rm_op_call *c, const char *name, long long seen, const char *expected,
+                  long long limit) {
+  rm_op_raise(c, RM_E_SHAPE, "%s: expected %s %lld, got %lld", name, expected, limit, seen);
 }
 
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
-  if (seen < least) rm_op_refuse(c, RM_E_SHAPE, name, seen, "at least", least);
+  if (seen < least) rm_op_refuse(c, name, seen, "at least", least);
 }
 
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
   rm_op_at_least(c, name, seen, least);
-  if (seen > RM_OP_MAX_SIZE) rm_op_refuse(c, RM_E_SHAPE, name, seen, "at most", RM_OP_MAX_SIZE);
+  if (seen > RM_OP_MAX_SIZE) rm_op_refuse(c, name, seen, "at most", RM_OP_MAX_SIZE);
 }
 
 // Returns a · b, or 0 after an error.
@@ -53,6 +53,10 @@ void *rm_op_block_new(rm_op_call *c, size_t bytes, size_t value) {
   return host;
 }
 
+void rm_op_copy(rm_op_call *c, rm_op_argument *copy) {
+  *(int64_t *)rm_op_value(c, copy->value) = *(int64_t *)rm_op_value(c, copy->below);
+}
+
 int rm_op_is_new(const rm_op_call *c, const rm_op_argument *out) {
   PyObject *given = rm_op_given(c, out->name);
   return !given || given == Py_Ellipsis;
@@ -66,8 +70,7 @@ void rm_op_out_dtype(rm_op_call *c, rm_op_argument *out) {
 
 int rm_op_type_of(const rm_op_call *c, PyObject *object) {
   if (object && PyArray_Check(object)) return PyArray_TYPE((PyArrayObject *)object);
-  return object && rm_is_device_array((PyObject *)c->self, object) ? rm_device_array_type(object)
-                                                                   : -1;
+  return object && rm_is_device_array(c->self, object) ? rm_device_array_type(object) : -1;
 }
 
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name) {
@@ -101,8 +104,7 @@ void rm_op_in_range(rm_op_call *c, const char *name, rm_op_type type, const void
 }
 
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit) {
-  if (seen <= 0 || seen % unit)
-    rm_op_refuse(c, RM_E_SHAPE, name, seen, "a positive multiple of", unit);
+  if (seen <= 0 || seen % unit) rm_op_refuse(c, name, seen, "a positive multiple of", unit);
 }
 
 // ---------------------------------------------------------------------------------------- running

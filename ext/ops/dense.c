@@ -18,7 +18,7 @@ static const rm_op_argument embed[] = {
     FLAG(packed),
     OPTIONAL_REAL(scale),
     NUMBER(vocab, x_rows, SIZE, RM_ARRAY_OPTIONAL, 0, RM_OP_MAX_SIZE),
-    NUMBER(hidden, hidden, SIZE, RM_ARRAY_OPTIONAL, 0, RM_OP_MAX_SIZE),
+    OPTIONAL_SIZE(hidden),
     ADJUSTED(embed_table, table, T, RM_ARRAY_IN, x_rows, hidden),
     INDICES(ids, I32, 0, x_rows, rows),
     OUT(out, T, rows, hidden),
@@ -93,13 +93,11 @@ static void check_groups(rm_op_call *c) {
   const int64_t n = c->a.gemm.n_groups, rows = c->a.gemm.m;
   if (!bounds) return;
   rm_op_in_range(c, "group_rows", RM_OP_I32, bounds, 0, n + 1, 0, rows + 1);
-  if (bounds[0] != 0)
-    rm_op_refuse(c, RM_E_SHAPE, "the first of group_rows", bounds[0], "exactly", 0);
-  if (bounds[n] != rows)
-    rm_op_refuse(c, RM_E_SHAPE, "the last of group_rows", bounds[n], "x's rows,", rows);
+  if (bounds[0] != 0) rm_op_refuse(c, "the first of group_rows", bounds[0], "exactly", 0);
+  if (bounds[n] != rows) rm_op_refuse(c, "the last of group_rows", bounds[n], "x's rows,", rows);
   for (int64_t g = 0; g < n && !c->failed; g++)
     if (bounds[g + 1] < bounds[g])
-      rm_op_refuse(c, RM_E_SHAPE, "group_rows", bounds[g + 1], "ascending, at least", bounds[g]);
+      rm_op_refuse(c, "group_rows", bounds[g + 1], "ascending, at least", bounds[g]);
 }
 
 // Sets the dims of a gemm's biases: a row for each group, if there are groups.
@@ -152,13 +150,11 @@ static const rm_op_argument gemm_swiglu[] = {
 // --------------------------------------------------------------------------------------- activate
 #undef OP
 #define OP a.activate
-static void activate_sizes(rm_op_call *c) { c->a.activate.ld = c->a.activate.n; }
-
 static const rm_op_argument activate[] = {
     CHOICE(activation, RM_RELU2),
     IN(x, T, rows, n),
     ARRAY(out, T, RM_OP_OUT | RM_OP_SAME, rows, n),
-    STEP(activate_sizes),
+    COPY(ld, n),
     {0},
 };
 

@@ -18,30 +18,16 @@ static void head_sizes(rm_op_call *c) {
 #define TARGETS(below_) \
   {OPTIONAL_AT(targets, I32, rows), .with = {"target_logprobs", "target_logits"}, .low = -1, \
    .below = AT(below_)}
+// The first arguments of both ops.
+#define HEAD(least) \
+  SIZE(vocab, least), OPTIONAL_REAL(scale), OPTIONAL_REAL(softcap), IN(x, T, rows, hidden), \
+      STEP(head_sizes), PACKED(w, elems), TARGETS(vocab), OPTIONAL_OUT(logits, F32, rows, vocab)
 static const rm_op_argument lm_head[] = {
-    SIZE(vocab, 1),
-    OPTIONAL_REAL(scale),
-    OPTIONAL_REAL(softcap),
-    IN(x, T, rows, hidden),
-    STEP(head_sizes),
-    PACKED(w, elems),
-    TARGETS(vocab),
-    OPTIONAL_OUT(logits, F32, rows, vocab),
-    OUT(stats, F32, rows, two),
-    OPTIONAL_OUT(target_logprobs, F32, rows),
-    ROW_FLAGS,
-    {0},
+    HEAD(1), OUT(stats, F32, rows, two), OPTIONAL_OUT(target_logprobs, F32, rows), ROW_FLAGS, {0},
 };
 
 static const rm_op_argument lm_head_pairs[] = {
-    SIZE(vocab, 0),
-    OPTIONAL_REAL(scale),
-    OPTIONAL_REAL(softcap),
-    IN(x, T, rows, hidden),
-    STEP(head_sizes),
-    PACKED(w, elems),
-    TARGETS(vocab),
-    OPTIONAL_OUT(logits, F32, rows, vocab),
+    HEAD(0),
     OUT(pairs, F32, n_blocks, rows, two),
     OPTIONAL_OUT(target_logits, F32, rows),
     ROW_FLAGS,
@@ -76,8 +62,6 @@ static void sample_sizes(rm_op_call *c) {
   rm_sample_args *a = &c->a.sample;
   rm_op_at_least(c, "vocab", a->vocab, 1);
   c->s.bounds = a->rows + 1;
-  a->ld_logits = a->vocab;
-  c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
 }
 
 static void check_columns(rm_op_call *c) {
@@ -86,8 +70,8 @@ static void check_columns(rm_op_call *c) {
   rm_op_in_range(c, "banned_starts", RM_OP_I32, starts, 0, s->bounds, 0, s->n_banned + 1);
   for (int64_t r = 0; r < c->a.sample.rows && !c->failed; r++) {
     if (starts[r + 1] < starts[r])
-      rm_op_refuse(c, RM_E_REQUEST, "banned_starts", starts[r + 1], "ascending, at least",
-                   starts[r]);
+      rm_op_raise(c, RM_E_REQUEST, "banned_starts: expected ascending, at least %d, got %d",
+                  starts[r], starts[r + 1]);
     if (!(s->temperature[r] >= 0.0f && s->top_p[r] > 0.0f && s->top_p[r] <= 1.0f &&
           s->min_p[r] >= 0.0f && s->min_p[r] <= 1.0f))
       rm_op_raise(c, RM_E_REQUEST,
@@ -149,6 +133,9 @@ static const rm_op_argument sample[] = {
     COLUMN(banned_starts, I32, bounds),
     COLUMN(banned, I32, n_banned),
     STEP(sample_check),
+    COPY(ld_logits, vocab),
+    LIMIT(max_rows, rows),
+    LIMIT(vocab, vocab),
     {0},
 };
 
@@ -157,9 +144,7 @@ static const rm_op_argument sample[] = {
 #define OP a.top_logprobs
 static void top_check(rm_op_call *c) {
   rm_top_logprobs_args *a = &c->a.top_logprobs;
-  if (a->k > a->vocab) rm_op_refuse(c, RM_E_SHAPE, "k", a->k, "at most", a->vocab);
-  a->ld_logits = a->vocab;
-  c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
+  if (a->k > a->vocab) rm_op_refuse(c, "k", a->k, "at most", a->vocab);
 }
 
 static const rm_op_argument top_logprobs[] = {
@@ -169,23 +154,22 @@ static const rm_op_argument top_logprobs[] = {
     IN(stats, F32, rows, two),
     OUT(ids, I32, rows, k),
     OUT(logprobs, F32, rows, k),
+    COPY(ld_logits, vocab),
+    LIMIT(max_rows, rows),
+    LIMIT(vocab, vocab),
     {0},
 };
 
 // ------------------------------------------------------------------------------------------ ranks
 #undef OP
 #define OP a.ranks
-static void ranks_sizes(rm_op_call *c) {
-  rm_ranks_args *a = &c->a.ranks;
-  a->ld_logits = a->vocab;
-  c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
-}
-
 static const rm_op_argument ranks[] = {
     IN(logits, F32, rows, vocab),
     INDICES(tokens, I32, -1, vocab, rows),
-    STEP(ranks_sizes),
     OUT(ranks, I32, rows),
+    COPY(ld_logits, vocab),
+    LIMIT(max_rows, rows),
+    LIMIT(vocab, vocab),
     {0},
 };
 

@@ -4,7 +4,7 @@
 static void check_top_k(rm_op_call *c, int64_t top_k, int64_t n_experts) {
   const int64_t most = rm_min64(n_experts, RM_MAX_TOP_K);
   rm_op_at_least(c, "top_k", top_k, 1);
-  if (top_k > most) rm_op_refuse(c, RM_E_SHAPE, "top_k", top_k, "at most", most);
+  if (top_k > most) rm_op_refuse(c, "top_k", top_k, "at most", most);
 }
 
 // ----------------------------------------------------------------------------------------- router
@@ -17,12 +17,9 @@ static void router_sizes(rm_op_call *c) {
     rm_op_multiple_of(c, "num_experts", a->n_experts, a->n_groups);
     rm_op_at_least(c, "num_experts / num_groups", size, 2);
     if (a->top_k > most)
-      rm_op_refuse(c, RM_E_SHAPE, "top_k", a->top_k,
-                   "at most top_groups * num_experts / num_groups =", most);
+      rm_op_refuse(c, "top_k", a->top_k, "at most top_groups * num_experts / num_groups =", most);
   }
   c->s.elems = rm_op_packed_elems(c, "w", a->n_experts, a->hidden);
-  c->limits = (rm_limits){
-      .max_rows = a->rows, .max_k = a->hidden, .n_experts = a->n_experts, .top_k = a->top_k};
 }
 
 static void at_most_groups(rm_op_call *c, rm_op_argument *top_groups) {
@@ -49,6 +46,10 @@ static const rm_op_argument router[] = {
     OPTIONAL(logit_bias, T, n_experts),
     OUT(ids, I32, rows, top_k),
     OUT(gates, F32, rows, top_k),
+    LIMIT(max_k, hidden),
+    LIMIT(max_rows, rows),
+    LIMIT(n_experts, n_experts),
+    LIMIT(top_k, top_k),
     {0},
 };
 
@@ -59,7 +60,6 @@ static void permute_sizes(rm_op_call *c) {
   const rm_permute_args *a = &c->a.permute;
   c->s.choices = rm_op_product(c, "x_out", a->rows, a->top_k);
   c->s.bounds = a->n_experts + 1;
-  c->limits = (rm_limits){.max_rows = a->rows, .n_experts = a->n_experts, .top_k = a->top_k};
 }
 
 static const rm_op_argument permute[] = {
@@ -70,6 +70,9 @@ static const rm_op_argument permute[] = {
     OUT(x_out, T, choices, hidden),
     OUT(group_rows, I32, bounds),
     OUT(place, I32, rows, top_k),
+    LIMIT(max_rows, rows),
+    LIMIT(n_experts, n_experts),
+    LIMIT(top_k, top_k),
     {0},
 };
 
@@ -94,7 +97,6 @@ static void combine_sizes(rm_op_call *c) {
   c->s.choices = rm_op_product(c, "y", a->rows, a->top_k);
   check_top_k(c, a->top_k, a->n_experts);
   distinct_in_rows(c);
-  c->limits = (rm_limits){.max_rows = a->rows, .n_experts = a->n_experts, .top_k = a->top_k};
 }
 
 static const rm_op_argument combine[] = {
@@ -105,6 +107,9 @@ static const rm_op_argument combine[] = {
     IN(gates, F32, rows, top_k),
     IN(y, T, choices, hidden),
     OUT(out, T, rows, hidden),
+    LIMIT(max_rows, rows),
+    LIMIT(n_experts, n_experts),
+    LIMIT(top_k, top_k),
     {0},
 };
 

@@ -27,8 +27,7 @@ static void pack_sizes(rm_op_call *c) {
   rm_pack_args *a = &c->a.pack;
   const int64_t end = a->dst_row0 + a->rows;
   if (a->cols % 2 == 0 && a->index0 % 2)
-    rm_op_refuse(c, RM_E_SHAPE, "index0 of rows of even width", a->index0, "even, such as",
-                 a->index0 - 1);
+    rm_op_refuse(c, "index0 of rows of even width", a->index0, "even, such as", a->index0 - 1);
   a->row_stride = a->dst_cols = a->cols;
   a->col_stride = 1;
   c->s.group_elems =
@@ -37,7 +36,6 @@ static void pack_sizes(rm_op_call *c) {
           : rm_op_packed_elems(c, "dst", a->layout == RM_PACKED ? end : rm_gate_up_rows(end),
                                a->cols);
   c->s.elems = rm_op_product(c, "dst", c->s.groups, c->s.group_elems);
-  c->limits = (rm_limits){.max_rows = a->rows, .max_k = a->cols};
 }
 
 // The first group of a given dst begins at element dst_first, and dst may be larger: the rows are
@@ -81,6 +79,8 @@ static const rm_op_argument pack[] = {
     ADJUSTED(pack_dst, dst, OUT_T, RM_OP_OUT | RM_OP_ZERO | RM_ARRAY_PACKED, elems),
     STEP(pack_check),
     OUT(found, I64, three),
+    LIMIT(max_rows, rows),
+    LIMIT(max_k, cols),
     {0},
 };
 

@@ -10,7 +10,7 @@ static const rm_op *const groups[] = {rm_ops_dense, rm_ops_attention, rm_ops_moe
                                       rm_ops_pack};
 enum { N_GROUPS = sizeof groups / sizeof *groups };
 
-static int is_last(const rm_op_argument *a) { return !a->name && !a->step; }
+static int is_last(const rm_op_argument *a) { return !a->name && !a->step && !a->adjust; }
 static int is_array(const rm_op_argument *a) { return a->name && a->type < RM_OP_SIZE; }
 
 static int n_dims_of(const rm_op_argument *a) {
@@ -260,7 +260,7 @@ PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "sO!:run", &name, &PyDict_Type, &arguments)) return NULL;
   const rm_op *op = c.op = op_named(name);
   if (!op) return PyErr_Format(PyExc_ValueError, "expected the name of an op, got '%.64s'", name);
-  names = PyDict_GetItem(rm_state_of((PyObject *)self)->op_arguments, PyTuple_GetItem(args, 0));
+  names = PyDict_GetItem(rm_state_of(self)->op_arguments, PyTuple_GetItem(args, 0));
   if (start(&c, names, arguments)) return NULL;
   rm_op_enter(&c);
   for (int i = 0; !c.failed && !is_last(&op->arguments[i]); i++) take(&c, i);
