@@ -46,6 +46,13 @@ static void take_span(rm_tensor *out, uintptr_t start, uintptr_t end) {
   out->span_hi = (int64_t)(end - data);
 }
 
+// Returns a new reference to an attribute; NULL, without an exception if the attribute is missing.
+static PyObject *optional_attr(PyObject *object, const char *attr) {
+  PyObject *value = PyObject_GetAttrString(object, attr);
+  if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
+  return value;
+}
+
 // ------------------------------------------------------------------------------------------ NumPy
 static int text_is(PyObject *text, const char *want) {
   return text && PyUnicode_Check(text) && PyUnicode_CompareWithASCIIString(text, want) == 0;
@@ -104,14 +111,9 @@ static int numpy_span(PyArrayObject *array, rm_tensor *out) {
       break;
     }
     PyObject *base = PyArray_Check(at) ? Py_XNewRef(PyArray_BASE((PyArrayObject *)at))
-                                       : PyObject_GetAttrString(at, "base");
-    if (!base && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
-      Py_DECREF(at);
-      return -1;
-    }
-    PyErr_Clear();
+                                       : optional_attr(at, "base");
     Py_DECREF(at);
-    if (!base) return 0;
+    if (!base) return PyErr_Occurred() ? -1 : 0;
     at = base;
   }
   Py_DECREF(at);
@@ -138,21 +140,10 @@ static int from_numpy(PyArrayObject *array, PyObject *name, rm_tensor *out) {
 }
 
 // ------------------------------------------------------------------------------------------ torch
-// Returns an attribute that may be missing: a new reference, or NULL without an exception. Sets
-// *failed on any other exception.
-static PyObject *optional_attr(PyObject *object, const char *attr, int *failed) {
-  PyObject *value = PyObject_GetAttrString(object, attr);
-  if (value) return value;
-  if (PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
-  else *failed = 1;
-  return NULL;
-}
-
 // Finds the storage behind a torch tensor. LayoutError if it was resized to 0 bytes, as FSDP does.
 static int torch_span(PyObject *object, PyObject *name, rm_tensor *out) {
-  int failed = 0;
-  RM_OWNED *method = optional_attr(object, "untyped_storage", &failed);
-  if (!method) return failed ? -1 : 0;
+  RM_OWNED *method = optional_attr(object, "untyped_storage");
+  if (!method) return PyErr_Occurred() ? -1 : 0;
   RM_OWNED *storage = PyObject_CallNoArgs(method);
   RM_OWNED *start = storage ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
   RM_OWNED *bytes = start ? PyObject_CallMethod(storage, "nbytes", NULL) : NULL;
@@ -347,13 +338,11 @@ int rm_tensor_from_object(PyObject *object, PyObject *name, const rm_tensor_read
     *owner = Py_NewRef(object);
     return 0;
   }
-  int failed = 0;
-  PyObject *method = optional_attr(object, "__dlpack_device__", &failed);
-  if (failed) return -1;
+  RM_OWNED *method = optional_attr(object, "__dlpack_device__");
   if (!method)
-    return rm_refuse(RM_E_UNSUPPORTED_TENSOR,
-                     "%.200U: expected a NumPy array or a DLPack tensor, got %R", name,
-                     (PyObject *)Py_TYPE(object));
-  Py_DECREF(method);
+    return PyErr_Occurred() ? -1
+                            : rm_refuse(RM_E_UNSUPPORTED_TENSOR,
+                                        "%.200U: expected a NumPy array or a DLPack tensor, got %R",
+                                        name, (PyObject *)Py_TYPE(object));
   return from_dlpack(object, name, reader, out, owner);
 }

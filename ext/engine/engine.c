@@ -149,11 +149,12 @@ static int read_edits(PyObject *edits, rm_request *request) {
     return -1;
   if (rm_array_ids(bias_ids, "logit_bias", &request->bias_ids, &request->n_biases)) return -1;
   rm_array_want want = {"logit_bias", NPY_FLOAT32, 0, 1, {request->n_biases}};
-  if (rm_array_data(biases, &want, &data)) return -1;
+  if (rm_array_data(biases, &want, &data) ||
+      rm_array_ids(banned, "banned", &request->banned, &request->n_banned) ||
+      rm_array_ids(words, "bad_words", &request->bad_words, &n_words) ||
+      rm_array_ids(ends, "bad_words", &request->bad_word_ends, &request->n_bad_words))
+    return -1;
   request->biases = data;
-  if (rm_array_ids(banned, "banned", &request->banned, &request->n_banned)) return -1;
-  if (rm_array_ids(words, "bad_words", &request->bad_words, &n_words)) return -1;
-  if (rm_array_ids(ends, "bad_words", &request->bad_word_ends, &request->n_bad_words)) return -1;
   if (request->n_bad_words == 0 || request->bad_word_ends[request->n_bad_words - 1] == n_words)
     return 0;
   return rm_refuse(RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
@@ -166,20 +167,19 @@ PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits))
     return NULL;
   rm_request request = {0};
-  rm_error err = RM_ERROR_INIT;
   uint64_t id;
   void *data;
-  if (rm_attributes_read(object, request_fields, RM_LENGTH(request_fields), &request, NULL))
+  if (rm_attributes_read(object, request_fields, RM_LENGTH(request_fields), &request, NULL) ||
+      rm_array_ids(prompt, "prompt", &request.prompt, &request.n_prompt) ||
+      rm_array_ids(stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids) ||
+      read_edits(edits, &request))
     return NULL;
-  if (rm_array_ids(prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
-  if (rm_array_ids(stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids)) return NULL;
-  if (read_edits(edits, &request)) return NULL;
   const int64_t vocab = self->spec->vocab_size;
   rm_array_want want = {
       "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {request.n_prompt, vocab}};
   if (rm_array_data(logits, &want, &data)) return NULL;
   request.logits_out = data;
-  if (rm_engine_add(self->engine, &request, &id, &err)) return rm_raise(&err);
+  if (RM_FAILS(rm_engine_add(self->engine, &request, &id, &err))) return NULL;
   rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
   PyObject *key = PyLong_FromUnsignedLongLong(id);
   if (key && (!rm_find_sequence_group(scheduler, id, NULL) ||
@@ -187,8 +187,7 @@ PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
     return key;
   // Without an owner of the logits array the request must not write to it.
   Py_XDECREF(key);
-  if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
-    rm_error_clear(&err);
+  if (!rm_scheduler_abort(scheduler, id, NULL)) rm_scheduler_release(scheduler, id, NULL);
   return NULL;
 }
 

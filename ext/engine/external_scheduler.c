@@ -117,12 +117,11 @@ PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
   long long start;
   if (!PyArg_ParseTuple(args, "KL:external_routed", &id, &start)) return NULL;
   rm_scheduler *scheduler = rm_engine_scheduler(self->engine, 0);
-  rm_error err = RM_ERROR_INIT;
   int64_t shape[3] = {0, self->spec->n_moe_layers, self->spec->top_k};
-  if (rm_external_routed(scheduler, id, start, NULL, &shape[0], &err)) return rm_raise(&err);
+  if (RM_FAILS(rm_external_routed(scheduler, id, start, NULL, &shape[0], &err))) return NULL;
   PyObject *result = rm_array_new(NPY_INT16, 3, shape, NULL);
   // This call cannot fail, since the call above has found the request.
-  if (result) rm_external_routed(scheduler, id, start, array_of(result), &shape[0], &err);
+  if (result) rm_external_routed(scheduler, id, start, array_of(result), &shape[0], NULL);
   return result;
 }
 

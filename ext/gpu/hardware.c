@@ -4,12 +4,9 @@
 #include "gpu/gpu.h"
 
 static PyObject *cuda_count(PyObject *Py_UNUSED(module), PyObject *path) {
-  rm_error err = RM_ERROR_INIT;
   int count = 0;
   const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
-  if (!library) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_count(library, &count, &err));
-  if (code) return rm_raise(&err);
+  if (!library || RM_FAILS(RM_UNLOCKED(rm_cuda_count(library, &count, &err)))) return NULL;
   return PyLong_FromLong(count);
 }
 
@@ -17,10 +14,10 @@ static PyObject *cuda_bus(PyObject *Py_UNUSED(module), PyObject *args) {
   const char *library;
   int ordinal;
   char id[32];
-  rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal)) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_bus_id(library, ordinal, id, &err));
-  return code ? rm_raise(&err) : PyUnicode_FromString(id);
+  if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal) ||
+      RM_FAILS(RM_UNLOCKED(rm_cuda_bus_id(library, ordinal, id, &err))))
+    return NULL;
+  return PyUnicode_FromString(id);
 }
 
 static PyObject *cuda_available(PyObject *Py_UNUSED(module), PyObject *args) {
@@ -46,9 +43,9 @@ static PyObject *cuda_available(PyObject *Py_UNUSED(module), PyObject *args) {
 static PyObject *nccl_version(PyObject *Py_UNUSED(module), PyObject *args) {
   const char *path;
   int version;
-  rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "s:nccl_version", &path)) return NULL;
-  if (rm_nccl_version(path, &version, &err)) return rm_raise(&err);
+  if (!PyArg_ParseTuple(args, "s:nccl_version", &path) ||
+      RM_FAILS(rm_nccl_version(path, &version, &err)))
+    return NULL;
   return PyLong_FromLong(version);
 }
 

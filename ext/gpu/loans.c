@@ -18,12 +18,10 @@ typedef struct gpus_object {
 static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"library", NULL};
   const char *library;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:Gpus", names, &library)) return NULL;
   gpus_object *self = rm_object_new((PyObject *)type);
-  if (!self || !rm_ready_streams_init(&self->readers, library, &err)) return (PyObject *)self;
-  Py_DECREF(self);
-  return rm_raise(&err);
+  if (self && RM_FAILS(rm_ready_streams_init(&self->readers, library, &err))) Py_CLEAR(self);
+  return (PyObject *)self;
 }
 
 static void gpus_dealloc(PyObject *self) {
@@ -33,9 +31,7 @@ static void gpus_dealloc(PyObject *self) {
 
 const rm_device *rm_gpus_device(PyObject *gpus, int ordinal) {
   const rm_device *device = NULL;
-  rm_error err = RM_ERROR_INIT;
-  if (rm_ready_streams_find(&((gpus_object *)gpus)->readers, ordinal, &device, &err))
-    rm_raise(&err);
+  (void)RM_FAILS(rm_ready_streams_find(&((gpus_object *)gpus)->readers, ordinal, &device, &err));
   return device;
 }
 
@@ -83,11 +79,10 @@ static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   const gpus_object *self = (gpus_object *)object;
   void *address;
   rm_device_loan loan;
-  rm_error err = RM_ERROR_INIT;
   const rm_device *device = device_of(object, args, &address);
-  if (!device) return NULL;
-  if (RM_UNLOCKED(rm_cuda_make_loan(self->readers.library, device, address, &loan, &err)))
-    return rm_raise(&err);
+  if (!device ||
+      RM_FAILS(RM_UNLOCKED(rm_cuda_make_loan(self->readers.library, device, address, &loan, &err))))
+    return NULL;
   return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle,
                        (Py_ssize_t)sizeof loan.handle, (unsigned long long)(uintptr_t)loan.block,
                        (Py_ssize_t)loan.bytes);
@@ -99,17 +94,16 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
   Py_ssize_t length;
   int ordinal;
   rm_device_loan loan = {0};
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "sy#:borrow", &bus, &handle, &length)) return NULL;
   if (length != sizeof loan.handle)
     return rm_raise_code(RM_E_CONFIG, "expected a handle of %zu bytes, got %zd", sizeof loan.handle,
                          length);
   memcpy(loan.handle, handle, sizeof loan.handle);
-  if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err)) return rm_raise(&err);
+  if (RM_FAILS(rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err))) return NULL;
   const rm_device *device = rm_gpus_device(object, ordinal);
-  if (!device) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_open_loan(self->readers.library, device, &loan, &err));
-  if (code) return rm_raise(&err);
+  if (!device ||
+      RM_FAILS(RM_UNLOCKED(rm_cuda_open_loan(self->readers.library, device, &loan, &err))))
+    return NULL;
   return Py_BuildValue("(iKn)", ordinal, (unsigned long long)(uintptr_t)loan.block,
                        (Py_ssize_t)loan.bytes);
 }

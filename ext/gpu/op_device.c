@@ -57,7 +57,6 @@ static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwa
   PyObject *library;
   const char *path;
   int ordinal;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Ui:OpDevice", names, &library, &ordinal) ||
       !(path = PyUnicode_AsUTF8AndSize(library, NULL)))
     return NULL;
@@ -70,10 +69,9 @@ static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwa
   pthread_mutexattr_destroy(&recursive);
   self->owner = getpid();
   self->library = Py_NewRef(library);
-  const rm_code code = RM_UNLOCKED(rm_cuda_device(path, ordinal, NULL, &self->device, &err));
-  if (!code) return (PyObject *)self;
-  Py_DECREF(self);
-  return rm_raise(&err);
+  if (RM_FAILS(RM_UNLOCKED(rm_cuda_device(path, ordinal, NULL, &self->device, &err))))
+    Py_CLEAR(self);
+  return (PyObject *)self;
 }
 
 static void close_op_device(rm_op_device *self) {

@@ -30,13 +30,8 @@ static void run_rope_table(rm_op_call *c) {
 
 #define TABLE(name) ARRAY(name, F32, RM_OP_OUT | RM_ARRAY_OF_HOST, n_positions, half)
 static const rm_op_argument rope_table[] = {
-    SIZE_AT(num_positions, n_positions, 0),
-    REAL(scale, -1),
-    FLAG(bfloat16),
-    ARRAY(inv_freq, F32, RM_ARRAY_OF_HOST, half),
-    TABLE(cos),
-    TABLE(sin),
-    {0},
+    SIZE_AT(num_positions, n_positions, 0),       REAL(scale, -1), FLAG(bfloat16),
+    ARRAY(inv_freq, F32, RM_ARRAY_OF_HOST, half), TABLE(cos),      TABLE(sin),
 };
 
 // ----------------------------------------------------------------------------------- head_squares
@@ -64,7 +59,6 @@ static const rm_op_argument head_squares[] = {
     OUT_AT(k_squares, k_out, F32, rows, n_kv_heads),
     LIMIT(max_rows, rows),
     LIMIT(head_dim, head_dim),
-    {0},
 };
 
 // ------------------------------------------------------------------------------------- qk_rope_kv
@@ -144,7 +138,6 @@ static const rm_op_argument qk_rope_kv[] = {
     STEP(rope_check),
     LIMIT(max_rows, rows),
     LIMIT(head_dim, head_dim),
-    {0},
 };
 
 // -------------------------------------------------------------------------------------- attention
@@ -214,7 +207,6 @@ static const rm_op_argument attention[] = {
     LIMIT(head_dim, head_dim),
     LIMIT(group, group),
     LIMIT(max_positions, n_positions),
-    {0},
 };
 
 // -------------------------------------------------------------------------------------- delta_net
@@ -284,14 +276,9 @@ static const rm_op_argument delta_net[] = {
     LIMIT(k_dim, k_dim),
     LIMIT(v_dim, v_dim),
     LIMIT(kernel, kernel),
-    {0},
 };
 
 const rm_op rm_ops_attention[] = {
-    {"rope_table", rope_table, run_rope_table, 0, NULL},
-    OP_OF_T(head_squares),
-    OP_OF_T(qk_rope_kv),
-    OP_OF_T(attention),
-    OP_OF_T(delta_net),
-    {0},
+    OP_OF_F32(rope_table), OP_OF_T(head_squares), OP_OF_T(qk_rope_kv),
+    OP_OF_T(attention),    OP_OF_T(delta_net),    {0},
 };

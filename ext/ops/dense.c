@@ -22,7 +22,6 @@ static const rm_op_argument embed[] = {
     ADJUSTED(embed_table, table, T, RM_ARRAY_IN, x_rows, hidden),
     INDICES(ids, I32, 0, x_rows, rows),
     OUT(out, T, rows, hidden),
-    {0},
 };
 
 // ------------------------------------------------------------------------------------ gather_rows
@@ -37,7 +36,6 @@ static const rm_op_argument gather_rows[] = {
     {ARRAY_AT(rows, from, I32, RM_ARRAY_IN, rows), .below = AT(x_rows)},
     OUT(out, T, rows, width),
     STEP(gather_bytes),
-    {0},
 };
 
 // --------------------------------------------------------------------------------------- rms_norm
@@ -61,7 +59,6 @@ static const rm_op_argument rms_norm[] = {
     OPTIONAL(weight, T, n),
     STEP(norm_check),
     ARRAY(out, T, RM_OP_OUT | RM_OP_SAME, rows, n),
-    {0},
 };
 
 // ------------------------------------------------------------------------------ gemm, gemm_swiglu
@@ -128,7 +125,6 @@ static const rm_op_argument gemm[] = {
     // float32 with float32_out
     {ARRAY_AT(out, y, OUT_T, RM_OP_OUT, m, n), .adjust = gemm_out},
     STEP(gemm_check),
-    {0},
 };
 
 static const rm_op_argument gemm_swiglu[] = {
@@ -144,7 +140,6 @@ static const rm_op_argument gemm_swiglu[] = {
     OUT_AT(out, y, T, m, n),
     OPTIONAL_OUT(gate_up, T, m, both),
     STEP(gemm_check),
-    {0},
 };
 
 // --------------------------------------------------------------------------------------- activate
@@ -155,7 +150,6 @@ static const rm_op_argument activate[] = {
     IN(x, T, rows, n),
     ARRAY(out, T, RM_OP_OUT | RM_OP_SAME, rows, n),
     COPY(ld, n),
-    {0},
 };
 
 // ----------------------------------------------------------------------------------- sigmoid_gate
@@ -165,7 +159,6 @@ static const rm_op_argument sigmoid_gate[] = {
     IN(x, T, rows, n),
     IN(gate, T, rows, n),
     ARRAY(out, T, RM_OP_OUT | RM_OP_SAME, rows, n),
-    {0},
 };
 
 const rm_op rm_ops_dense[] = {

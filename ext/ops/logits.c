@@ -31,7 +31,6 @@ static const rm_op_argument lm_head_pairs[] = {
     OUT(pairs, F32, n_blocks, rows, two),
     OPTIONAL_OUT(target_logits, F32, rows),
     ROW_FLAGS,
-    {0},
 };
 
 // ------------------------------------------------------------------------------------ merge_pairs
@@ -52,7 +51,6 @@ static const rm_op_argument merge_pairs[] = {
     OUT(stats, F32, rows, two),
     OPTIONAL_OUT(target_logprobs, F32, rows),
     ROW_FLAGS,
-    {0},
 };
 
 // ----------------------------------------------------------------------------------------- sample
@@ -136,7 +134,6 @@ static const rm_op_argument sample[] = {
     COPY(ld_logits, vocab),
     LIMIT(max_rows, rows),
     LIMIT(vocab, vocab),
-    {0},
 };
 
 // ----------------------------------------------------------------------------------- top_logprobs
@@ -157,27 +154,22 @@ static const rm_op_argument top_logprobs[] = {
     COPY(ld_logits, vocab),
     LIMIT(max_rows, rows),
     LIMIT(vocab, vocab),
-    {0},
 };
 
 // ------------------------------------------------------------------------------------------ ranks
 #undef OP
 #define OP a.ranks
 static const rm_op_argument ranks[] = {
-    IN(logits, F32, rows, vocab),
-    INDICES(tokens, I32, -1, vocab, rows),
-    OUT(ranks, I32, rows),
-    COPY(ld_logits, vocab),
-    LIMIT(max_rows, rows),
-    LIMIT(vocab, vocab),
-    {0},
+    IN(logits, F32, rows, vocab), INDICES(tokens, I32, -1, vocab, rows),
+    OUT(ranks, I32, rows),        COPY(ld_logits, vocab),
+    LIMIT(max_rows, rows),        LIMIT(vocab, vocab),
 };
 
 const rm_op rm_ops_logits[] = {
     OP_OF_T(lm_head),
-    {"lm_head_pairs", lm_head_pairs, run_lm_head, offsetof(rm_op_call, a.lm_head.dtype), NULL},
+    OP_RUN(lm_head_pairs, run_lm_head, offsetof(rm_op_call, a.lm_head.dtype), NULL),
     OP_OF_F32(merge_pairs),
-    {"sample", sample, run_sample, 0, sample_params},
+    OP_RUN(sample, run_sample, 0, sample_params),
     OP_OF_F32(top_logprobs),
     OP_OF_F32(ranks),
     {0},

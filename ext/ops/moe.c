@@ -50,7 +50,6 @@ static const rm_op_argument router[] = {
     LIMIT(max_rows, rows),
     LIMIT(n_experts, n_experts),
     LIMIT(top_k, top_k),
-    {0},
 };
 
 // ---------------------------------------------------------------------------------------- permute
@@ -73,7 +72,6 @@ static const rm_op_argument permute[] = {
     LIMIT(max_rows, rows),
     LIMIT(n_experts, n_experts),
     LIMIT(top_k, top_k),
-    {0},
 };
 
 // ---------------------------------------------------------------------------------------- combine
@@ -110,7 +108,6 @@ static const rm_op_argument combine[] = {
     LIMIT(max_rows, rows),
     LIMIT(n_experts, n_experts),
     LIMIT(top_k, top_k),
-    {0},
 };
 
 const rm_op rm_ops_moe[] = {OP_OF_T(router), OP_OF_T(permute), OP_OF_T(combine), {0}};

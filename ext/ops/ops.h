@@ -186,13 +186,16 @@ struct rm_op_argument {
 
 typedef struct rm_op {
   const char *name;
-  const rm_op_argument *arguments; // the last is {0}
+  const rm_op_argument *arguments; // [n_arguments]
+  int n_arguments;
   void (*run)(rm_op_call *);
   size_t dtype; // offset in rm_op_call of the struct's dtype; 0: it has none
   void (*placed)(rm_op_call *); // fills a block whose contents depend on its address; or NULL
 } rm_op;
-#define OP_OF_T(name) {#name, name, run_##name, offsetof(rm_op_call, a.name.dtype), NULL}
-#define OP_OF_F32(name) {#name, name, run_##name, 0, NULL}
+#define OP_RUN(name, run, dtype, placed) \
+  {#name, name, sizeof name / sizeof *name, run, dtype, placed}
+#define OP_OF_T(name) OP_RUN(name, run_##name, offsetof(rm_op_call, a.name.dtype), NULL)
+#define OP_OF_F32(name) OP_RUN(name, run_##name, 0, NULL)
 
 extern const rm_op rm_ops_dense[], rm_ops_attention[], rm_ops_moe[], rm_ops_logits[],
     rm_ops_pack[]; // each ends with {0}

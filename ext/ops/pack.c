@@ -81,7 +81,6 @@ static const rm_op_argument pack[] = {
     OUT(found, I64, three),
     LIMIT(max_rows, rows),
     LIMIT(max_k, cols),
-    {0},
 };
 
-const rm_op rm_ops_pack[] = {{"pack", pack, run_pack, 0, NULL}, {0}};
+const rm_op rm_ops_pack[] = {OP_OF_F32(pack), {0}};

@@ -10,7 +10,6 @@ static const rm_op *const groups[] = {rm_ops_dense, rm_ops_attention, rm_ops_moe
                                       rm_ops_pack};
 enum { N_GROUPS = sizeof groups / sizeof *groups };
 
-static int is_last(const rm_op_argument *a) { return !a->name && !a->step && !a->adjust; }
 static int is_array(const rm_op_argument *a) { return a->name && a->type < RM_OP_SIZE; }
 
 static int n_dims_of(const rm_op_argument *a) {
@@ -20,11 +19,10 @@ static int n_dims_of(const rm_op_argument *a) {
 }
 
 PyObject *rm_op_given(const rm_op_call *c, const char *name) {
-  int i = 0;
-  while (!is_last(&c->op->arguments[i]) &&
-         (!c->op->arguments[i].name || strcmp(c->op->arguments[i].name, name) != 0))
-    i++;
-  return c->objects[i] == Py_None ? NULL : c->objects[i];
+  for (int i = 0; i < c->op->n_arguments; i++)
+    if (c->op->arguments[i].name && strcmp(c->op->arguments[i].name, name) == 0)
+      return c->objects[i] == Py_None ? NULL : c->objects[i];
+  return NULL;
 }
 
 // ---------------------------------------------------------------------------------------- numbers
@@ -235,7 +233,7 @@ static int start(rm_op_call *c, PyObject *names, PyObject *arguments) {
   int n_outputs = 0, n_found = 0;
   Py_ssize_t at = 0;
   PyObject *name;
-  for (int i = 0; !is_last(&c->op->arguments[i]); i++) {
+  for (int i = 0; i < c->op->n_arguments; i++) {
     const rm_op_argument *a = &c->op->arguments[i];
     n_outputs += (a->flags & RM_OP_NEW) != 0;
     for (int d = 0; d < n_dims_of(a); d++) *(int64_t *)rm_op_value(c, a->dims[d]) = -1;
@@ -263,7 +261,7 @@ PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
   names = PyDict_GetItem(rm_state_of(self)->op_arguments, PyTuple_GetItem(args, 0));
   if (start(&c, names, arguments)) return NULL;
   rm_op_enter(&c);
-  for (int i = 0; !c.failed && !is_last(&op->arguments[i]); i++) take(&c, i);
+  for (int i = 0; !c.failed && i < op->n_arguments; i++) take(&c, i);
   if (op->dtype) *(rm_dtype *)rm_op_value(&c, op->dtype) = c.dtype;
   if (!rm_op_begin(&c)) {
     op->run(&c);
@@ -290,7 +288,7 @@ PyObject *rm_op_table(void) {
   for (int g = 0; all && g < N_GROUPS; g++)
     for (const rm_op *op = groups[g]; all && op->name; op++) {
       PyObject *roles = PyDict_New();
-      for (const rm_op_argument *a = op->arguments; roles && !is_last(a); a++)
+      for (const rm_op_argument *a = op->arguments; a < op->arguments + op->n_arguments; a++)
         if (a->name) rm_dict_put(&roles, a->name, PyUnicode_FromString(role_of(a)));
       rm_dict_put(&all, op->name, roles);
     }

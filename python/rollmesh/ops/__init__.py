@@ -101,8 +101,9 @@ _LAYOUT_PLAIN, _LAYOUT_PACKED, _LAYOUT_GATE, _LAYOUT_UP = range(4)
 SCORES = ("softmax", "sigmoid")  # rm_score of kernels.h
 
 
-def _activation(name: str) -> int:
-    return ACTIVATIONS.index(choice("activation", name, ACTIVATIONS))
+def _index(name: str, word: str, words: Sequence[str]) -> int:
+    """The number of a word in kernels.h."""
+    return words.index(choice(name, word, words))
 
 
 def _new(wanted: bool) -> Any:
@@ -238,7 +239,9 @@ def gemm_swiglu(
     is x · up within ±limit. bias: [2n], gate's before up's, with group_rows [groups, 2n]. gate_up
     [m, 2n], if given, receives the rounded x · gate and x · up of each row with their biases, for a
     backward pass."""
-    return run("gemm_swiglu", **{**locals(), "activation": _activation(activation)})[0]
+    return run(
+        "gemm_swiglu", **{**locals(), "activation": _index("activation", activation, ACTIVATIONS)}
+    )[0]
 
 
 def activate(
@@ -246,8 +249,8 @@ def activate(
 ) -> Array:
     """Returns activation(x) for x [rows, n], as in an MLP without a gate. activation: as in
     gemm_swiglu, without "swiglu_oai"."""
-    choice("activation", activation, ACTIVATIONS[:-1])
-    return run("activate", **{**locals(), "activation": _activation(activation)})[0]
+    number = _index("activation", activation, ACTIVATIONS[:-1])
+    return run("activate", isa, threads, x=x, activation=number, out=out)[0]
 
 
 def sigmoid_gate(
@@ -489,9 +492,7 @@ def router(
     route_scale or min_sum that is not a finite float32 >= 0, and ShapeError for groups that do not
     divide num_experts or have fewer than top_k experts.
     """
-    return Routing(
-        *run("router", **{**locals(), "score": SCORES.index(choice("score", score, SCORES))})
-    )
+    return Routing(*run("router", **{**locals(), "score": _index("score", score, SCORES)}))
 
 
 def permute(
@@ -534,12 +535,7 @@ def lm_head(
     """Returns the logits of x [rows, hidden], their statistics, and the logprob of one target for
     each row (−1: no target). With scale, logits are multiplied by it; then, with softcap, they are
     softcap · tanh(logit / softcap)."""
-    return LmHead(*run(
-        "lm_head", isa, threads, x=x, w=w, vocab=vocab, scale=scale, softcap=softcap,
-        targets=targets,
-        logits=_new(boolean("keep_logits", keep_logits)),
-        target_logprobs=_new(targets is not None),
-    ))  # fmt: skip
+    return LmHead(*_head("lm_head", "target_logprobs", **locals()))
 
 
 def lm_head_pairs(
@@ -560,12 +556,14 @@ def lm_head_pairs(
     targets are counted from the shard's first entry; −1 stands for targets in other shards. Pass
     the pairs of all shards, concatenated in the order of the vocabulary, to merge_pairs.
     """
-    return LmHeadPairs(*run(
-        "lm_head_pairs", isa, threads, x=x, w=w, vocab=vocab, scale=scale, softcap=softcap,
-        targets=targets,
-        logits=_new(boolean("keep_logits", keep_logits)),
-        target_logits=_new(targets is not None),
-    ))  # fmt: skip
+    return LmHeadPairs(*_head("lm_head_pairs", "target_logits", **locals()))
+
+
+def _head(op: str, of_targets: str, keep_logits: bool, **given: Any) -> tuple[Any, ...]:
+    """Runs an op of the head. of_targets: its output for targets."""
+    given["logits"] = _new(boolean("keep_logits", keep_logits))
+    given[of_targets] = _new(given["targets"] is not None)
+    return run(op, **given)
 
 
 def merge_pairs(

@@ -172,13 +172,10 @@ class Calls:
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
         """Aborts these requests, or all with None. poll (or generate) returns them with their
         tokens so far and finish_reason "abort"; a running score or logits raises StateError."""
-        numbers = None if ids is None else request_ids(ids)
-
-        def abort() -> None:
-            known = self._engine.ids()
-            self._requests.abort(known if numbers is None else set(known).intersection(numbers))
-
-        self._loop.call(abort)
+        numbers = None if ids is None else set(request_ids(ids))
+        self._loop.call(
+            lambda: self._requests.abort(self._engine.ids() if numbers is None else numbers)
+        )
 
     async def agenerate(
         self, prompt: Prompt, params: SamplingParams | None = None

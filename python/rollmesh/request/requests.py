@@ -126,8 +126,10 @@ class Requests:
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
         """Queues a generation. Raises RequestError or CapacityError if the engine refuses it."""
         if params.stop and self._codec is None:
-            why = "since the generator has no tokenizer"
-            raise RequestError(f"stop: expected no stop strings, {why}, got {shown(params.stop)}")
+            raise RequestError(
+                "stop: expected no stop strings, since the generator has no tokenizer, got "
+                f"{shown(params.stop)}"
+            )
         if params.max_tokens is None:
             params = replace(
                 params, max_tokens=max(1, params.min_tokens, self._max_model_len - len(prompt_ids))

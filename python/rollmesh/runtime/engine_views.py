@@ -21,9 +21,8 @@ class RequestView(TypedDict):
     num_cached_tokens: int
     num_scored: int  # leading entries of the next four that were computed
     n: int
-    times: tuple[
-        float, float, float, float
-    ]  # queued, scheduled, first and last token: seconds of time.monotonic(); 0: not yet
+    # Queued, scheduled, first and last token: seconds of time.monotonic(); 0: not yet.
+    times: tuple[float, float, float, float]
     prompt_logprobs: NDArray[np.float32] | None  # [p - 1]
     prompt_sampling_logprobs: NDArray[np.float32] | None  # [p - 1]
     prompt_ranks: NDArray[np.int32] | None  # [p - 1]
