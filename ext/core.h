@@ -48,7 +48,7 @@ rm_module_state *rm_state_of(void *object); // the state of the module of the ob
    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | (flags_), \
    .slots = slots_}
 enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIATION };
-#define RM_OF_MODULE PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none) // METH_NOARGS
+#define RM_OF_MODULE PyObject *, PyObject * // METH_NOARGS
 // Private names have their documentation in _core.pyi.
 #define RM_METHOD(name, function, flags) {name, (PyCFunction)(void (*)(void))function, flags, NULL}
 

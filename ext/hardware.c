@@ -46,7 +46,7 @@ PyObject *rm_memory_pool_list(const char *root) {
 
 // A function (root="") of the control groups under that folder.
 #define OF_CONTROL_GROUPS(name, value) \
-  static PyObject *name(PyObject *Py_UNUSED(module), PyObject *args) { \
+  static PyObject *name(PyObject *, PyObject *args) { \
     const char *root = ""; \
     return PyArg_ParseTuple(args, "|s:" #name, &root) ? value : NULL; \
   }

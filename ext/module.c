@@ -162,7 +162,7 @@ static void module_free(void *module) { module_clear(module); }
 COUNT(memory_mapped)
 COUNT(memory_blocks)
 
-static PyObject *memory_fail_at(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *memory_fail_at(PyObject *, PyObject *args) {
   long n;
   int for_ever = 0;
   if (!PyArg_ParseTuple(args, "l|p:memory_fail_at", &n, &for_ever)) return NULL;
@@ -170,7 +170,7 @@ static PyObject *memory_fail_at(PyObject *Py_UNUSED(module), PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static PyObject *checksum(PyObject *Py_UNUSED(module), PyObject *object) {
+static PyObject *checksum(PyObject *, PyObject *object) {
   Py_buffer bytes;
   uint64_t sum;
   if (PyObject_GetBuffer(object, &bytes, PyBUF_SIMPLE)) return NULL;

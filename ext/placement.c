@@ -17,7 +17,7 @@ static rm_spec *divided(PyObject *values, const long long degrees[3], rm_mesh *m
   return NULL;
 }
 
-static PyObject *placement(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *placement(PyObject *, PyObject *args) {
   PyObject *values;
   long long degrees[3];
   rm_mesh mesh;
@@ -56,7 +56,7 @@ static rm_params *laid_out(PyObject *values, const long long degrees[3], int ran
   return NULL;
 }
 
-static PyObject *parameters(PyObject *Py_UNUSED(module), PyObject *values) {
+static PyObject *parameters(PyObject *, PyObject *values) {
   rm_spec *spec;
   rm_params *params = laid_out(values, (const long long[]){1, 1, 1}, 0, RM_BF16, &spec);
   PyObject *list = params ? PyList_New(0) : NULL;
@@ -72,7 +72,7 @@ static PyObject *parameters(PyObject *Py_UNUSED(module), PyObject *values) {
   return list;
 }
 
-static PyObject *parameter_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *parameter_bytes(PyObject *, PyObject *args) {
   PyObject *values;
   long long degrees[3];
   int rank, is_bf16;

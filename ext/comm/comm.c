@@ -249,16 +249,16 @@ static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
   Py_RETURN_NONE;
 }
 
-static PyObject *comm_look(comm_object *self, PyObject *Py_UNUSED(none)) {
+static PyObject *comm_look(comm_object *self, PyObject *) {
   return enter(self) ? NULL : RM_NONE(rm_comm_check(self->comm, &err));
 }
 
-static PyObject *comm_abort(comm_object *self, PyObject *Py_UNUSED(none)) {
+static PyObject *comm_abort(comm_object *self, PyObject *) {
   if (self->comm) rm_comm_abort(self->comm, RM_E_RANK_LOST);
   Py_RETURN_NONE;
 }
 
-static PyObject *comm_close(comm_object *self, PyObject *Py_UNUSED(none)) {
+static PyObject *comm_close(comm_object *self, PyObject *) {
   rm_comm *comm = self->comm;
   if (!comm) Py_RETURN_NONE; // an engine that has taken it still calls the exchange
   self->comm = NULL;

@@ -90,7 +90,7 @@ static inline void rm_engine_leave_scope(rm_engine_object **self) { rm_engine_le
   METHOD(sync_abort, NOARGS) \
   METHOD(sync_state, NOARGS)
 
-#define RM_NO_ARGUMENTS rm_engine_object *self, PyObject *Py_UNUSED(none)
+#define RM_NO_ARGUMENTS rm_engine_object *self, PyObject *
 #define RM_DECLARE_METHOD(name, flags) \
   PyObject *rm_engine_py_##name(rm_engine_object *self, PyObject *argument);
 RM_ENGINE_METHODS(RM_DECLARE_METHOD)

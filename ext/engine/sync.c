@@ -106,14 +106,14 @@ static void entry_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-static PyObject *entry_release(entry_object *self, PyObject *Py_UNUSED(none)) {
+static PyObject *entry_release(entry_object *self, PyObject *) {
   if (rm_engine_enter(self->engine)) return NULL;
   rm_engine_leave(self->engine);
   drop_tensor(self);
   Py_RETURN_NONE;
 }
 
-static PyObject *entry_wanted(entry_object *self, PyObject *Py_UNUSED(none)) {
+static PyObject *entry_wanted(entry_object *self, PyObject *) {
   rm_engine_object *engine = self->engine;
   const rm_target *target = &self->entry.target;
   RM_ENTER(engine);

@@ -214,11 +214,10 @@ PyObject *rm_device_array_over(rm_op_device *op_device, PyObject *name, const rm
 }
 
 // ------------------------------------------------------------------------------- arguments of ops
-int rm_is_device_array(void *relative, PyObject *object) {
-  return rm_is(relative, object, RM_TYPE_DEVICE_ARRAY);
+int rm_device_array_type(void *relative, PyObject *object) {
+  return rm_is(relative, object, RM_TYPE_DEVICE_ARRAY) ? ((array_object *)object)->element->type
+                                                       : -1;
 }
-
-int rm_device_array_type(PyObject *array) { return ((array_object *)array)->element->type; }
 
 // The address of empty arrays, which is never read. Ops take NULL for an absent array.
 static char no_element;
@@ -228,7 +227,7 @@ int rm_device_array_data(rm_op_device *op_device, PyObject *object, rm_array_wan
   const array_object *array = (array_object *)object;
   const char *where = op_device->device.name, *type = element_of_type(want->type)->name;
   *data = NULL;
-  if (!rm_is_device_array(op_device, object))
+  if (rm_device_array_type(op_device, object) < 0)
     return rm_refuse(RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R",
                      want->name, type, where, (PyObject *)Py_TYPE(object));
   if (array->op_device != op_device)
@@ -360,8 +359,7 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
   return hand_over(self, stream) ? NULL : capsule_of(self, version[0] >= 1);
 }
 
-static PyObject *array_dlpack_device(PyObject *self, PyObject *ignored) {
-  (void)ignored;
+static PyObject *array_dlpack_device(PyObject *self, PyObject *) {
   return Py_BuildValue("(ii)", (int)DL_CUDA, ((array_object *)self)->ordinal);
 }
 
@@ -386,12 +384,11 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
 }
 
 // Reads the range of memory that the elements are in. A strided array is then rearranged.
-static PyObject *array_numpy(PyObject *object, PyObject *ignored) {
+static PyObject *array_numpy(PyObject *object, PyObject *) {
   const array_object *self = (array_object *)object;
   const int64_t size = (int64_t)each(self);
   int64_t low = 0, high = self->bytes ? size : 0;
   npy_intp dims[MAX_DIMS], steps[MAX_DIMS];
-  (void)ignored;
   if (self->is_dropped) return rm_raise_code(RM_E_STATE, GIVEN_BACK);
   for (int i = 0; i < self->n_dims; i++) {
     dims[i] = (npy_intp)self->shape[i], steps[i] = (npy_intp)(self->strides[i] * size);
@@ -426,8 +423,7 @@ static int array_clear(PyObject *object) {
   return 0;
 }
 
-static PyObject *array_drop(PyObject *object, PyObject *ignored) {
-  (void)ignored;
+static PyObject *array_drop(PyObject *object, PyObject *) {
   array_object *self = (array_object *)object;
   if (!self->gpus) return rm_raise_code(RM_E_STATE, "expected an array that another process lends");
   drop(self);
@@ -457,8 +453,7 @@ static PyObject *array_shape(PyObject *object, void *strides) {
   return rm_tuple_of(strides ? self->strides : self->shape, self->n_dims);
 }
 
-static PyObject *array_dtype(PyObject *self, void *ignored) {
-  (void)ignored;
+static PyObject *array_dtype(PyObject *self, void *) {
   return PyUnicode_FromString(((array_object *)self)->element->name);
 }
 
@@ -471,8 +466,7 @@ static PyObject *refuse_host(PyObject *object, const char *what) {
                        self->element->name, self->device);
 }
 
-static PyObject *array_array(PyObject *object, PyObject *args, PyObject *kwargs) {
-  (void)args, (void)kwargs;
+static PyObject *array_array(PyObject *object, PyObject *, PyObject *) {
   return refuse_host(object, "__array__");
 }
 

@@ -55,9 +55,9 @@ PyObject *rm_device_array_over(rm_op_device *op_device, PyObject *name, const rm
 const rm_device *rm_gpus_device(PyObject *gpus, int ordinal);
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args); // _core.Gpus.array
 
-int rm_is_device_array(void *relative, PyObject *object); // relative: as of rm_is
 // rm_array_data for a DeviceArray on `op_device`. UnsupportedTensorError for any other array; its
 // message names both devices. *bytes: the array's bytes.
 int rm_device_array_data(rm_op_device *op_device, PyObject *object, rm_array_want *want,
                          void **data, size_t *bytes);
-int rm_device_array_type(PyObject *array); // NPY_UINT16 for bfloat16, NPY_FLOAT32, …
+// NPY_UINT16 for bfloat16, NPY_FLOAT32, …; −1: not a DeviceArray. relative: as of rm_is.
+int rm_device_array_type(void *relative, PyObject *object);

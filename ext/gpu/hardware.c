@@ -3,14 +3,14 @@
 
 #include "gpu/gpu.h"
 
-static PyObject *cuda_count(PyObject *Py_UNUSED(module), PyObject *path) {
+static PyObject *cuda_count(PyObject *, PyObject *path) {
   int count = 0;
   const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
   if (!library || RM_FAILS(RM_UNLOCKED(rm_cuda_count(library, &count, &err)))) return NULL;
   return PyLong_FromLong(count);
 }
 
-static PyObject *cuda_bus(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *cuda_bus(PyObject *, PyObject *args) {
   const char *library;
   int ordinal;
   char id[32];
@@ -20,7 +20,7 @@ static PyObject *cuda_bus(PyObject *Py_UNUSED(module), PyObject *args) {
   return PyUnicode_FromString(id);
 }
 
-static PyObject *cuda_available(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *cuda_available(PyObject *, PyObject *args) {
   const char *library;
   int ordinal;
   rm_error err = RM_ERROR_INIT;
@@ -40,7 +40,7 @@ static PyObject *cuda_available(PyObject *Py_UNUSED(module), PyObject *args) {
   return code ? rm_raise(&err) : PyLong_FromSize_t(bytes);
 }
 
-static PyObject *nccl_version(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *nccl_version(PyObject *, PyObject *args) {
   const char *path;
   int version;
   if (!PyArg_ParseTuple(args, "s:nccl_version", &path) ||

@@ -35,8 +35,7 @@ const rm_device *rm_gpus_device(PyObject *gpus, int ordinal) {
   return device;
 }
 
-static const rm_device *take_reader(void *self, PyObject *name, int ordinal) {
-  (void)name;
+static const rm_device *take_reader(void *self, PyObject *, int ordinal) {
   return rm_gpus_device(self, ordinal);
 }
 

@@ -70,7 +70,7 @@ void rm_op_out_dtype(rm_op_call *c, rm_op_argument *out) {
 
 int rm_op_type_of(const rm_op_call *c, PyObject *object) {
   if (object && PyArray_Check(object)) return PyArray_TYPE((PyArrayObject *)object);
-  return object && rm_is_device_array(c->self, object) ? rm_device_array_type(object) : -1;
+  return object ? rm_device_array_type(c->self, object) : -1;
 }
 
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name) {

@@ -67,7 +67,7 @@ static PyType_Slot slots[] = {
 PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, 0, slots);
 
 // -------------------------------------------------------------------------------------- functions
-static PyObject *op_arguments(PyObject *module, PyObject *Py_UNUSED(none)) {
+static PyObject *op_arguments(PyObject *module, PyObject *) {
   return Py_NewRef(rm_state(module)->op_arguments);
 }
 
