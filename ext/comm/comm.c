@@ -144,9 +144,8 @@ static rm_code call_method(comm_object *c, const char *name, rm_error *err) {
 }
 
 // Without exchange.abort the other ranks fail at their deadline.
-static void call_abort(void *self, rm_code why) {
+static void call_abort(void *self, rm_code) {
   comm_object *c = self;
-  (void)why;
   if (c->exchange) call_method(c, "abort", NULL);
 }
 

@@ -101,7 +101,7 @@ static void engine_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-PyObject *rm_engine_py_close(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(close, ) {
   if (!self->engine) Py_RETURN_NONE;
   if (self->pid == (long)getpid() && rm_engine_enter(self)) return NULL;
   destroy(self);
@@ -161,7 +161,7 @@ static int read_edits(PyObject *edits, rm_request *request) {
                    (long long)n_words, request->bad_word_ends[request->n_bad_words - 1]);
 }
 
-PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
+RM_ENGINE_METHOD(add, args) {
   RM_ENTER(self);
   PyObject *prompt, *stop_ids, *object, *logits, *edits = Py_None;
   if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits))
@@ -198,17 +198,15 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_
   return RM_NONE(call(rm_engine_scheduler(self->engine, id), id, &err));
 }
 
-PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) {
-  return rm_engine_call_with_id(self, id, rm_scheduler_abort);
-}
+RM_ENGINE_METHOD(abort, id) { return rm_engine_call_with_id(self, id, rm_scheduler_abort); }
 
-PyObject *rm_engine_py_release(rm_engine_object *self, PyObject *id) {
+RM_ENGINE_METHOD(release, id) {
   PyObject *none = rm_engine_call_with_id(self, id, rm_scheduler_release);
   if (none && PyDict_DelItem(self->requests, id)) Py_CLEAR(none);
   return none;
 }
 
-PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
+RM_ENGINE_METHOD(stop_sample, args) {
   RM_ENTER(self);
   unsigned long long id;
   int sample;
@@ -219,31 +217,31 @@ PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
 }
 
 // ------------------------------------------------------------------------------------------ steps
-PyObject *rm_engine_py_step(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(step, ) {
   RM_ENTER(self);
   int64_t n_work = 0;
   if (RM_FAILS(RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err)))) return NULL;
   return PyLong_FromLongLong(n_work);
 }
 
-PyObject *rm_engine_py_give_up(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(give_up, ) {
   RM_ENTER(self);
   rm_engine_abort_groups(self->engine);
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *id) {
+RM_ENGINE_METHOD(has, id) {
   RM_ENTER(self);
   const int found = PyDict_Contains(self->requests, id);
   return found < 0 ? NULL : PyBool_FromLong(found);
 }
 
-PyObject *rm_engine_py_unfinished(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(unfinished, ) {
   RM_ENTER(self);
   return PyLong_FromLongLong(rm_engine_unfinished(self->engine));
 }
 
-PyObject *rm_engine_py_finished(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(finished, ) {
   RM_ENTER(self);
   const Py_ssize_t most = PyDict_Size(self->requests);
   uint64_t *ids = PyMem_New(uint64_t, (size_t)most);
@@ -257,12 +255,12 @@ PyObject *rm_engine_py_finished(RM_NO_ARGUMENTS) {
   return set;
 }
 
-PyObject *rm_engine_py_ids(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(ids, ) {
   RM_ENTER(self);
   return PyDict_Keys(self->requests);
 }
 
-PyObject *rm_engine_py_reset_prefix_cache(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(reset_prefix_cache, ) {
   RM_ENTER(self);
   rm_engine_reset_prefix_cache(self->engine);
   Py_RETURN_NONE;
@@ -276,14 +274,10 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
   return RM_NONE(RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)));
 }
 
-PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) {
-  return change_parts(self, parts, rm_engine_sleep);
-}
-PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) {
-  return change_parts(self, parts, rm_engine_wake);
-}
+RM_ENGINE_METHOD(sleep, parts) { return change_parts(self, parts, rm_engine_sleep); }
+RM_ENGINE_METHOD(wake, parts) { return change_parts(self, parts, rm_engine_wake); }
 
-PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload) {
+RM_ENGINE_METHOD(offload_weights, offload) {
   RM_ENTER(self);
   const int value = PyObject_IsTrue(offload);
   if (value < 0) return NULL;
@@ -294,7 +288,7 @@ PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_host_room(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(host_room, ) {
   RM_ENTER(self);
   const unsigned long long bytes = rm_engine_offload_bytes(self->engine);
   PyObject *list = rm_memory_pool_list("");

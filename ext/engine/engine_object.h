@@ -90,8 +90,9 @@ static inline void rm_engine_leave_scope(rm_engine_object **self) { rm_engine_le
   METHOD(sync_abort, NOARGS) \
   METHOD(sync_state, NOARGS)
 
-#define RM_NO_ARGUMENTS rm_engine_object *self, PyObject *
-#define RM_DECLARE_METHOD(name, flags) \
-  PyObject *rm_engine_py_##name(rm_engine_object *self, PyObject *argument);
+// Begins the definition of a method; `argument` is empty for NOARGS.
+#define RM_ENGINE_METHOD(name, argument) \
+  PyObject *rm_engine_py_##name(rm_engine_object *self, PyObject *argument)
+#define RM_DECLARE_METHOD(name, flags) RM_ENGINE_METHOD(name, );
 RM_ENGINE_METHODS(RM_DECLARE_METHOD)
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);

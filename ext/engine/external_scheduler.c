@@ -32,7 +32,7 @@ static int check_pages(const rm_external_step *step, int64_t n_pages) {
       (long long)n_pages);
 }
 
-PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
+RM_ENGINE_METHOD(external_step, args) {
   RM_ENTER(self);
   PyObject *results;
   rm_array_want wants[] = {
@@ -70,7 +70,7 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
   return results ? Py_BuildValue("(NL)", results, (long long)n_work) : NULL;
 }
 
-PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args) {
+RM_ENGINE_METHOD(external_draw, args) {
   RM_ENTER(self);
   PyObject *results;
   const int64_t vocab = self->spec->vocab_size;
@@ -91,7 +91,7 @@ static void *array_of(PyObject *array) { return PyArray_DATA((PyArrayObject *)ar
 
 // Returns (ids, logprobs), [n][k], of the likeliest tokens at the last token of each request. All
 // requests were added with at least k logprobs.
-PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
+RM_ENGINE_METHOD(external_top, args) {
   RM_ENTER(self);
   PyObject *object;
   long long k;
@@ -111,7 +111,7 @@ PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
 
 // Returns int16 [n][moe layers][k]: the routing of positions from `start` to the last input token,
 // of prompt and generated tokens.
-PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
+RM_ENGINE_METHOD(external_routed, args) {
   RM_ENTER(self);
   unsigned long long id;
   long long start;
@@ -125,14 +125,12 @@ PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
   return result;
 }
 
-PyObject *rm_engine_py_external_preempt(rm_engine_object *self, PyObject *id) {
+RM_ENGINE_METHOD(external_preempt, id) {
   return rm_engine_call_with_id(self, id, rm_external_preempt);
 }
-PyObject *rm_engine_py_external_fail(rm_engine_object *self, PyObject *id) {
-  return rm_engine_call_with_id(self, id, rm_external_fail);
-}
+RM_ENGINE_METHOD(external_fail, id) { return rm_engine_call_with_id(self, id, rm_external_fail); }
 
-PyObject *rm_engine_py_external_invalidate_pages(rm_engine_object *self, PyObject *pages) {
+RM_ENGINE_METHOD(external_invalidate_pages, pages) {
   RM_ENTER(self);
   const int32_t *numbers;
   int64_t n;
@@ -141,7 +139,7 @@ PyObject *rm_engine_py_external_invalidate_pages(rm_engine_object *self, PyObjec
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args) {
+RM_ENGINE_METHOD(external_tokens, args) {
   RM_ENTER(self);
   unsigned long long id;
   PyObject *object;

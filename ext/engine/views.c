@@ -57,7 +57,7 @@ static void put_prompt(rm_engine_object *self, PyObject **dict, const rm_sequenc
              group->prompt_routed, group->n_prompt);
 }
 
-PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
+RM_ENGINE_METHOD(request, argument) {
   RM_ENTER(self);
   uint64_t id;
   rm_error err = RM_ERROR_INIT;
@@ -87,7 +87,7 @@ static const rm_sequence *read_sample(rm_engine_object *self, PyObject *args, co
   return seq;
 }
 
-PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
+RM_ENGINE_METHOD(sample, args) {
   RM_ENTER(self);
   const rm_sequence *seq = read_sample(self, args, "Ki:sample", NULL);
   if (!seq) return NULL;
@@ -111,7 +111,7 @@ PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
   return dict;
 }
 
-PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
+RM_ENGINE_METHOD(tokens, args) {
   RM_ENTER(self);
   long long start;
   const rm_sequence *seq = read_sample(self, args, "KiL:tokens", &start);
@@ -160,7 +160,7 @@ static const rm_attribute stats_fields[] = {
     STAT(comm_seconds),
 };
 
-PyObject *rm_engine_py_stats(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(stats, ) {
   RM_ENTER(self);
   rm_engine_stats stats;
   rm_engine_statistics(self->engine, &stats);
@@ -174,7 +174,7 @@ static const rm_attribute profile_fields[] = {
 };
 
 // Returns the times of rank 0 of this process since the last call.
-PyObject *rm_engine_py_profile(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(profile, ) {
   RM_ENTER(self);
   rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
@@ -185,7 +185,7 @@ PyObject *rm_engine_py_profile(RM_NO_ARGUMENTS) {
   return list;
 }
 
-PyObject *rm_engine_py_manifest(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(manifest, ) {
   RM_ENTER(self);
   const rm_params *params = rm_engine_store(self->engine)->params;
   PyObject *list = PyList_New(0);

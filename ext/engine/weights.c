@@ -56,7 +56,7 @@ static PyObject *all_views(const serving *s) {
   return dict;
 }
 
-PyObject *rm_engine_py_weights(RM_NO_ARGUMENTS) {
+RM_ENGINE_METHOD(weights, ) {
   RM_ENTER(self);
   rm_store *store = rm_engine_store(self->engine);
   const serving s = {.self = self,
