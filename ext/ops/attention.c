@@ -23,7 +23,7 @@ static void page_elems(rm_op_call *c, int64_t page_size, int64_t head_dim, int64
 // ------------------------------------------------------------------------------------- rope_table
 #define OP a.rope_table
 static void run_rope_table(rm_op_call *c) {
-  const rm_rope_table_args *a = &c->a.rope_table;
+  const rm_rope_table_args *a = &c->OP;
   rm_rope_table(a->cos, a->sin, a->inv_freq, c->s.n_positions, c->s.half, a->scale,
                 a->bfloat16 ? RM_BF16 : RM_F32);
 }
@@ -38,7 +38,7 @@ static const rm_op_argument rope_table[] = {
 #undef OP
 #define OP a.head_squares
 static void split_heads(rm_op_call *c) {
-  rm_head_squares_args *a = &c->a.head_squares;
+  rm_head_squares_args *a = &c->OP;
   const int64_t of_kv = c->s.width - a->n_heads * a->head_dim, pair = 2 * a->head_dim;
   if (!pair || of_kv < pair || of_kv % pair) {
     rm_op_raise(c, RM_E_SHAPE,
@@ -70,7 +70,7 @@ static int is_whole(const rm_op_call *c) { // a norm over all heads of the model
 
 // head_dim follows from the columns of qkv.
 static void rope_sizes(rm_op_call *c) {
-  rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
+  rm_qk_rope_kv_args *a = &c->OP;
   const int whole = is_whole(c);
   const int64_t columns = a->n_heads + 2 * a->n_kv_heads, taken = c->s.k_elems;
   a->head_dim = a->value_dim ? c->s.width - rm_op_product(c, "qkv", a->n_heads, a->q_dim)
@@ -89,12 +89,11 @@ static void rope_sizes(rm_op_call *c) {
 
 // A norm needs both weights, except in latent attention.
 static void rope_q_weight(rm_op_call *c, rm_op_argument *q_weight) {
-  if (!c->a.qk_rope_kv.value_dim && rm_op_given(c, "k_weight"))
-    q_weight->flags &= ~RM_ARRAY_OPTIONAL;
+  if (!c->OP.value_dim && rm_op_given(c, "k_weight")) q_weight->flags &= ~RM_ARRAY_OPTIONAL;
 }
 
 static void rope_check(rm_op_call *c) {
-  rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
+  rm_qk_rope_kv_args *a = &c->OP;
   a->rotary_dim = 2 * c->s.half;
   if (!a->value_dim && a->q_dim) rm_op_refuse(c, "q_dim without value_dim", a->q_dim, "exactly", 0);
   if (a->value_dim && (a->n_kv_heads != 1 || a->head_dim != a->rotary_dim + a->value_dim ||
@@ -160,7 +159,7 @@ static void check_group(rm_op_call *c, int64_t group, int64_t head0, int64_t n_h
 
 // Checks that every page that a row may read exists.
 static void check_tables(rm_op_call *c) {
-  const rm_attention_args *a = &c->a.attention;
+  const rm_attention_args *a = &c->OP;
   for (int64_t r = 0; r < a->rows && !c->failed; r++) {
     const int64_t position = a->positions[r], last = position / a->page_size,
                   first = a->window > 0 ? rm_max64(0, position - a->window + 1) / a->page_size : 0;
@@ -170,12 +169,12 @@ static void check_tables(rm_op_call *c) {
 }
 
 static void attention_pages(rm_op_call *c) {
-  const rm_attention_args *a = &c->a.attention;
+  const rm_attention_args *a = &c->OP;
   page_elems(c, a->page_size, a->head_dim, a->value_dim);
 }
 
 static void attention_sizes(rm_op_call *c) {
-  const rm_attention_args *a = &c->a.attention;
+  const rm_attention_args *a = &c->OP;
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
   check_group(c, a->group, a->head0, a->n_heads, a->n_kv_heads);
   c->s.n_positions = rm_op_product(c, "a row of block_tables", a->max_pages, a->page_size);
@@ -214,7 +213,7 @@ static const rm_op_argument attention[] = {
 #define OP a.delta_net
 // The k heads follow from the channels of conv, which are those of q, k and v.
 static void delta_sizes(rm_op_call *c) {
-  rm_delta_net_args *a = &c->a.delta_net;
+  rm_delta_net_args *a = &c->OP;
   const int64_t of_q_k = c->s.width - rm_op_product(c, "norm", a->n_v_heads, a->v_dim),
                 pair = 2 * a->k_dim;
   rm_op_at_least(c, "norm.shape[0]", a->v_dim, 1);
@@ -235,7 +234,7 @@ static void delta_sizes(rm_op_call *c) {
 // The rows of a sequence are adjacent. No row may save to a slot that another row saves to, or that
 // a sequence loads before its rows.
 static void delta_slots(rm_op_call *c) {
-  const rm_delta_net_args *a = &c->a.delta_net;
+  const rm_delta_net_args *a = &c->OP;
   const int32_t *seqs = a->seq_of_row;
   for (int64_t r = 0; r < a->rows; r++) {
     const int starts = r && seqs[r] != seqs[r - 1];

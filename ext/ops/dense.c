@@ -5,10 +5,10 @@
 #define OP a.embed
 // A packed table has one dim, and its sizes are arguments.
 static void embed_table(rm_op_call *c, rm_op_argument *table) {
-  if (!c->a.embed.packed) return;
+  if (!c->OP.packed) return;
   rm_op_at_least(c, "vocab", c->s.x_rows, 0);
-  rm_op_at_least(c, "hidden", c->a.embed.hidden, 0);
-  c->s.elems = rm_op_packed_elems(c, "table", c->s.x_rows, c->a.embed.hidden);
+  rm_op_at_least(c, "hidden", c->OP.hidden, 0);
+  c->s.elems = rm_op_packed_elems(c, "table", c->s.x_rows, c->OP.hidden);
   table->flags = RM_ARRAY_PACKED;
   table->dims[0] = AT(elems);
   table->dims[1] = 0;
@@ -28,7 +28,7 @@ static const rm_op_argument embed[] = {
 #undef OP
 #define OP a.gather_rows
 static void gather_bytes(rm_op_call *c) {
-  c->a.gather_rows.row_bytes = (size_t)c->s.width * rm_dtype_bytes(c->dtype);
+  c->OP.row_bytes = (size_t)c->s.width * rm_dtype_bytes(c->dtype);
 }
 
 static const rm_op_argument gather_rows[] = {
@@ -45,9 +45,7 @@ static void residual_written(rm_op_call *c, rm_op_argument *residual) {
   if (rm_op_given(c, "x")) residual->flags = RM_ARRAY_WRITE;
 }
 
-static void norm_check(rm_op_call *c) {
-  rm_op_at_least(c, "the width of residual", c->a.rms_norm.n, 1);
-}
+static void norm_check(rm_op_call *c) { rm_op_at_least(c, "the width of residual", c->OP.n, 1); }
 
 static const rm_op_argument rms_norm[] = {
     REAL(eps, 0),
@@ -65,17 +63,17 @@ static const rm_op_argument rms_norm[] = {
 #undef OP
 #define OP a.gemm
 static void weights_of(rm_op_call *c, int64_t rows) {
-  rm_gemm_args *a = &c->a.gemm;
+  rm_gemm_args *a = &c->OP;
   if (a->group_rows) rm_op_at_least(c, "the length of group_rows", c->s.bounds, 1);
   a->n_groups = a->group_rows ? c->s.bounds - 1 : 1;
   a->group_stride = rm_op_packed_elems(c, "w", rows, a->k);
   c->s.elems = rm_op_product(c, "w", a->n_groups, a->group_stride);
 }
-static void gemm_weights(rm_op_call *c) { weights_of(c, c->a.gemm.n); }
+static void gemm_weights(rm_op_call *c) { weights_of(c, c->OP.n); }
 static void swiglu_weights(rm_op_call *c) {
-  c->s.both = 2 * c->a.gemm.n;
+  c->s.both = 2 * c->OP.n;
   c->out_dtype = c->dtype;
-  weights_of(c, rm_gate_up_rows(c->a.gemm.n));
+  weights_of(c, rm_gate_up_rows(c->OP.n));
 }
 
 static void gemm_out(rm_op_call *c, rm_op_argument *out) {
@@ -86,8 +84,8 @@ static void gemm_out(rm_op_call *c, rm_op_argument *out) {
 
 // Checks that every row belongs to a group; other rows would not be written.
 static void check_groups(rm_op_call *c) {
-  const int32_t *bounds = c->a.gemm.group_rows;
-  const int64_t n = c->a.gemm.n_groups, rows = c->a.gemm.m;
+  const int32_t *bounds = c->OP.group_rows;
+  const int64_t n = c->OP.n_groups, rows = c->OP.m;
   if (!bounds) return;
   rm_op_in_range(c, "group_rows", RM_OP_I32, bounds, 0, n + 1, 0, rows + 1);
   if (bounds[0] != 0) rm_op_refuse(c, "the first of group_rows", bounds[0], "exactly", 0);
@@ -100,13 +98,13 @@ static void check_groups(rm_op_call *c) {
 // Sets the dims of a gemm's biases: a row for each group, if there are groups.
 static void gemm_biases(rm_op_call *c, rm_op_argument *bias) {
   const size_t width = bias->dims[0];
-  if (!c->a.gemm.group_rows) return;
+  if (!c->OP.group_rows) return;
   bias->dims[0] = AT(n_groups);
   bias->dims[1] = width;
 }
 
 static void gemm_check(rm_op_call *c) {
-  rm_gemm_args *a = &c->a.gemm;
+  rm_gemm_args *a = &c->OP;
   a->ldx = a->k;
   a->ldy = a->n;
   a->y_dtype = c->out_dtype;

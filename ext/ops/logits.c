@@ -6,7 +6,7 @@
 // ---------------------------------------------------------------------------------------- lm_head
 #define OP a.lm_head
 static void head_sizes(rm_op_call *c) {
-  rm_lm_head_args *a = &c->a.lm_head;
+  rm_lm_head_args *a = &c->OP;
   c->s.elems = rm_op_packed_elems(c, "w", a->vocab, a->hidden);
   c->s.n_blocks = rm_round_up(a->vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
   a->ldx = a->hidden;
@@ -38,7 +38,7 @@ static const rm_op_argument lm_head_pairs[] = {
 #define OP a.merge_pairs
 #define SIZE_block_count ~, a.merge_pairs.n_blocks
 static void merge_sizes(rm_op_call *c) {
-  const rm_merge_pairs_args *a = &c->a.merge_pairs;
+  const rm_merge_pairs_args *a = &c->OP;
   rm_op_at_least(c, "the blocks of pairs", a->n_blocks, 1);
   c->s.bounds = a->n_blocks * RM_VOCAB_BLOCK;
 }
@@ -57,7 +57,7 @@ static const rm_op_argument merge_pairs[] = {
 #undef OP
 #define OP a.sample
 static void sample_sizes(rm_op_call *c) {
-  rm_sample_args *a = &c->a.sample;
+  rm_sample_args *a = &c->OP;
   rm_op_at_least(c, "vocab", a->vocab, 1);
   c->s.bounds = a->rows + 1;
 }
@@ -66,7 +66,7 @@ static void check_columns(rm_op_call *c) {
   const rm_op_sizes *s = &c->s;
   const int32_t *starts = s->banned_starts;
   rm_op_in_range(c, "banned_starts", RM_OP_I32, starts, 0, s->bounds, 0, s->n_banned + 1);
-  for (int64_t r = 0; r < c->a.sample.rows && !c->failed; r++) {
+  for (int64_t r = 0; r < c->OP.rows && !c->failed; r++) {
     if (starts[r + 1] < starts[r])
       rm_op_raise(c, RM_E_REQUEST, "banned_starts: expected ascending, at least %d, got %d",
                   starts[r], starts[r + 1]);
@@ -85,16 +85,15 @@ static void sample_check(rm_op_call *c) {
   c->s.params = rm_op_block_new(
       c, (size_t)c->s.bounds * sizeof *c->s.params + (size_t)c->s.n_banned * sizeof *c->s.banned,
       offsetof(rm_op_call, a.sample.params));
-  c->a.sample.params = c->s.params;
+  c->OP.params = c->s.params;
 }
 
 // Fills the block from the columns.
 static void sample_params(rm_op_call *c) {
   const rm_op_sizes *s = &c->s;
-  const int32_t *starts = s->banned_starts,
-                *banned = (const int32_t *)(c->a.sample.params + s->bounds);
+  const int32_t *starts = s->banned_starts, *banned = (const int32_t *)(c->OP.params + s->bounds);
   memcpy(s->params + s->bounds, s->banned, (size_t)s->n_banned * sizeof *banned);
-  for (int64_t r = 0; r < c->a.sample.rows; r++)
+  for (int64_t r = 0; r < c->OP.rows; r++)
     s->params[r] = (rm_sample_params){
         .temperature = s->temperature[r],
         .top_p = s->top_p[r],
@@ -140,7 +139,7 @@ static const rm_op_argument sample[] = {
 #undef OP
 #define OP a.top_logprobs
 static void top_check(rm_op_call *c) {
-  rm_top_logprobs_args *a = &c->a.top_logprobs;
+  rm_top_logprobs_args *a = &c->OP;
   if (a->k > a->vocab) rm_op_refuse(c, "k", a->k, "at most", a->vocab);
 }
 

@@ -10,7 +10,7 @@ static void check_top_k(rm_op_call *c, int64_t top_k, int64_t n_experts) {
 // ----------------------------------------------------------------------------------------- router
 #define OP a.router
 static void router_sizes(rm_op_call *c) {
-  const rm_router_args *a = &c->a.router;
+  const rm_router_args *a = &c->OP;
   check_top_k(c, a->top_k, a->n_experts);
   if (a->n_groups > 1) {
     const int64_t size = a->n_experts / a->n_groups, most = a->top_groups * size;
@@ -23,7 +23,7 @@ static void router_sizes(rm_op_call *c) {
 }
 
 static void at_most_groups(rm_op_call *c, rm_op_argument *top_groups) {
-  top_groups->high = c->a.router.n_groups;
+  top_groups->high = c->OP.n_groups;
 }
 
 static const rm_op_argument router[] = {
@@ -56,7 +56,7 @@ static const rm_op_argument router[] = {
 #undef OP
 #define OP a.permute
 static void permute_sizes(rm_op_call *c) {
-  const rm_permute_args *a = &c->a.permute;
+  const rm_permute_args *a = &c->OP;
   c->s.choices = rm_op_product(c, "x_out", a->rows, a->top_k);
   c->s.bounds = a->n_experts + 1;
 }
@@ -79,8 +79,8 @@ static const rm_op_argument permute[] = {
 #define OP a.combine
 // A row's experts are distinct: the tree that adds their outputs up has one leaf for each.
 static void distinct_in_rows(rm_op_call *c) {
-  const int32_t *ids = c->a.combine.ids;
-  const int64_t rows = c->a.combine.rows, n = c->a.combine.top_k;
+  const int32_t *ids = c->OP.ids;
+  const int64_t rows = c->OP.rows, n = c->OP.top_k;
   for (int64_t r = 0; r < rows && !c->failed; r++)
     for (int64_t i = 1; i < n && !c->failed; i++)
       for (int64_t j = 0; j < i && !c->failed; j++)
@@ -91,7 +91,7 @@ static void distinct_in_rows(rm_op_call *c) {
 }
 
 static void combine_sizes(rm_op_call *c) {
-  const rm_combine_args *a = &c->a.combine;
+  const rm_combine_args *a = &c->OP;
   c->s.choices = rm_op_product(c, "y", a->rows, a->top_k);
   check_top_k(c, a->top_k, a->n_experts);
   distinct_in_rows(c);

@@ -9,7 +9,7 @@
 
 // A weight has two dims, or three with groups.
 static void pack_weight(rm_op_call *c, rm_op_argument *weight) {
-  rm_pack_args *a = &c->a.pack;
+  rm_pack_args *a = &c->OP;
   PyObject *object = rm_op_given(c, weight->name);
   const int type = rm_op_type_of(c, object);
   while (a->src_dtype < RM_SRC_F64 && rm_elements[a->src_dtype].type != type) a->src_dtype++;
@@ -24,7 +24,7 @@ static void pack_weight(rm_op_call *c, rm_op_argument *weight) {
 }
 
 static void pack_sizes(rm_op_call *c) {
-  rm_pack_args *a = &c->a.pack;
+  rm_pack_args *a = &c->OP;
   const int64_t end = a->dst_row0 + a->rows;
   if (a->cols % 2 == 0 && a->index0 % 2)
     rm_op_refuse(c, "index0 of rows of even width", a->index0, "even, such as", a->index0 - 1);
@@ -48,12 +48,12 @@ static void pack_dst(rm_op_call *c, rm_op_argument *dst) {
 static void pack_check(rm_op_call *c) {
   rm_op_at_least(c, "the length of dst from dst_first on", c->s.elems - c->s.dst_first,
                  c->s.groups * c->s.group_elems);
-  c->a.pack.dst_dtype = c->out_dtype;
+  c->OP.dst_dtype = c->out_dtype;
 }
 
 // On the CPU the kernel returns the results of the last group in its arguments.
 static void run_pack(rm_op_call *c) {
-  rm_pack_args a = c->a.pack;
+  rm_pack_args a = c->OP;
   const int64_t of_src = a.rows * a.cols * (rm_elements[a.src_dtype].bits / 8),
                 of_dst = c->s.group_elems * (int64_t)rm_dtype_bytes(a.dst_dtype);
   a.dst = (char *)a.dst + c->s.dst_first * (int64_t)rm_dtype_bytes(a.dst_dtype);
