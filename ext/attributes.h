@@ -19,7 +19,6 @@
        double: RM_ATTR_F64, \
        const char *: RM_ATTR_TEXT), \
    offsetof(object, member)}
-#define RM_LENGTH(table) (sizeof(table) / sizeof(table)[0])
 
 // Returns 0, or −1 with the exception set (AttributeError, TypeError; OverflowError if a value does
 // not fit its member, ConfigError for a text that is neither str nor None). Appends the values of

@@ -49,8 +49,10 @@ rm_module_state *rm_state_of(void *object); // the state of the module of the ob
    .slots = slots_}
 enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIATION };
 #define RM_OF_MODULE PyObject *, PyObject * // METH_NOARGS
+#define RM_LENGTH(table) (sizeof(table) / sizeof(table)[0])
 // Private names have their documentation in _core.pyi.
 #define RM_METHOD(name, function, flags) {name, (PyCFunction)(void (*)(void))function, flags, NULL}
+#define RM_FUNCTION(name, flags) RM_METHOD(#name, name, METH_##flags)
 
 // RM_OWNED *x = …: a reference, or NULL, that is dropped when its scope ends.
 static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }

@@ -67,7 +67,7 @@ static PyObject *engine_limits(RM_OF_MODULE) {
 
 // The public names have their documentation here, all others in _core.pyi.
 PyMethodDef rm_hardware_functions[] = {
-    {"engine_limits", engine_limits, METH_NOARGS, NULL},
+    RM_FUNCTION(engine_limits, NOARGS),
     {"available_isas", available_isas, METH_NOARGS,
      "Names of the usable variants on this machine, slowest first."},
     {"isa_states", isa_states, METH_NOARGS,
@@ -75,8 +75,8 @@ PyMethodDef rm_hardware_functions[] = {
      "variants."},
     {"best_isa", best_isa, METH_NOARGS,
      "The default variant of an engine; RM_ISA in the environment caps it."},
-    {"usable_cores", usable_cores, METH_VARARGS, NULL},
-    {"cpu_quota", cpu_quota, METH_VARARGS, NULL},
-    {"memory_pools", memory_pools, METH_VARARGS, NULL},
+    RM_FUNCTION(usable_cores, VARARGS),
+    RM_FUNCTION(cpu_quota, VARARGS),
+    RM_FUNCTION(memory_pools, VARARGS),
     {0},
 };

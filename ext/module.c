@@ -136,7 +136,7 @@ static int module_exec(PyObject *module) {
     if (PyModule_AddType(module, (PyTypeObject *)state->types[i])) return -1;
   }
   if (!(state->op_arguments = rm_op_table())) return -1;
-  for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
+  for (size_t i = 0; i < RM_LENGTH(functions); i++)
     if (PyModule_AddFunctions(module, functions[i])) return -1;
   return 0;
 }
@@ -182,10 +182,10 @@ static PyObject *checksum(PyObject *, PyObject *object) {
 }
 
 static PyMethodDef methods[] = {
-    {"checksum", checksum, METH_O, NULL},
-    {"memory_mapped", memory_mapped, METH_NOARGS, NULL},
-    {"memory_blocks", memory_blocks, METH_NOARGS, NULL},
-    {"memory_fail_at", memory_fail_at, METH_VARARGS, NULL},
+    RM_FUNCTION(checksum, O),
+    RM_FUNCTION(memory_mapped, NOARGS),
+    RM_FUNCTION(memory_blocks, NOARGS),
+    RM_FUNCTION(memory_fail_at, VARARGS),
     {0},
 };
 
@@ -195,7 +195,7 @@ static PyModuleDef_Slot slots[] = {
 #ifdef Py_mod_multiple_interpreters
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
-    {0, NULL},
+    {0},
 };
 
 static struct PyModuleDef definition = {

@@ -99,8 +99,8 @@ static PyObject *parameter_bytes(PyObject *, PyObject *args) {
 }
 
 PyMethodDef rm_placement_functions[] = {
-    {"placement", placement, METH_VARARGS, NULL},
-    {"parameters", parameters, METH_O, NULL},
-    {"parameter_bytes", parameter_bytes, METH_VARARGS, NULL},
+    RM_FUNCTION(placement, VARARGS),
+    RM_FUNCTION(parameters, O),
+    RM_FUNCTION(parameter_bytes, VARARGS),
     {0},
 };

@@ -227,8 +227,7 @@ int rm_element_of(PyObject *name, dl_dtype dtype, int n_expected, const char *ex
                                       "bfloat", "complex", "bool"}; // by DLPack's code
   for (int i = 0; i < n_expected && dtype.lanes == 1; i++)
     if (rm_elements[i].code == dtype.code && rm_elements[i].bits == dtype.bits) return i;
-  const char *kind =
-      dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "DLPack type of bits ";
+  const char *kind = dtype.code < RM_LENGTH(kinds) ? kinds[dtype.code] : "DLPack type of bits ";
   return rm_refuse(RM_E_DTYPE, "%.200U: expected %s, got %s%d%s", name, expected, kind,
                    (int)dtype.bits, dtype.lanes == 1 ? "" : " in vectors");
 }

@@ -87,7 +87,7 @@ static rm_code code_of_exception(rm_error *err) {
   RM_OWNED *type = NULL, *value = NULL, *trace = NULL;
   rm_code code = RM_E_RANK_LOST;
   PyErr_Fetch(&type, &value, &trace);
-  for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+  for (size_t i = 0; i < RM_LENGTH(known); i++) {
     RM_OWNED *class = rm_error_class(known[i]);
     if (class && PyErr_GivenExceptionMatches(type, class)) code = known[i];
   }
@@ -320,10 +320,10 @@ static PyMethodDef methods[] = {
     {0},
 };
 
-PyMethodDef rm_comm_functions[] = {{"attach", attach, METH_VARARGS, NULL}, {0}};
+PyMethodDef rm_comm_functions[] = {RM_FUNCTION(attach, VARARGS), {0}};
 
 static PyType_Slot slots[] = {
     {Py_tp_new, comm_new},     {Py_tp_dealloc, comm_dealloc}, {Py_tp_traverse, comm_traverse},
-    {Py_tp_clear, comm_clear}, {Py_tp_methods, methods},      {0, NULL},
+    {Py_tp_clear, comm_clear}, {Py_tp_methods, methods},      {0},
 };
 PyType_Spec rm_comm_spec = RM_TYPE("Comm", comm_object, RM_GC, slots);

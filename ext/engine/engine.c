@@ -305,6 +305,6 @@ static PyMethodDef methods[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_new, engine_new},     {Py_tp_dealloc, engine_dealloc}, {Py_tp_traverse, engine_traverse},
-    {Py_tp_clear, engine_clear}, {Py_tp_methods, methods},        {0, NULL},
+    {Py_tp_clear, engine_clear}, {Py_tp_methods, methods},        {0},
 };
 PyType_Spec rm_engine_spec = RM_TYPE("Engine", rm_engine_object, RM_GC, slots);

@@ -144,7 +144,7 @@ static PyMemberDef entry_members[] = {
 
 static PyType_Slot entry_slots[] = {
     {Py_tp_dealloc, entry_dealloc}, {Py_tp_traverse, entry_traverse}, {Py_tp_clear, entry_clear},
-    {Py_tp_methods, entry_methods}, {Py_tp_members, entry_members},   {0, NULL},
+    {Py_tp_methods, entry_methods}, {Py_tp_members, entry_members},   {0},
 };
 PyType_Spec rm_sync_entry_spec =
     RM_TYPE("SyncEntry", entry_object, RM_GC | RM_MADE_HERE, entry_slots);

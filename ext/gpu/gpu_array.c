@@ -522,7 +522,7 @@ static PyType_Slot slots[] = {
     {Py_tp_doc,
      "An array on a GPU: an output of rollmesh.ops, or a view of memory that another process "
      "lends or another rank sent."},
-    {0, NULL},
+    {0},
 };
 PyType_Spec rm_device_array_spec =
     RM_TYPE("DeviceArray", array_object, RM_GC | RM_MADE_HERE, slots);

@@ -50,9 +50,9 @@ static PyObject *nccl_version(PyObject *, PyObject *args) {
 }
 
 PyMethodDef rm_gpu_functions[] = {
-    {"cuda_count", cuda_count, METH_O, NULL},
-    {"cuda_bus", cuda_bus, METH_VARARGS, NULL},
-    {"cuda_available", cuda_available, METH_VARARGS, NULL},
-    {"nccl_version", nccl_version, METH_VARARGS, NULL},
+    RM_FUNCTION(cuda_count, O),
+    RM_FUNCTION(cuda_bus, VARARGS),
+    RM_FUNCTION(cuda_available, VARARGS),
+    RM_FUNCTION(nccl_version, VARARGS),
     {0},
 };

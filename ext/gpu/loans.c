@@ -129,6 +129,6 @@ static PyType_Slot gpus_slots[] = {
     {Py_tp_new, gpus_new},
     {Py_tp_dealloc, gpus_dealloc},
     {Py_tp_methods, gpus_methods},
-    {0, NULL},
+    {0},
 };
 PyType_Spec rm_gpus_spec = RM_TYPE("Gpus", gpus_object, 0, gpus_slots);

@@ -164,6 +164,6 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, op_device_dealloc},
     {Py_tp_methods, op_device_methods},
     {Py_tp_members, op_device_members},
-    {0, NULL},
+    {0},
 };
 PyType_Spec rm_op_device_spec = RM_TYPE("OpDevice", rm_op_device, 0, slots);

@@ -29,7 +29,7 @@ static void run_rope_table(rm_op_call *c) {
 }
 
 #define TABLE(name) ARRAY(name, F32, RM_OP_OUT | RM_ARRAY_OF_HOST, n_positions, half)
-static const rm_op_argument rope_table[] = {
+ARGUMENTS(rope_table) = {
     SIZE_AT(num_positions, n_positions, 0),       REAL(scale, -1), FLAG(bfloat16),
     ARRAY(inv_freq, F32, RM_ARRAY_OF_HOST, half), TABLE(cos),      TABLE(sin),
 };
@@ -50,7 +50,7 @@ static void split_heads(rm_op_call *c) {
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, 16);
 }
 
-static const rm_op_argument head_squares[] = {
+ARGUMENTS(head_squares) = {
     SIZE_AT(num_heads, n_heads, 0),
     SIZE(head_dim, 0),
     IN(qkv, T, rows, width),
@@ -112,7 +112,7 @@ static void rope_check(rm_op_call *c) {
 // A norm over all heads needs both sums of squares.
 #define SQUARES "q_squares", "k_squares"
 #define CACHE (RM_ARRAY_WRITE | RM_ARRAY_PACKED)
-static const rm_op_argument qk_rope_kv[] = {
+ARGUMENTS(qk_rope_kv) = {
     SIZE_AT(num_heads, n_heads, 1),
     SIZE(page_size, 1),
     REAL(eps, 0),
@@ -181,7 +181,7 @@ static void attention_sizes(rm_op_call *c) {
   rm_op_size(c, "block_tables' pages * page_size", c->s.n_positions, 0);
 }
 
-static const rm_op_argument attention[] = {
+ARGUMENTS(attention) = {
     SIZE(page_size, 1),
     SIZE(window, 0),
     REAL(scale, -1),
@@ -254,7 +254,7 @@ static void delta_slots(rm_op_call *c) {
   }
 }
 
-static const rm_op_argument delta_net[] = {
+ARGUMENTS(delta_net) = {
     NUMBER(k_dim, k_dim, SIZE, 0, 1, RM_MAX_DELTA_DIM),
     SIZE(group, 0),
     SIZE(head0, 0),

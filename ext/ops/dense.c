@@ -14,7 +14,7 @@ static void embed_table(rm_op_call *c, rm_op_argument *table) {
   table->dims[1] = 0;
 }
 
-static const rm_op_argument embed[] = {
+ARGUMENTS(embed) = {
     FLAG(packed),
     OPTIONAL_REAL(scale),
     NUMBER(vocab, x_rows, SIZE, RM_ARRAY_OPTIONAL, 0, RM_OP_MAX_SIZE),
@@ -31,7 +31,7 @@ static void gather_bytes(rm_op_call *c) {
   c->OP.row_bytes = (size_t)c->s.width * rm_dtype_bytes(c->dtype);
 }
 
-static const rm_op_argument gather_rows[] = {
+ARGUMENTS(gather_rows) = {
     IN(x, T, x_rows, width),
     {ARRAY_AT(rows, from, I32, RM_ARRAY_IN, rows), .below = AT(x_rows)},
     OUT(out, T, rows, width),
@@ -47,7 +47,7 @@ static void residual_written(rm_op_call *c, rm_op_argument *residual) {
 
 static void norm_check(rm_op_call *c) { rm_op_at_least(c, "the width of residual", c->OP.n, 1); }
 
-static const rm_op_argument rms_norm[] = {
+ARGUMENTS(rms_norm) = {
     REAL(eps, 0),
     FLAG(zero_centered),
     OPTIONAL_REAL(x_scale),
@@ -112,7 +112,7 @@ static void gemm_check(rm_op_call *c) {
   check_groups(c);
 }
 
-static const rm_op_argument gemm[] = {
+ARGUMENTS(gemm) = {
     SIZE(n, 0),
     FLAG(float32_out),
     IN(x, T, m, k),
@@ -125,7 +125,7 @@ static const rm_op_argument gemm[] = {
     STEP(gemm_check),
 };
 
-static const rm_op_argument gemm_swiglu[] = {
+ARGUMENTS(gemm_swiglu) = {
     SIZE(n, 0),
     CHOICE(activation, RM_SWIGLU_OAI),
     REAL(alpha, -1),
@@ -143,7 +143,7 @@ static const rm_op_argument gemm_swiglu[] = {
 // --------------------------------------------------------------------------------------- activate
 #undef OP
 #define OP a.activate
-static const rm_op_argument activate[] = {
+ARGUMENTS(activate) = {
     CHOICE(activation, RM_RELU2),
     IN(x, T, rows, n),
     ARRAY(out, T, RM_OP_OUT | RM_OP_SAME, rows, n),
@@ -153,7 +153,7 @@ static const rm_op_argument activate[] = {
 // ----------------------------------------------------------------------------------- sigmoid_gate
 #undef OP
 #define OP a.sigmoid_gate
-static const rm_op_argument sigmoid_gate[] = {
+ARGUMENTS(sigmoid_gate) = {
     IN(x, T, rows, n),
     IN(gate, T, rows, n),
     ARRAY(out, T, RM_OP_OUT | RM_OP_SAME, rows, n),

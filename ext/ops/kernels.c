@@ -61,7 +61,7 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, kernels_dealloc},
     {Py_tp_methods, kernels_methods},
     {Py_tp_members, kernels_members},
-    {0, NULL},
+    {0},
 };
 
 PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, 0, slots);
@@ -71,4 +71,4 @@ static PyObject *op_arguments(PyObject *module, PyObject *) {
   return Py_NewRef(rm_state(module)->op_arguments);
 }
 
-PyMethodDef rm_ops_functions[] = {{"op_arguments", op_arguments, METH_NOARGS, NULL}, {0}};
+PyMethodDef rm_ops_functions[] = {RM_FUNCTION(op_arguments, NOARGS), {0}};

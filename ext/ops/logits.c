@@ -22,11 +22,11 @@ static void head_sizes(rm_op_call *c) {
 #define HEAD(least) \
   SIZE(vocab, least), OPTIONAL_REAL(scale), OPTIONAL_REAL(softcap), IN(x, T, rows, hidden), \
       STEP(head_sizes), PACKED(w, elems), TARGETS(vocab), OPTIONAL_OUT(logits, F32, rows, vocab)
-static const rm_op_argument lm_head[] = {
+ARGUMENTS(lm_head) = {
     HEAD(1), OUT(stats, F32, rows, two), OPTIONAL_OUT(target_logprobs, F32, rows), ROW_FLAGS, {0},
 };
 
-static const rm_op_argument lm_head_pairs[] = {
+ARGUMENTS(lm_head_pairs) = {
     HEAD(0),
     OUT(pairs, F32, n_blocks, rows, two),
     OPTIONAL_OUT(target_logits, F32, rows),
@@ -43,7 +43,7 @@ static void merge_sizes(rm_op_call *c) {
   c->s.bounds = a->n_blocks * RM_VOCAB_BLOCK;
 }
 
-static const rm_op_argument merge_pairs[] = {
+ARGUMENTS(merge_pairs) = {
     IN(pairs, F32, block_count, rows, two),
     STEP(merge_sizes),
     TARGETS(bounds),
@@ -84,7 +84,7 @@ static void sample_check(rm_op_call *c) {
   check_columns(c);
   c->s.params = rm_op_block_new(
       c, (size_t)c->s.bounds * sizeof *c->s.params + (size_t)c->s.n_banned * sizeof *c->s.banned,
-      offsetof(rm_op_call, a.sample.params));
+      AT(params));
   c->OP.params = c->s.params;
 }
 
@@ -111,7 +111,7 @@ static void sample_params(rm_op_call *c) {
   .name = #name_, .type = RM_OP_##type_, .flags = RM_ARRAY_OF_HOST, \
   .value = offsetof(rm_op_call, s.name_), .dims = {AT(size)}
 #define COLUMN(name, type, size) {COLUMN_AT(name, type, size)}
-static const rm_op_argument sample[] = {
+ARGUMENTS(sample) = {
     IN(logits, F32, rows, vocab),
     STEP(sample_sizes),
     IN(stats, F32, rows, two),
@@ -143,7 +143,7 @@ static void top_check(rm_op_call *c) {
   if (a->k > a->vocab) rm_op_refuse(c, "k", a->k, "at most", a->vocab);
 }
 
-static const rm_op_argument top_logprobs[] = {
+ARGUMENTS(top_logprobs) = {
     SIZE(k, 0),
     IN(logits, F32, rows, vocab),
     STEP(top_check),
@@ -158,7 +158,7 @@ static const rm_op_argument top_logprobs[] = {
 // ------------------------------------------------------------------------------------------ ranks
 #undef OP
 #define OP a.ranks
-static const rm_op_argument ranks[] = {
+ARGUMENTS(ranks) = {
     IN(logits, F32, rows, vocab), INDICES(tokens, I32, -1, vocab, rows),
     OUT(ranks, I32, rows),        COPY(ld_logits, vocab),
     LIMIT(max_rows, rows),        LIMIT(vocab, vocab),

@@ -26,7 +26,7 @@ static void at_most_groups(rm_op_call *c, rm_op_argument *top_groups) {
   top_groups->high = c->OP.n_groups;
 }
 
-static const rm_op_argument router[] = {
+ARGUMENTS(router) = {
     SIZE_AT(num_experts, n_experts, 1),
     SIZE(top_k, 0),
     FLAG(renormalize),
@@ -61,7 +61,7 @@ static void permute_sizes(rm_op_call *c) {
   c->s.bounds = a->n_experts + 1;
 }
 
-static const rm_op_argument permute[] = {
+ARGUMENTS(permute) = {
     SIZE_AT(num_experts, n_experts, 0),
     IN(x, T, rows, hidden),
     INDICES(ids, I32, 0, n_experts, rows, top_k),
@@ -97,7 +97,7 @@ static void combine_sizes(rm_op_call *c) {
   distinct_in_rows(c);
 }
 
-static const rm_op_argument combine[] = {
+ARGUMENTS(combine) = {
     SIZE_AT(num_experts, n_experts, 0),
     INDICES(ids, I32, 0, n_experts, rows, top_k),
     STEP(combine_sizes),

@@ -113,6 +113,7 @@ struct rm_op_argument {
   void (*adjust)(rm_op_call *, rm_op_argument *); // changes a copy of the entry, which is then used
 };
 
+#define ARGUMENTS(op) static const rm_op_argument op[]
 // The lines of an entry, in ext/ops/*.c, where OP is the path of the op's struct in rm_op_call. The
 // name of an argument is that of its member, except in the …_AT lines. A size is a member of OP, or
 // of rm_op_sizes if it is listed here.
@@ -192,8 +193,7 @@ typedef struct rm_op {
   size_t dtype; // offset in rm_op_call of the struct's dtype; 0: it has none
   void (*placed)(rm_op_call *); // fills a block whose contents depend on its address; or NULL
 } rm_op;
-#define OP_RUN(name, run, dtype, placed) \
-  {#name, name, sizeof name / sizeof *name, run, dtype, placed}
+#define OP_RUN(name, run, dtype, placed) {#name, name, RM_LENGTH(name), run, dtype, placed}
 #define OP_OF_T(name) OP_RUN(name, run_##name, offsetof(rm_op_call, a.name.dtype), NULL)
 #define OP_OF_F32(name) OP_RUN(name, run_##name, 0, NULL)
 

@@ -67,7 +67,7 @@ static void run_pack(rm_op_call *c) {
   if (!a.found) *c->s.found = (rm_pack_found){a.digest, a.nonfinite_index, a.diff_index};
 }
 
-static const rm_op_argument pack[] = {
+ARGUMENTS(pack) = {
     CHOICE(layout, RM_PACKED_UP),
     SIZE(dst_row0, 0),
     NUMBER(index0, index0, SIZE, 0, 0, MAX_INDEX),

@@ -8,7 +8,7 @@
 
 static const rm_op *const groups[] = {rm_ops_dense, rm_ops_attention, rm_ops_moe, rm_ops_logits,
                                       rm_ops_pack};
-enum { N_GROUPS = sizeof groups / sizeof *groups };
+enum { N_GROUPS = RM_LENGTH(groups) };
 
 static int is_array(const rm_op_argument *a) { return a->name && a->type < RM_OP_SIZE; }
 
