@@ -101,7 +101,7 @@ static void engine_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-RM_ENGINE_METHOD(close, ) {
+RM_OPEN_METHOD(close, ) {
   if (!self->engine) Py_RETURN_NONE;
   if (self->pid == (long)getpid() && rm_engine_enter(self)) return NULL;
   destroy(self);
@@ -162,7 +162,6 @@ static int read_edits(PyObject *edits, rm_request *request) {
 }
 
 RM_ENGINE_METHOD(add, args) {
-  RM_ENTER(self);
   PyObject *prompt, *stop_ids, *object, *logits, *edits = Py_None;
   if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits))
     return NULL;
@@ -198,16 +197,15 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_
   return RM_NONE(call(rm_engine_scheduler(self->engine, id), id, &err));
 }
 
-RM_ENGINE_METHOD(abort, id) { return rm_engine_call_with_id(self, id, rm_scheduler_abort); }
+RM_OPEN_METHOD(abort, id) { return rm_engine_call_with_id(self, id, rm_scheduler_abort); }
 
-RM_ENGINE_METHOD(release, id) {
+RM_OPEN_METHOD(release, id) {
   PyObject *none = rm_engine_call_with_id(self, id, rm_scheduler_release);
   if (none && PyDict_DelItem(self->requests, id)) Py_CLEAR(none);
   return none;
 }
 
 RM_ENGINE_METHOD(stop_sample, args) {
-  RM_ENTER(self);
   unsigned long long id;
   int sample;
   long long n_tokens;
@@ -218,31 +216,24 @@ RM_ENGINE_METHOD(stop_sample, args) {
 
 // ------------------------------------------------------------------------------------------ steps
 RM_ENGINE_METHOD(step, ) {
-  RM_ENTER(self);
   int64_t n_work = 0;
   if (RM_FAILS(RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err)))) return NULL;
   return PyLong_FromLongLong(n_work);
 }
 
 RM_ENGINE_METHOD(give_up, ) {
-  RM_ENTER(self);
   rm_engine_abort_groups(self->engine);
   Py_RETURN_NONE;
 }
 
 RM_ENGINE_METHOD(has, id) {
-  RM_ENTER(self);
   const int found = PyDict_Contains(self->requests, id);
   return found < 0 ? NULL : PyBool_FromLong(found);
 }
 
-RM_ENGINE_METHOD(unfinished, ) {
-  RM_ENTER(self);
-  return PyLong_FromLongLong(rm_engine_unfinished(self->engine));
-}
+RM_ENGINE_METHOD(unfinished, ) { return PyLong_FromLongLong(rm_engine_unfinished(self->engine)); }
 
 RM_ENGINE_METHOD(finished, ) {
-  RM_ENTER(self);
   const Py_ssize_t most = PyDict_Size(self->requests);
   uint64_t *ids = PyMem_New(uint64_t, (size_t)most);
   PyObject *set = ids ? PySet_New(NULL) : PyErr_NoMemory();
@@ -255,13 +246,9 @@ RM_ENGINE_METHOD(finished, ) {
   return set;
 }
 
-RM_ENGINE_METHOD(ids, ) {
-  RM_ENTER(self);
-  return PyDict_Keys(self->requests);
-}
+RM_ENGINE_METHOD(ids, ) { return PyDict_Keys(self->requests); }
 
 RM_ENGINE_METHOD(reset_prefix_cache, ) {
-  RM_ENTER(self);
   rm_engine_reset_prefix_cache(self->engine);
   Py_RETURN_NONE;
 }
@@ -274,11 +261,10 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
   return RM_NONE(RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)));
 }
 
-RM_ENGINE_METHOD(sleep, parts) { return change_parts(self, parts, rm_engine_sleep); }
-RM_ENGINE_METHOD(wake, parts) { return change_parts(self, parts, rm_engine_wake); }
+RM_OPEN_METHOD(sleep, parts) { return change_parts(self, parts, rm_engine_sleep); }
+RM_OPEN_METHOD(wake, parts) { return change_parts(self, parts, rm_engine_wake); }
 
 RM_ENGINE_METHOD(offload_weights, offload) {
-  RM_ENTER(self);
   const int value = PyObject_IsTrue(offload);
   if (value < 0) return NULL;
   if (value) return RM_NONE(RM_UNLOCKED(rm_engine_offload_weights(self->engine, &err)));
@@ -289,7 +275,6 @@ RM_ENGINE_METHOD(offload_weights, offload) {
 }
 
 RM_ENGINE_METHOD(host_room, ) {
-  RM_ENTER(self);
   const unsigned long long bytes = rm_engine_offload_bytes(self->engine);
   PyObject *list = rm_memory_pool_list("");
   return list ? Py_BuildValue("(KN)", bytes, list) : NULL;

@@ -90,9 +90,17 @@ static inline void rm_engine_leave_scope(rm_engine_object **self) { rm_engine_le
   METHOD(sync_abort, NOARGS) \
   METHOD(sync_state, NOARGS)
 
-// Begins the definition of a method; `argument` is empty for NOARGS.
+// Begin the definition of a method, which enters for the whole call, or (OPEN) where it needs the
+// engine. `argument` is empty for NOARGS.
 #define RM_ENGINE_METHOD(name, argument) \
+  static PyObject *inside_##name(rm_engine_object *self, PyObject *argument); \
+  RM_OPEN_METHOD(name, given) { \
+    RM_ENTER(self); \
+    return inside_##name(self, given); \
+  } \
+  static PyObject *inside_##name(rm_engine_object *self, PyObject *argument)
+#define RM_OPEN_METHOD(name, argument) \
   PyObject *rm_engine_py_##name(rm_engine_object *self, PyObject *argument)
-#define RM_DECLARE_METHOD(name, flags) RM_ENGINE_METHOD(name, );
+#define RM_DECLARE_METHOD(name, flags) RM_OPEN_METHOD(name, );
 RM_ENGINE_METHODS(RM_DECLARE_METHOD)
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);

@@ -33,7 +33,6 @@ static int check_pages(const rm_external_step *step, int64_t n_pages) {
 }
 
 RM_ENGINE_METHOD(external_step, args) {
-  RM_ENTER(self);
   PyObject *results;
   rm_array_want wants[] = {
       {"ids", NPY_UINT64, 0, 1, {ANY}},
@@ -71,7 +70,6 @@ RM_ENGINE_METHOD(external_step, args) {
 }
 
 RM_ENGINE_METHOD(external_draw, args) {
-  RM_ENTER(self);
   PyObject *results;
   const int64_t vocab = self->spec->vocab_size;
   rm_array_want wants[] = {{"ids", NPY_UINT64, 0, 1, {ANY}},
@@ -92,7 +90,6 @@ static void *array_of(PyObject *array) { return PyArray_DATA((PyArrayObject *)ar
 // Returns (ids, logprobs), [n][k], of the likeliest tokens at the last token of each request. All
 // requests were added with at least k logprobs.
 RM_ENGINE_METHOD(external_top, args) {
-  RM_ENTER(self);
   PyObject *object;
   long long k;
   void *numbers;
@@ -112,7 +109,6 @@ RM_ENGINE_METHOD(external_top, args) {
 // Returns int16 [n][moe layers][k]: the routing of positions from `start` to the last input token,
 // of prompt and generated tokens.
 RM_ENGINE_METHOD(external_routed, args) {
-  RM_ENTER(self);
   unsigned long long id;
   long long start;
   if (!PyArg_ParseTuple(args, "KL:external_routed", &id, &start)) return NULL;
@@ -125,13 +121,12 @@ RM_ENGINE_METHOD(external_routed, args) {
   return result;
 }
 
-RM_ENGINE_METHOD(external_preempt, id) {
+RM_OPEN_METHOD(external_preempt, id) {
   return rm_engine_call_with_id(self, id, rm_external_preempt);
 }
-RM_ENGINE_METHOD(external_fail, id) { return rm_engine_call_with_id(self, id, rm_external_fail); }
+RM_OPEN_METHOD(external_fail, id) { return rm_engine_call_with_id(self, id, rm_external_fail); }
 
 RM_ENGINE_METHOD(external_invalidate_pages, pages) {
-  RM_ENTER(self);
   const int32_t *numbers;
   int64_t n;
   if (rm_array_ids(pages, "pages", &numbers, &n)) return NULL;
@@ -140,7 +135,6 @@ RM_ENGINE_METHOD(external_invalidate_pages, pages) {
 }
 
 RM_ENGINE_METHOD(external_tokens, args) {
-  RM_ENTER(self);
   unsigned long long id;
   PyObject *object;
   const int32_t *tokens;

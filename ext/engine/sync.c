@@ -61,7 +61,6 @@ static PyObject *list_of_params(const rm_target *target) {
 }
 
 RM_ENGINE_METHOD(sync_resolve, args) {
-  RM_ENTER(self);
   PyObject *name;
   int skip_unknown = 0;
   if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
@@ -177,7 +176,7 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
 static void give_reader(void *engine) { rm_engine_leave(engine); }
 
 // ---------------------------------------------------------------------------------- take and push
-RM_ENGINE_METHOD(sync_take, args) {
+RM_OPEN_METHOD(sync_take, args) {
   PyObject *given, *object, *owner = NULL;
   const rm_tensor_reader reader = {take_reader, give_reader, self};
   if (!PyArg_ParseTuple(args, "OO:sync_take", &given, &object)) return NULL;
@@ -254,7 +253,7 @@ static int push(rm_engine_object *self, const rm_entry **entries, int64_t n, int
   return code ? -1 : 0;
 }
 
-RM_ENGINE_METHOD(sync_push, args) {
+RM_OPEN_METHOD(sync_push, args) {
   PyObject *given, *between = NULL;
   long long most = INT64_MAX;
   if (!PyArg_ParseTuple(args, "O|LO:sync_push", &given, &most, &between)) return NULL;
@@ -289,7 +288,6 @@ static const rm_attribute report_fields[] = {
 };
 
 RM_ENGINE_METHOD(sync_commit, word) {
-  RM_ENTER(self);
   _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4, "the order of the words");
   RM_OWNED *words = Py_BuildValue("sssss", "refuse", "restart", "abort", "keep", "keep_kv");
   if (!words) return NULL;
@@ -304,13 +302,11 @@ RM_ENGINE_METHOD(sync_commit, word) {
 }
 
 RM_ENGINE_METHOD(sync_abort, ) {
-  RM_ENTER(self);
   rm_engine_sync_abort(self->engine);
   Py_RETURN_NONE;
 }
 
 RM_ENGINE_METHOD(sync_state, ) {
-  RM_ENTER(self);
   const rm_store *store = rm_engine_store(self->engine);
   const int64_t version = store->version;
   return Py_BuildValue("(NK)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version),

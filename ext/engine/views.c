@@ -58,7 +58,6 @@ static void put_prompt(rm_engine_object *self, PyObject **dict, const rm_sequenc
 }
 
 RM_ENGINE_METHOD(request, argument) {
-  RM_ENTER(self);
   uint64_t id;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_id(argument, &id)) return NULL;
@@ -88,7 +87,6 @@ static const rm_sequence *read_sample(rm_engine_object *self, PyObject *args, co
 }
 
 RM_ENGINE_METHOD(sample, args) {
-  RM_ENTER(self);
   const rm_sequence *seq = read_sample(self, args, "Ki:sample", NULL);
   if (!seq) return NULL;
   const int64_t n = seq->n_tokens;
@@ -112,7 +110,6 @@ RM_ENGINE_METHOD(sample, args) {
 }
 
 RM_ENGINE_METHOD(tokens, args) {
-  RM_ENTER(self);
   long long start;
   const rm_sequence *seq = read_sample(self, args, "KiL:tokens", &start);
   if (!seq) return NULL;
@@ -161,7 +158,6 @@ static const rm_attribute stats_fields[] = {
 };
 
 RM_ENGINE_METHOD(stats, ) {
-  RM_ENTER(self);
   rm_engine_stats stats;
   rm_engine_statistics(self->engine, &stats);
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
@@ -175,7 +171,6 @@ static const rm_attribute profile_fields[] = {
 
 // Returns the times of rank 0 of this process since the last call.
 RM_ENGINE_METHOD(profile, ) {
-  RM_ENTER(self);
   rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
   for (int i = 0; list && profile && i < profile->n_entries; i++)
@@ -186,7 +181,6 @@ RM_ENGINE_METHOD(profile, ) {
 }
 
 RM_ENGINE_METHOD(manifest, ) {
-  RM_ENTER(self);
   const rm_params *params = rm_engine_store(self->engine)->params;
   PyObject *list = PyList_New(0);
   for (const rm_param *p = params->list; list && p < params->list + params->n; p++) {

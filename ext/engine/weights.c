@@ -57,7 +57,6 @@ static PyObject *all_views(const serving *s) {
 }
 
 RM_ENGINE_METHOD(weights, ) {
-  RM_ENTER(self);
   rm_store *store = rm_engine_store(self->engine);
   const serving s = {.self = self,
                      .params = store->params,
