@@ -55,6 +55,7 @@ from rollmesh.ops.devices import (
 )
 from rollmesh.ops.types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
 from rollmesh.runtime.arguments import ACTIVATIONS, boolean, choice
+from rollmesh.runtime.engine_views import Floats, Ids
 from rollmesh.runtime.messages import shown
 
 __all__ = [
@@ -283,7 +284,7 @@ def kv_cache(
 
 
 def rope_table(
-    inv_freq: NDArray[np.float32],
+    inv_freq: Floats,
     num_positions: int,
     *,
     scale: float = 1.0,
@@ -496,7 +497,7 @@ def router(
 
 
 def permute(
-    x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1
+    x: Array, ids: Ids, num_experts: int, *, isa: str | None = None, threads: int = 1
 ) -> tuple[Array, Array, Array]:
     """Returns (x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows,
     top_k])."""
@@ -506,8 +507,8 @@ def permute(
 def combine(
     y: Array,
     place: NDArray[np.int32],
-    ids: NDArray[np.int32],
-    gates: NDArray[np.float32],
+    ids: Ids,
+    gates: Floats,
     num_experts: int,
     *,
     out: Array | None = None,
@@ -525,7 +526,7 @@ def lm_head(
     w: Array,
     vocab: int,
     *,
-    targets: NDArray[np.int32] | None = None,
+    targets: Ids | None = None,
     keep_logits: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
@@ -543,7 +544,7 @@ def lm_head_pairs(
     w: Array,
     vocab: int,
     *,
-    targets: NDArray[np.int32] | None = None,
+    targets: Ids | None = None,
     keep_logits: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
@@ -567,10 +568,10 @@ def _head(op: str, of_targets: str, keep_logits: bool, **given: Any) -> tuple[An
 
 
 def merge_pairs(
-    pairs: NDArray[np.float32],
+    pairs: Floats,
     *,
-    targets: NDArray[np.int32] | None = None,
-    target_logits: NDArray[np.float32] | None = None,
+    targets: Ids | None = None,
+    target_logits: Floats | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> LmHead:
@@ -589,8 +590,8 @@ def merge_pairs(
 
 
 def sample(
-    logits: NDArray[np.float32],
-    stats: NDArray[np.float32],
+    logits: Floats,
+    stats: Floats,
     params: SampleParams | Sequence[SampleParams],
     *,
     forced: Array | None = None,
@@ -633,8 +634,8 @@ def sample(
 
 
 def top_logprobs(
-    logits: NDArray[np.float32],
-    stats: NDArray[np.float32],
+    logits: Floats,
+    stats: Floats,
     k: int,
     *,
     isa: str | None = None,
@@ -646,8 +647,8 @@ def top_logprobs(
 
 
 def ranks(
-    logits: NDArray[np.float32],
-    tokens: NDArray[np.int32],
+    logits: Floats,
+    tokens: Ids,
     *,
     isa: str | None = None,
     threads: int = 1,
