@@ -9,8 +9,8 @@ int rm_array_check_shape(rm_array_want *want, int n_dims, const int64_t *shape) 
     return rm_refuse(RM_E_SHAPE, "%s: expected %d dims, got %d", want->name, want->n_dims, n_dims);
   for (int i = 0; i < n_dims; i++) {
     if (want->shape[i] >= 0 && shape[i] != want->shape[i])
-      return rm_refuse(RM_E_SHAPE, "%s: expected size %lld in dim %d, got %lld", want->name,
-                       (long long)want->shape[i], i, (long long)shape[i]);
+      return rm_refuse(RM_E_SHAPE, "%s: expected size %zd in dim %d, got %zd", want->name,
+                       want->shape[i], i, shape[i]);
     want->shape[i] = shape[i];
   }
   return 0;

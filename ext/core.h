@@ -78,7 +78,7 @@ static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }
 
 // The kernels of an instruction set; RM_E_CONFIG if they cannot run here. (engine/options.c)
 rm_code rm_kernels_find(const char *name, const rm_kernels **kernels, rm_error *err);
-void *rm_object_new(PyObject *type); // new, all zeros; NULL with MemoryError
+void *rm_object_new(void *type); // new, all zeros; NULL with MemoryError
 // `relative`: any object of one of the module's types.
 void *rm_object_make(void *relative, rm_type type);
 int rm_is(void *relative, PyObject *object,
@@ -104,6 +104,7 @@ void *rm_raise(rm_error *err);
   })
 #define RM_NONE(call) (RM_FAILS(call) ? NULL : Py_NewRef(Py_None)) // None, or NULL
 // Raises an error that the extension finds itself. Formats are PyErr_Format's. Returns NULL.
+_Static_assert(_Generic((int64_t)0, Py_ssize_t: 1), "%zd prints an int64_t");
 void *rm_raise_code(rm_code code, const char *format, ...);
 void rm_raise_va(rm_code code, const char *format, va_list args);
 // The same, as the −1 of a function that returns an int.

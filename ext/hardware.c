@@ -60,7 +60,7 @@ static PyObject *engine_limits(RM_OF_MODULE) {
     const rm_option *option = &rm_engine_option_table[i];
     if (!option->most) continue; // not an integer
     rm_dict_put(&dict, option->attribute.name,
-                Py_BuildValue("(LK)", (long long)option->least, (unsigned long long)option->most));
+                Py_BuildValue("(nK)", option->least, (unsigned long long)option->most));
   }
   return dict;
 }

@@ -12,9 +12,9 @@ rm_module_state *rm_state(PyObject *module) { return PyModule_GetState(module); 
 
 rm_module_state *rm_state_of(void *object) { return rm_state(PyType_GetModule(Py_TYPE(object))); }
 
-void *rm_object_new(PyObject *type) {
-  const allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
-  return alloc((PyTypeObject *)type, 0);
+void *rm_object_new(void *type) {
+  const allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  return alloc(type, 0);
 }
 
 void *rm_object_make(void *relative, rm_type type) {

@@ -21,7 +21,7 @@ static PyObject *placement(PyObject *, PyObject *args) {
   PyObject *values;
   long long degrees[3];
   rm_mesh mesh;
-  if (!PyArg_ParseTuple(args, "OLLL:placement", &values, &degrees[0], &degrees[1], &degrees[2]))
+  if (!PyArg_ParseTuple(args, "OLLL:placement", &values, degrees, degrees + 1, degrees + 2))
     return NULL;
   rm_spec *spec = divided(values, degrees, &mesh);
   if (!spec) return NULL;
@@ -78,8 +78,8 @@ static PyObject *parameter_bytes(PyObject *, PyObject *args) {
   int rank, is_bf16;
   int64_t bytes[RM_N_PARAM_KIND] = {0};
   rm_spec *spec;
-  if (!PyArg_ParseTuple(args, "OLLLip:parameter_bytes", &values, &degrees[0], &degrees[1],
-                        &degrees[2], &rank, &is_bf16))
+  if (!PyArg_ParseTuple(args, "OLLLip:parameter_bytes", &values, degrees, degrees + 1, degrees + 2,
+                        &rank, &is_bf16))
     return NULL;
   const rm_dtype dtype = is_bf16 ? RM_BF16 : RM_F32;
   rm_params *params = laid_out(values, degrees, rank, dtype, &spec);

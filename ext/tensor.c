@@ -27,14 +27,14 @@ static int take_shape(PyObject *name, int n_dims, const int64_t *shape, rm_tenso
   int64_t bytes = element_bytes(out->dtype);
   for (int i = 0; i < n_dims; i++) {
     if (shape[i] < 0)
-      return rm_refuse(RM_E_SHAPE, "%.200U: expected sizes >= 0, got %lld in dim %d", name,
-                       (long long)shape[i], i);
+      return rm_refuse(RM_E_SHAPE, "%.200U: expected sizes >= 0, got %zd in dim %d", name, shape[i],
+                       i);
     out->shape[i] = shape[i];
     if (!rm_mul_i64(bytes, rm_max64(shape[i], 1), &bytes))
       return rm_refuse(
           RM_E_SHAPE,
-          "%.200U: expected fewer than 2^63 bytes, got size %lld in dim %d after those before it",
-          name, (long long)shape[i], i);
+          "%.200U: expected fewer than 2^63 bytes, got size %zd in dim %d after those before it",
+          name, shape[i], i);
   }
   return 0;
 }
@@ -130,9 +130,9 @@ static int from_numpy(PyArrayObject *array, PyObject *name, rm_tensor *out) {
     if (stride % each && out->shape[i] > 1)
       return rm_refuse(
           RM_E_LAYOUT,
-          "%.200U: expected strides that are multiples of %lld bytes (an element), got %lld bytes "
+          "%.200U: expected strides that are multiples of %zd bytes (an element), got %zd bytes "
           "in dim %d",
-          name, (long long)each, (long long)stride, i);
+          name, each, stride, i);
     out->strides[i] = stride / each;
   }
   out->data = PyArray_DATA(array);

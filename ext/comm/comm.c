@@ -108,8 +108,8 @@ static PyObject *exchanged(const comm_object *c, rm_comm_op op, uint64_t sequenc
   RM_OWNED *sent = NULL, *sizes = NULL;
   lists_of(c, send, recv, &sent, &sizes);
   if (!sent || !sizes) return NULL;
-  return PyObject_CallFunction(c->exchange, "iKLdOO", (int)op, (unsigned long long)sequence,
-                               (long long)epoch, timeout, sent, sizes);
+  return PyObject_CallFunction(c->exchange, "iKndOO", (int)op, (unsigned long long)sequence, epoch,
+                               timeout, sent, sizes);
 }
 
 static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch,
@@ -165,7 +165,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   int rank, size;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii:Comm", names, &exchange, &rank, &size))
     return NULL;
-  comm_object *self = rm_object_new((PyObject *)type);
+  comm_object *self = rm_object_new(type);
   if (!self) return NULL;
   self->exchange = Py_NewRef(exchange);
   self->size = size;

@@ -58,7 +58,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   PyObject *spec, *options, *ends = Py_None;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:Engine", names, &spec, &options, &ends))
     return NULL;
-  rm_engine_object *self = rm_object_new((PyObject *)type);
+  rm_engine_object *self = rm_object_new(type);
   if (!self) return NULL;
   self->pid = (long)getpid();
   self->requests = PyDict_New();
@@ -157,8 +157,8 @@ static int read_edits(PyObject *edits, rm_request *request) {
   request->biases = data;
   if (request->n_bad_words == 0 || request->bad_word_ends[request->n_bad_words - 1] == n_words)
     return 0;
-  return rm_refuse(RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
-                   (long long)n_words, request->bad_word_ends[request->n_bad_words - 1]);
+  return rm_refuse(RM_E_REQUEST, "bad_words: expected the last to end at %zd, got %d", n_words,
+                   request->bad_word_ends[request->n_bad_words - 1]);
 }
 
 RM_ENGINE_METHOD(add, args) {

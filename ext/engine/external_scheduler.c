@@ -28,8 +28,8 @@ static int check_pages(const rm_external_step *step, int64_t n_pages) {
   if (total == n_pages) return 0;
   return rm_refuse(
       RM_E_SHAPE,
-      "page_counts: expected numbers of at least 0 with a sum of %lld, the length of pages",
-      (long long)n_pages);
+      "page_counts: expected numbers of at least 0 with a sum of %zd, the length of pages",
+      n_pages);
 }
 
 RM_ENGINE_METHOD(external_step, args) {
@@ -66,7 +66,7 @@ RM_ENGINE_METHOD(external_step, args) {
   if ((results = results_new(step.n, &step.results)) &&
       RM_FAILS(RM_UNLOCKED(rm_engine_step(self->engine, &step, &n_work, &err))))
     Py_CLEAR(results);
-  return results ? Py_BuildValue("(NL)", results, (long long)n_work) : NULL;
+  return results ? Py_BuildValue("(Nn)", results, n_work) : NULL;
 }
 
 RM_ENGINE_METHOD(external_draw, args) {

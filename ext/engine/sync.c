@@ -240,16 +240,14 @@ static int let_others(rm_engine_object *self, PyObject *between) {
 // Returns −1 with an exception set.
 static int push(rm_engine_object *self, const rm_entry **entries, int64_t n, int64_t most,
                 PyObject *between) {
-  rm_error err = RM_ERROR_INIT;
   int is_done = 0;
-  rm_code code = RM_UNLOCKED(rm_engine_sync_push(self->engine, entries, n, &err));
+  rm_code code = RM_FAILS(RM_UNLOCKED(rm_engine_sync_push(self->engine, entries, n, &err)));
   while (!code && !is_done) {
-    code = RM_UNLOCKED(rm_engine_sync_copy(self->engine, most, &is_done, &err));
+    code = RM_FAILS(RM_UNLOCKED(rm_engine_sync_copy(self->engine, most, &is_done, &err)));
     if (code || is_done || !let_others(self, between)) continue;
     if (self->engine) rm_engine_sync_undo(self->engine);
     return -1;
   }
-  if (code) rm_raise(&err);
   return code ? -1 : 0;
 }
 

@@ -66,9 +66,9 @@ RM_ENGINE_METHOD(request, argument) {
   if (!group) return rm_raise(&err);
   const rm_request_times *times = &group->times;
   PyObject *dict = Py_BuildValue(
-      "{sO sN sL sL si s(dddd)}", "finished", group->n_done == group->n ? Py_True : Py_False,
-      "error", error_object(group), "num_cached_tokens", (long long)group->n_cached, "num_scored",
-      (long long)group->n_scored, "n", (int)group->n, "times", times->queued, times->scheduled,
+      "{sO sN sn sn si s(dddd)}", "finished", group->n_done == group->n ? Py_True : Py_False,
+      "error", error_object(group), "num_cached_tokens", group->n_cached, "num_scored",
+      group->n_scored, "n", (int)group->n, "times", times->queued, times->scheduled,
       times->first_token, times->last_token);
   put_prompt(self, &dict, group);
   return dict;

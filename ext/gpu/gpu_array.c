@@ -36,8 +36,7 @@ static size_t each(const array_object *array) { return array->element->bits / 8;
 static const rm_element *element_named(const char *name) {
   for (int i = 0; i < RM_N_ELEMENTS; i++)
     if (strcmp(rm_elements[i].name, name) == 0) return &rm_elements[i];
-  rm_raise_code(RM_E_DTYPE, "expected dtype " RM_ELEMENTS ", got '%.64s'", name);
-  return NULL;
+  return rm_raise_code(RM_E_DTYPE, "expected dtype " RM_ELEMENTS ", got '%.64s'", name);
 }
 
 // NULL without an exception for another type.

@@ -19,7 +19,7 @@ static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
   static char *names[] = {"library", NULL};
   const char *library;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:Gpus", names, &library)) return NULL;
-  gpus_object *self = rm_object_new((PyObject *)type);
+  gpus_object *self = rm_object_new(type);
   if (self && RM_FAILS(rm_ready_streams_init(&self->readers, library, &err))) Py_CLEAR(self);
   return (PyObject *)self;
 }

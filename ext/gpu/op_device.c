@@ -60,7 +60,7 @@ static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwa
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Ui:OpDevice", names, &library, &ordinal) ||
       !(path = PyUnicode_AsUTF8AndSize(library, NULL)))
     return NULL;
-  rm_op_device *self = rm_object_new((PyObject *)type);
+  rm_op_device *self = rm_object_new(type);
   if (!self) return NULL;
   pthread_mutexattr_t recursive;
   pthread_mutexattr_init(&recursive);
@@ -112,9 +112,9 @@ static PyObject *op_device_copy(PyObject *self, PyObject *object) {
 static const rm_device *take_device(void *self, PyObject *name, int ordinal) {
   rm_op_device *op_device = self;
   if (ordinal == op_device->device.ordinal) return &op_device->device;
-  rm_raise_code(RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on %s, got one on cuda:%d",
-                name, op_device->device.name, ordinal);
-  return NULL;
+  return rm_raise_code(RM_E_UNSUPPORTED_TENSOR,
+                       "%.200U: expected a tensor on %s, got one on cuda:%d", name,
+                       op_device->device.name, ordinal);
 }
 
 static PyObject *op_device_take(PyObject *object, PyObject *args) {

@@ -42,8 +42,8 @@ static void split_heads(rm_op_call *c) {
   const int64_t of_kv = c->s.width - a->n_heads * a->head_dim, pair = 2 * a->head_dim;
   if (!pair || of_kv < pair || of_kv % pair) {
     rm_op_raise(c, RM_E_SHAPE,
-                "qkv: expected (%lld + 2%skv_heads)%s%lld columns, kv_heads at least 1, got %lld",
-                (long long)a->n_heads, "·", "·", (long long)a->head_dim, (long long)c->s.width);
+                "qkv: expected (%zd + 2%skv_heads)%s%zd columns, kv_heads at least 1, got %zd",
+                a->n_heads, "·", "·", a->head_dim, c->s.width);
     return;
   }
   a->n_kv_heads = of_kv / pair;
@@ -77,8 +77,7 @@ static void rope_sizes(rm_op_call *c) {
                              : c->s.width / rm_max64(columns, 1);
   page_elems(c, a->page_size, a->head_dim, a->value_dim);
   if (taken != c->s.k_elems)
-    rm_op_raise(c, RM_E_SHAPE, "k_cache: expected size %lld in dim 2, got %lld",
-                (long long)c->s.k_elems, (long long)taken);
+    rm_op_raise(c, RM_E_SHAPE, "k_cache: expected size %zd in dim 2, got %zd", c->s.k_elems, taken);
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
   if (!a->value_dim && c->s.width != columns * a->head_dim)
     rm_op_refuse(c, "the columns of qkv", c->s.width, "a multiple of heads,", columns);
@@ -101,8 +100,8 @@ static void rope_check(rm_op_call *c) {
                        a->zero_centered || a->norm_last))
     rm_op_raise(c, RM_E_SHAPE,
                 "value_dim: expected a kv head of 2 cos.shape[1] + value_dim elements, q_dim at "
-                "least 2 cos.shape[1], and only the norm by k_weight, got a head of %lld",
-                (long long)a->head_dim);
+                "least 2 cos.shape[1], and only the norm by k_weight, got a head of %zd",
+                a->head_dim);
   if (c->s.half > a->head_dim / 2)
     rm_op_refuse(c, "cos.shape[1]", c->s.half, "at most head_dim / 2 =", a->head_dim / 2);
   if (a->q_squares) rm_op_at_least(c, "q_squares.shape[1]", a->all_heads, a->n_heads);
@@ -242,15 +241,15 @@ static void delta_slots(rm_op_call *c) {
     for (int64_t i = 0; i < a->rows && (starts || slot >= 0) && !c->failed; i++)
       if (starts && i < r && seqs[i] == seqs[r])
         rm_op_raise(c, RM_E_REQUEST,
-                    "seq_of_row: expected adjacent rows of sequence %d, got rows %lld and %lld",
-                    seqs[r], (long long)i, (long long)r);
+                    "seq_of_row: expected adjacent rows of sequence %d, got rows %zd and %zd",
+                    seqs[r], i, r);
       else if (slot >= 0 && i != r &&
                (a->save_slots[i] == slot ||
                 (a->load_slots[seqs[i]] == slot && (i > r || seqs[i] != seqs[r]))))
         rm_op_raise(
             c, RM_E_REQUEST,
-            "save_slots: expected a slot that no other row uses, got %d in rows %lld and %lld",
-            slot, (long long)r, (long long)i);
+            "save_slots: expected a slot that no other row uses, got %d in rows %zd and %zd", slot,
+            r, i);
   }
 }
 

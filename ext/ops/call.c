@@ -16,9 +16,9 @@ void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...) {
   va_end(args);
 }
 
-void rm_op_refuse(rm_op_call *c, const char *name, long long seen, const char *expected,
-                  long long limit) {
-  rm_op_raise(c, RM_E_SHAPE, "%s: expected %s %lld, got %lld", name, expected, limit, seen);
+void rm_op_refuse(rm_op_call *c, const char *name, int64_t seen, const char *expected,
+                  int64_t limit) {
+  rm_op_raise(c, RM_E_SHAPE, "%s: expected %s %zd, got %zd", name, expected, limit, seen);
 }
 
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
@@ -35,8 +35,8 @@ int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b) {
   int64_t out = 0;
   if (c->failed) return 0;
   if (rm_mul_i64(a, b, &out)) return out;
-  rm_op_raise(c, RM_E_SHAPE, "%s: expected fewer than 2^63 elements, got %lld times %lld", name,
-              (long long)a, (long long)b);
+  rm_op_raise(c, RM_E_SHAPE, "%s: expected fewer than 2^63 elements, got %zd times %zd", name, a,
+              b);
   return 0;
 }
 
@@ -98,8 +98,8 @@ void rm_op_in_range(rm_op_call *c, const char *name, rm_op_type type, const void
     const int64_t index =
         type == RM_OP_I64 ? ((const int64_t *)indices)[i] : ((const int32_t *)indices)[i];
     if (index < low || index >= high)
-      rm_op_raise(c, RM_E_REQUEST, "%s: expected values in [%lld, %lld), got %lld at index %lld",
-                  name, (long long)low, (long long)high, (long long)index, (long long)i);
+      rm_op_raise(c, RM_E_REQUEST, "%s: expected values in [%zd, %zd), got %zd at index %zd", name,
+                  low, high, index, i);
   }
 }
 

@@ -26,7 +26,7 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
               : rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL),
                                 isa, &table, &err)))
     return NULL;
-  rm_kernels_object *self = rm_object_new((PyObject *)type);
+  rm_kernels_object *self = rm_object_new(type);
   if (!self) return NULL;
   self->table = table;
   self->owner = getpid();

@@ -74,8 +74,8 @@ static void check_columns(rm_op_call *c) {
           s->min_p[r] >= 0.0f && s->min_p[r] <= 1.0f))
       rm_op_raise(c, RM_E_REQUEST,
                   "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got "
-                  "others in row %lld",
-                  (long long)r);
+                  "others in row %zd",
+                  r);
   }
 }
 

@@ -86,8 +86,8 @@ static void distinct_in_rows(rm_op_call *c) {
       for (int64_t j = 0; j < i && !c->failed; j++)
         if (ids[r * n + i] == ids[r * n + j])
           rm_op_raise(c, RM_E_REQUEST,
-                      "ids: expected distinct experts in a row, got %d twice in row %lld",
-                      ids[r * n + i], (long long)r);
+                      "ids: expected distinct experts in a row, got %d twice in row %zd",
+                      ids[r * n + i], r);
 }
 
 static void combine_sizes(rm_op_call *c) {

@@ -259,8 +259,8 @@ void rm_op_copy(rm_op_call *c, rm_op_argument *copy); // see COPY
 
 // Raises an error and fails the call, unless it has failed. Formats are PyErr_Format's.
 void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...);
-void rm_op_refuse(rm_op_call *c, const char *name, long long seen, const char *expected,
-                  long long limit); // ShapeError
+void rm_op_refuse(rm_op_call *c, const char *name, int64_t seen, const char *expected,
+                  int64_t limit); // ShapeError
 // Check a number that was computed from arguments.
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);

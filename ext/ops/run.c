@@ -45,9 +45,9 @@ static int64_t integer_of(rm_op_call *c, PyObject *object, const char *name, int
   c->failed = !number || overflow || value < low || value > high;
   if (c->failed && is_refusal())
     rm_raise_code(RM_E_SHAPE,
-                  overflow ? "%s: expected an integer in [%lld, %lld], got one of more than 64 bits"
-                           : "%s: expected an integer in [%lld, %lld], got %.60R",
-                  name, (long long)low, (long long)high, object);
+                  overflow ? "%s: expected an integer in [%zd, %zd], got one of more than 64 bits"
+                           : "%s: expected an integer in [%zd, %zd], got %.60R",
+                  name, low, high, object);
   return c->failed ? -1 : value;
 }
 

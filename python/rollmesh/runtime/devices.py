@@ -15,7 +15,7 @@ from rollmesh import _core
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.messages import plain, shown
 
-# Of a build with the library, or without it: then the second file says why.
+# A build has the library, or the second file, which has the reason.
 LIBRARY, ABSENT = "librollmesh_cuda.so", "librollmesh_cuda.absent"
 CUDA_FAMILIES = ("cuda_fma", "cuda_mma")
 # Another build of the library: a test's, or one for other architectures.

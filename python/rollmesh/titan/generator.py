@@ -130,8 +130,7 @@ class RollmeshGenerator(Actor, Configurable):
             if self.debug.seed is not None:
                 integer("generator.debug.seed", self.debug.seed, 0, 2**63 - 1)
             _params_of(self.sampling)
-            mesh = self.made_mesh
-            placements(spec, *mesh.degrees)
+            placements(spec, *self.made_mesh.degrees)
             return spec
 
         @property
@@ -325,7 +324,7 @@ def _completion(
     output: RequestOutput, request_id: str, policy_version: int, metrics: list[m.Metric]
 ) -> Completion:
     [sample] = output.outputs
-    # None if it was aborted before its first token.
+    # A request that was aborted before its first token has no versions.
     versions = sample.versions if len(sample.versions) else [policy_version]
     return Completion(
         min_policy_version=int(min(versions)),
