@@ -37,23 +37,21 @@ typedef struct rm_array_want {
 int rm_array_is_masked(PyObject *object);
 
 // Compares sizes with the expected ones. Returns 0, or −1 with ShapeError.
-int rm_array_check_shape(PyObject *module, rm_array_want *want, int n_dims, const int64_t *shape);
+int rm_array_check_shape(rm_array_want *want, int n_dims, const int64_t *shape);
 
 // Sets *data to the array's data, a view that is valid while `object` is alive and unchanged.
 // Returns 0, or −1 with the exception set: DTypeError, ShapeError, LayoutError (not C order,
 // misaligned, read-only), UnsupportedTensorError (not an array, or a masked one).
-int rm_array_data(PyObject *module, PyObject *object, rm_array_want *want, void **data);
+int rm_array_data(PyObject *object, rm_array_want *want, void **data);
 
 // The same for the n arrays of a tuple of arguments. The size RM_ARRAY_AS_FIRST is that of the
 // first array's first dim. TypeError for a tuple of another length.
 enum { RM_ARRAY_AS_FIRST = -2 };
-int rm_arrays_data(PyObject *module, PyObject *arguments, rm_array_want wants[], int n,
-                   void *data[]);
+int rm_arrays_data(PyObject *arguments, rm_array_want wants[], int n, void *data[]);
 
 // The same for a C-contiguous one-dimensional int32 array of token ids; sets *n_out to its length.
 // RequestError for anything else.
-int rm_array_ids(PyObject *module, PyObject *object, const char *name, const int32_t **ids,
-                 int64_t *n_out);
+int rm_array_ids(PyObject *object, const char *name, const int32_t **ids, int64_t *n_out);
 
 // New reference to a new array of `type`, a copy of the bytes at `source`, or zeros if it is NULL.
 PyObject *rm_array_new(int type, int n_dims, const int64_t *shape, const void *source);

@@ -31,23 +31,21 @@ static int store_integer(const rm_attribute *attribute, PyObject *value, void *m
 }
 _Static_assert(sizeof(int) == sizeof(int32_t), "an int or an enum is an RM_ATTR_I32");
 
-static int store_text(PyObject *module, const rm_attribute *attribute, PyObject *value,
-                      const char **member) {
+static int store_text(const rm_attribute *attribute, PyObject *value, const char **member) {
   Py_ssize_t length = 0;
   *member = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, &length) : NULL;
   if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_UnicodeError)) return -1;
   PyErr_Clear();
   if (value == Py_None || (*member && strlen(*member) == (size_t)length)) return 0;
-  return rm_refuse(module, RM_E_CONFIG, "%s: expected %s, got %R", attribute->name,
+  return rm_refuse(RM_E_CONFIG, "%s: expected %s, got %R", attribute->name,
                    PyUnicode_Check(value) ? "UTF-8 text without NUL" : "str or None", value);
 }
 
-static int store(PyObject *module, const rm_attribute *attribute, PyObject *value, void *member,
-                 PyObject *held) {
+static int store(const rm_attribute *attribute, PyObject *value, void *member, PyObject *held) {
   switch (attribute->type) {
     case RM_ATTR_BOOL: return (*(int *)member = PyObject_IsTrue(value)) < 0 ? -1 : 0;
     case RM_ATTR_TEXT:
-      return store_text(module, attribute, value, member) ? -1 : PyList_Append(held, value);
+      return store_text(attribute, value, member) ? -1 : PyList_Append(held, value);
     case RM_ATTR_F32:
       *(float *)member = to_float(PyFloat_AsDouble(value));
       return PyErr_Occurred() ? -1 : 0;
@@ -58,12 +56,11 @@ static int store(PyObject *module, const rm_attribute *attribute, PyObject *valu
   return integer ? store_integer(attribute, integer, member) : -1;
 }
 
-int rm_attributes_read(PyObject *module, PyObject *object, const rm_attribute *attributes, size_t n,
-                       void *out, PyObject *held) {
+int rm_attributes_read(PyObject *object, const rm_attribute *attributes, size_t n, void *out,
+                       PyObject *held) {
   for (size_t i = 0; i < n; i++) {
     RM_OWNED *value = PyObject_GetAttrString(object, attributes[i].name);
-    if (!value || store(module, &attributes[i], value, (char *)out + attributes[i].offset, held))
-      return -1;
+    if (!value || store(&attributes[i], value, (char *)out + attributes[i].offset, held)) return -1;
   }
   return 0;
 }

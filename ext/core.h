@@ -1,6 +1,7 @@
 // core.h: included by all files of the extension. Only this folder includes Python.h. The extension
 // only converts arguments, releases the GIL, calls C and turns an rm_error into an exception. C
-// globals never hold a PyObject: exception classes and types are in the module's state.
+// globals never hold a PyObject: types are in the module's state, and exception classes in
+// rollmesh.errors.
 //
 // Include this before any system header, as Python.h requires. setup.py passes Py_LIMITED_API (one
 // binary for CPython ≥ 3.11).
@@ -24,22 +25,19 @@ typedef enum rm_type {
   RM_N_TYPES
 } rm_type;
 
-enum { RM_N_OWNED = RM_N_CODE + RM_N_TYPES + 2 };
+enum { RM_N_OWNED = RM_N_TYPES + 1 };
 typedef struct rm_module_state {
   union {
     PyObject *owned[RM_N_OWNED];
     struct {
-      // Classes of rollmesh.errors by rm_code; NULL for RM_OK, MemoryError for RM_E_MEMORY.
-      PyObject *errors[RM_N_CODE];
       PyObject *types[RM_N_TYPES];
-      PyObject *error_base; // rollmesh.errors.Error
       PyObject *op_arguments; // {op: {argument: role}} (ops/run.c)
     };
   };
-  unsigned long interrupted; // the thread whose call ends because of a Ctrl-C; 0: none
 } rm_module_state;
 
 rm_module_state *rm_state(PyObject *module); // view, never NULL for a module that has been executed
+rm_module_state *rm_state_of(void *object); // the state of the module of the object's type
 
 // ---------------------------------------------------------- types (module.c has the table of all)
 // A type that may hold a Python reference takes part in garbage collection: RM_GC, RM_TRAVERSE, a
@@ -50,8 +48,11 @@ rm_module_state *rm_state(PyObject *module); // view, never NULL for a module th
    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | (flags_), \
    .slots = slots_}
 enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIATION };
+#define RM_OF_MODULE PyObject *, PyObject * // METH_NOARGS
+#define RM_LENGTH(table) (sizeof(table) / sizeof(table)[0])
 // Private names have their documentation in _core.pyi.
 #define RM_METHOD(name, function, flags) {name, (PyCFunction)(void (*)(void))function, flags, NULL}
+#define RM_FUNCTION(name, flags) RM_METHOD(#name, name, METH_##flags)
 
 // RM_OWNED *x = …: a reference, or NULL, that is dropped when its scope ends.
 static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }
@@ -75,23 +76,37 @@ static inline void rm_drop(PyObject **owned) { Py_XDECREF(*owned); }
     return 0; \
   }
 
-PyObject *rm_module_of(PyObject *object); // view
 // The kernels of an instruction set; RM_E_CONFIG if they cannot run here. (engine/options.c)
 rm_code rm_kernels_find(const char *name, const rm_kernels **kernels, rm_error *err);
-void *rm_object_new(PyObject *type); // new, all zeros; NULL with MemoryError
-void *rm_object_make(PyObject *module, rm_type type);
-int rm_is(PyObject *module, PyObject *object, rm_type type); // whether it is exactly of that type
+void *rm_object_new(void *type); // new, all zeros; NULL with MemoryError
+// `relative`: any object of one of the module's types.
+void *rm_object_make(void *relative, rm_type type);
+int rm_is(void *relative, PyObject *object,
+          rm_type type); // whether it is exactly of that type
 void rm_object_free(PyObject *object); // the last call of a tp_dealloc
 
 // ----------------------------------------------------------------------------------------- errors
+// New: the class of a code in rollmesh.errors, MemoryError for RM_E_MEMORY; NULL with an exception.
+PyObject *rm_error_class(rm_code code);
+void rm_note_interrupt(void); // a Ctrl-C ends the call of this thread
 // Sets the exception of err->code, with its message; clears err; returns NULL, so that a function
-// can `return rm_raise(module, &err)`. Keeps an exception that a callback has already set; raises
-// KeyboardInterrupt if a Ctrl-C ended the call.
-PyObject *rm_raise(PyObject *module, rm_error *err);
-PyObject *rm_none(PyObject *module, rm_code code, rm_error *err); // None, or rm_raise
+// can `return rm_raise(&err)`. Keeps an exception that a callback has already set; raises
+// KeyboardInterrupt after rm_note_interrupt.
+void *rm_raise(rm_error *err);
+// Whether a call fails; then raises the error. The call returns an rm_code and writes its error to
+// `err`.
+#define RM_FAILS(call) \
+  ({ \
+    rm_error err = RM_ERROR_INIT; \
+    const rm_code failure_ = (call); \
+    if (failure_) rm_raise(&err); \
+    failure_; \
+  })
+#define RM_NONE(call) (RM_FAILS(call) ? NULL : Py_NewRef(Py_None)) // None, or NULL
 // Raises an error that the extension finds itself. Formats are PyErr_Format's. Returns NULL.
-PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...);
-void rm_raise_va(PyObject *module, rm_code code, const char *format, va_list args);
+_Static_assert(_Generic((int64_t)0, Py_ssize_t: 1), "%zd prints an int64_t");
+void *rm_raise_code(rm_code code, const char *format, ...);
+void rm_raise_va(rm_code code, const char *format, va_list args);
 // The same, as the −1 of a function that returns an int.
 #define rm_refuse(...) (rm_raise_code(__VA_ARGS__), -1)
 

@@ -6,7 +6,7 @@
 #include "engine/engine.h"
 #include "kernels.h"
 
-static PyObject *available_isas(PyObject *, PyObject *) {
+static PyObject *available_isas(RM_OF_MODULE) {
   RM_OWNED *names = PyList_New(0);
   for (int isa = 0; names && isa < RM_N_ISA; isa++)
     if (rm_kernels_for((rm_isa)isa))
@@ -14,16 +14,16 @@ static PyObject *available_isas(PyObject *, PyObject *) {
   return names ? PyList_AsTuple(names) : NULL;
 }
 
-static PyObject *best_isa(PyObject *module, PyObject *) {
+static PyObject *best_isa(RM_OF_MODULE) {
   const rm_kernels *best = rm_kernels_best();
   if (best) return PyUnicode_FromString(best->isa);
   return rm_raise_code(
-      module, RM_E_CONFIG,
+      RM_E_CONFIG,
       "RM_ISA: expected ref, avx2, avx512f, avx512bf16 or amx and a processor with FMA, got no "
       "usable instruction set");
 }
 
-static PyObject *isa_states(PyObject *, PyObject *) {
+static PyObject *isa_states(RM_OF_MODULE) {
   PyObject *states = PyDict_New();
   for (int isa = 0; states && isa < RM_N_ISA; isa++) {
     const rm_isa_state s = rm_isa_ask((rm_isa)isa);
@@ -54,20 +54,20 @@ OF_CONTROL_GROUPS(usable_cores, PyLong_FromLong(rm_usable_cores(root)))
 OF_CONTROL_GROUPS(cpu_quota, PyFloat_FromDouble(rm_cpu_quota(root)))
 OF_CONTROL_GROUPS(memory_pools, rm_memory_pool_list(root))
 
-static PyObject *engine_limits(PyObject *, PyObject *) {
+static PyObject *engine_limits(RM_OF_MODULE) {
   PyObject *dict = PyDict_New();
   for (int i = 0; dict && i < RM_N_ENGINE_OPTIONS; i++) {
     const rm_option *option = &rm_engine_option_table[i];
     if (!option->most) continue; // not an integer
     rm_dict_put(&dict, option->attribute.name,
-                Py_BuildValue("(LK)", (long long)option->least, (unsigned long long)option->most));
+                Py_BuildValue("(nK)", option->least, (unsigned long long)option->most));
   }
   return dict;
 }
 
 // The public names have their documentation here, all others in _core.pyi.
 PyMethodDef rm_hardware_functions[] = {
-    {"engine_limits", engine_limits, METH_NOARGS, NULL},
+    RM_FUNCTION(engine_limits, NOARGS),
     {"available_isas", available_isas, METH_NOARGS,
      "Names of the usable variants on this machine, slowest first."},
     {"isa_states", isa_states, METH_NOARGS,
@@ -75,8 +75,8 @@ PyMethodDef rm_hardware_functions[] = {
      "variants."},
     {"best_isa", best_isa, METH_NOARGS,
      "The default variant of an engine; RM_ISA in the environment caps it."},
-    {"usable_cores", usable_cores, METH_VARARGS, NULL},
-    {"cpu_quota", cpu_quota, METH_VARARGS, NULL},
-    {"memory_pools", memory_pools, METH_VARARGS, NULL},
+    RM_FUNCTION(usable_cores, VARARGS),
+    RM_FUNCTION(cpu_quota, VARARGS),
+    RM_FUNCTION(memory_pools, VARARGS),
     {0},
 };

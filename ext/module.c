@@ -10,19 +10,19 @@
 
 rm_module_state *rm_state(PyObject *module) { return PyModule_GetState(module); }
 
-PyObject *rm_module_of(PyObject *object) { return PyType_GetModule(Py_TYPE(object)); }
+rm_module_state *rm_state_of(void *object) { return rm_state(PyType_GetModule(Py_TYPE(object))); }
 
-void *rm_object_new(PyObject *type) {
-  const allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc);
-  return alloc((PyTypeObject *)type, 0);
+void *rm_object_new(void *type) {
+  const allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  return alloc(type, 0);
 }
 
-void *rm_object_make(PyObject *module, rm_type type) {
-  return rm_object_new(rm_state(module)->types[type]);
+void *rm_object_make(void *relative, rm_type type) {
+  return rm_object_new(rm_state_of(relative)->types[type]);
 }
 
-int rm_is(PyObject *module, PyObject *object, rm_type type) {
-  return Py_IS_TYPE(object, (PyTypeObject *)rm_state(module)->types[type]);
+int rm_is(void *relative, PyObject *object, rm_type type) {
+  return Py_IS_TYPE(object, (PyTypeObject *)rm_state_of(relative)->types[type]);
 }
 
 void rm_object_free(PyObject *object) {
@@ -59,54 +59,43 @@ int rm_numbers_of(PyObject *tuple, int64_t *out, int n) {
   return 0;
 }
 
-static PyObject *class_of(PyObject *module, rm_code code) {
-  const rm_module_state *state = rm_state(module);
-  PyObject *type = code > RM_OK && code < RM_N_CODE ? state->errors[code] : NULL;
-  return type ? type : state->error_base;
+PyObject *rm_error_class(rm_code code) {
+  if (code == RM_E_MEMORY) return Py_NewRef(PyExc_MemoryError);
+  RM_OWNED *errors = PyImport_ImportModule("rollmesh.errors");
+  return errors ? PyObject_GetAttrString(errors, rm_code_name(code)) : NULL;
 }
 
-PyObject *rm_raise(PyObject *module, rm_error *err) {
-  rm_module_state *state = rm_state(module);
-  if (state->interrupted == PyThread_get_thread_ident()) {
-    state->interrupted = 0;
+static _Thread_local int is_interrupted; // whether a Ctrl-C ends the call of this thread
+
+void rm_note_interrupt(void) { is_interrupted = 1; }
+
+void *rm_raise(rm_error *err) {
+  if (is_interrupted) {
+    is_interrupted = 0;
     PyErr_SetNone(PyExc_KeyboardInterrupt);
   } else if (!PyErr_Occurred()) {
     // The message may quote a key of a state dict, which may be invalid UTF-8.
     const char *text = rm_error_message(err);
-    PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
-    if (message) PyErr_SetObject(class_of(module, err->code), message);
-    Py_XDECREF(message);
+    RM_OWNED *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
+    RM_OWNED *type = message ? rm_error_class(err->code) : NULL;
+    if (type) PyErr_SetObject(type, message);
   }
   rm_error_clear(err);
   return NULL;
 }
 
-PyObject *rm_none(PyObject *module, rm_code code, rm_error *err) {
-  return code ? rm_raise(module, err) : Py_NewRef(Py_None);
+void rm_raise_va(rm_code code, const char *format, va_list args) {
+  PyErr_Clear(); // the import would fail
+  RM_OWNED *type = rm_error_class(code);
+  if (type) PyErr_FormatV(type, format, args);
 }
 
-void rm_raise_va(PyObject *module, rm_code code, const char *format, va_list args) {
-  PyErr_FormatV(class_of(module, code), format, args);
-}
-
-PyObject *rm_raise_code(PyObject *module, rm_code code, const char *format, ...) {
+void *rm_raise_code(rm_code code, const char *format, ...) {
   va_list args;
   va_start(args, format);
-  rm_raise_va(module, code, format, args);
+  rm_raise_va(code, format, args);
   va_end(args);
   return NULL;
-}
-
-static int load_errors(rm_module_state *state) {
-  PyObject *errors = PyImport_ImportModule("rollmesh.errors");
-  if (!errors) return -1;
-  int failed = !(state->error_base = PyObject_GetAttrString(errors, "Error"));
-  for (int code = RM_OK + 1; !failed && code < RM_N_CODE; code++) {
-    if (code == RM_E_MEMORY) state->errors[code] = Py_NewRef(PyExc_MemoryError);
-    else failed = !(state->errors[code] = PyObject_GetAttrString(errors, rm_code_name(code)));
-  }
-  Py_DECREF(errors);
-  return failed ? -1 : 0;
 }
 
 // The types and functions of the module, each defined in the file that its comment names.
@@ -142,13 +131,12 @@ static int module_exec(PyObject *module) {
   if (refuse_subinterpreter()) return -1;
   import_array1(-1);
   rm_module_state *state = rm_state(module);
-  if (load_errors(state)) return -1;
   for (int i = 0; i < RM_N_TYPES; i++) {
     if (!(state->types[i] = PyType_FromModuleAndSpec(module, types[i], NULL))) return -1;
     if (PyModule_AddType(module, (PyTypeObject *)state->types[i])) return -1;
   }
   if (!(state->op_arguments = rm_op_table())) return -1;
-  for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
+  for (size_t i = 0; i < RM_LENGTH(functions); i++)
     if (PyModule_AddFunctions(module, functions[i])) return -1;
   return 0;
 }
@@ -170,15 +158,11 @@ static int module_clear(PyObject *module) {
 static void module_free(void *module) { module_clear(module); }
 
 #define COUNT(name) \
-  static PyObject *name(PyObject *module, PyObject *ignored) { \
-    (void)module, (void)ignored; \
-    return PyLong_FromSize_t(rm_##name()); \
-  }
+  static PyObject *name(RM_OF_MODULE) { return PyLong_FromSize_t(rm_##name()); }
 COUNT(memory_mapped)
 COUNT(memory_blocks)
 
-static PyObject *memory_fail_at(PyObject *module, PyObject *args) {
-  (void)module;
+static PyObject *memory_fail_at(PyObject *, PyObject *args) {
   long n;
   int for_ever = 0;
   if (!PyArg_ParseTuple(args, "l|p:memory_fail_at", &n, &for_ever)) return NULL;
@@ -186,8 +170,7 @@ static PyObject *memory_fail_at(PyObject *module, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static PyObject *checksum(PyObject *module, PyObject *object) {
-  (void)module;
+static PyObject *checksum(PyObject *, PyObject *object) {
   Py_buffer bytes;
   uint64_t sum;
   if (PyObject_GetBuffer(object, &bytes, PyBUF_SIMPLE)) return NULL;
@@ -199,10 +182,10 @@ static PyObject *checksum(PyObject *module, PyObject *object) {
 }
 
 static PyMethodDef methods[] = {
-    {"checksum", checksum, METH_O, NULL},
-    {"memory_mapped", memory_mapped, METH_NOARGS, NULL},
-    {"memory_blocks", memory_blocks, METH_NOARGS, NULL},
-    {"memory_fail_at", memory_fail_at, METH_VARARGS, NULL},
+    RM_FUNCTION(checksum, O),
+    RM_FUNCTION(memory_mapped, NOARGS),
+    RM_FUNCTION(memory_blocks, NOARGS),
+    RM_FUNCTION(memory_fail_at, VARARGS),
     {0},
 };
 
@@ -212,7 +195,7 @@ static PyModuleDef_Slot slots[] = {
 #ifdef Py_mod_multiple_interpreters
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
-    {0, NULL},
+    {0},
 };
 
 static struct PyModuleDef definition = {

@@ -8,26 +8,22 @@
 
 // Reads a spec, and the mesh that its model is divided over. Returns the spec, which the caller
 // destroys; NULL with the exception set.
-static rm_spec *divided(PyObject *module, PyObject *values, const long long degrees[3],
-                        rm_mesh *mesh) {
-  rm_error err = RM_ERROR_INIT;
-  rm_spec *spec = NULL;
-  rm_code code = rm_mesh_create(degrees[0], degrees[1], degrees[2], mesh, &err);
-  if (!code && !(spec = rm_spec_from_python(module, values))) return NULL;
-  if (!code) code = rm_placement_check(spec, mesh, &err);
-  if (!code) return spec;
+static rm_spec *divided(PyObject *values, const long long degrees[3], rm_mesh *mesh) {
+  rm_spec *spec = RM_FAILS(rm_mesh_create(degrees[0], degrees[1], degrees[2], mesh, &err))
+                      ? NULL
+                      : rm_spec_from_python(values);
+  if (spec && !RM_FAILS(rm_placement_check(spec, mesh, &err))) return spec;
   rm_spec_destroy(spec);
-  rm_raise(module, &err);
   return NULL;
 }
 
-static PyObject *placement(PyObject *module, PyObject *args) {
+static PyObject *placement(PyObject *, PyObject *args) {
   PyObject *values;
   long long degrees[3];
   rm_mesh mesh;
-  if (!PyArg_ParseTuple(args, "OLLL:placement", &values, &degrees[0], &degrees[1], &degrees[2]))
+  if (!PyArg_ParseTuple(args, "OLLL:placement", &values, degrees, degrees + 1, degrees + 2))
     return NULL;
-  rm_spec *spec = divided(module, values, degrees, &mesh);
+  rm_spec *spec = divided(values, degrees, &mesh);
   if (!spec) return NULL;
   enum { RANGES = offsetof(rm_placement, counts_replicated) / sizeof(rm_range) }; // they come first
   const int64_t shape[3] = {rm_mesh_world(&mesh), RANGES, 2};
@@ -48,23 +44,21 @@ static int is_counted(const rm_param *p) {
 
 // Returns the layout of a rank's parameters, which the caller destroys before *spec; NULL with the
 // exception set, and then *spec is NULL.
-static rm_params *laid_out(PyObject *module, PyObject *values, const long long degrees[3], int rank,
-                           rm_dtype dtype, rm_spec **spec) {
+static rm_params *laid_out(PyObject *values, const long long degrees[3], int rank, rm_dtype dtype,
+                           rm_spec **spec) {
   rm_mesh mesh;
-  rm_error err = RM_ERROR_INIT;
   rm_params *params = NULL;
-  if (!(*spec = divided(module, values, degrees, &mesh))) return NULL;
+  if (!(*spec = divided(values, degrees, &mesh))) return NULL;
   const rm_placement here = rm_placement_of(*spec, &mesh, rank);
-  if (!rm_params_create(*spec, &here, dtype, 0, &params, &err)) return params;
+  if (!RM_FAILS(rm_params_create(*spec, &here, dtype, 0, &params, &err))) return params;
   rm_spec_destroy(*spec);
   *spec = NULL;
-  rm_raise(module, &err);
   return NULL;
 }
 
-static PyObject *parameters(PyObject *module, PyObject *values) {
+static PyObject *parameters(PyObject *, PyObject *values) {
   rm_spec *spec;
-  rm_params *params = laid_out(module, values, (const long long[]){1, 1, 1}, 0, RM_BF16, &spec);
+  rm_params *params = laid_out(values, (const long long[]){1, 1, 1}, 0, RM_BF16, &spec);
   PyObject *list = params ? PyList_New(0) : NULL;
   for (int64_t i = 0; list && i < params->n; i++) {
     const rm_param *p = &params->list[i];
@@ -78,17 +72,17 @@ static PyObject *parameters(PyObject *module, PyObject *values) {
   return list;
 }
 
-static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
+static PyObject *parameter_bytes(PyObject *, PyObject *args) {
   PyObject *values;
   long long degrees[3];
   int rank, is_bf16;
   int64_t bytes[RM_N_PARAM_KIND] = {0};
   rm_spec *spec;
-  if (!PyArg_ParseTuple(args, "OLLLip:parameter_bytes", &values, &degrees[0], &degrees[1],
-                        &degrees[2], &rank, &is_bf16))
+  if (!PyArg_ParseTuple(args, "OLLLip:parameter_bytes", &values, degrees, degrees + 1, degrees + 2,
+                        &rank, &is_bf16))
     return NULL;
   const rm_dtype dtype = is_bf16 ? RM_BF16 : RM_F32;
-  rm_params *params = laid_out(module, values, degrees, rank, dtype, &spec);
+  rm_params *params = laid_out(values, degrees, rank, dtype, &spec);
   if (!params) return NULL;
   for (const rm_param *p = params->list; p < params->list + params->n; p++)
     if (is_counted(p))
@@ -105,8 +99,8 @@ static PyObject *parameter_bytes(PyObject *module, PyObject *args) {
 }
 
 PyMethodDef rm_placement_functions[] = {
-    {"placement", placement, METH_VARARGS, NULL},
-    {"parameters", parameters, METH_O, NULL},
-    {"parameter_bytes", parameter_bytes, METH_VARARGS, NULL},
+    RM_FUNCTION(placement, VARARGS),
+    RM_FUNCTION(parameters, O),
+    RM_FUNCTION(parameter_bytes, VARARGS),
     {0},
 };

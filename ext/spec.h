@@ -7,4 +7,4 @@
 
 // Converts an object with the attributes of rollmesh.model.spec.EngineValues, and those of its
 // ModelSpec. Owned: rm_spec_destroy. NULL with the exception set.
-rm_spec *rm_spec_from_python(PyObject *module, PyObject *object);
+rm_spec *rm_spec_from_python(PyObject *object);

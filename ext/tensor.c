@@ -20,22 +20,21 @@ _Static_assert(RM_SRC_BF16 == 0 && RM_SRC_F32 == 1 && RM_SRC_F16 == 2 && RM_SRC_
 static int64_t element_bytes(rm_src_dtype dtype) { return rm_elements[dtype].bits / 8; }
 
 // Copies dims and shape and checks that every size is ≥ 0 and that their product is addressable.
-static int take_shape(PyObject *module, PyObject *name, int n_dims, const int64_t *shape,
-                      rm_tensor *out) {
+static int take_shape(PyObject *name, int n_dims, const int64_t *shape, rm_tensor *out) {
   if (n_dims < 0 || n_dims > 4)
-    return rm_refuse(module, RM_E_SHAPE, "%.200U: expected at most 4 dims, got %d", name, n_dims);
+    return rm_refuse(RM_E_SHAPE, "%.200U: expected at most 4 dims, got %d", name, n_dims);
   out->n_dims = n_dims;
   int64_t bytes = element_bytes(out->dtype);
   for (int i = 0; i < n_dims; i++) {
     if (shape[i] < 0)
-      return rm_refuse(module, RM_E_SHAPE, "%.200U: expected sizes >= 0, got %lld in dim %d", name,
-                       (long long)shape[i], i);
+      return rm_refuse(RM_E_SHAPE, "%.200U: expected sizes >= 0, got %zd in dim %d", name, shape[i],
+                       i);
     out->shape[i] = shape[i];
     if (!rm_mul_i64(bytes, rm_max64(shape[i], 1), &bytes))
       return rm_refuse(
-          module, RM_E_SHAPE,
-          "%.200U: expected fewer than 2^63 bytes, got size %lld in dim %d after those before it",
-          name, (long long)shape[i], i);
+          RM_E_SHAPE,
+          "%.200U: expected fewer than 2^63 bytes, got size %zd in dim %d after those before it",
+          name, shape[i], i);
   }
   return 0;
 }
@@ -45,6 +44,13 @@ static void take_span(rm_tensor *out, uintptr_t start, uintptr_t end) {
   if (start > data || end < data) return; // not the buffer behind this tensor
   out->span_lo = (int64_t)(data - start);
   out->span_hi = (int64_t)(end - data);
+}
+
+// Returns a new reference to an attribute; NULL, without an exception if the attribute is missing.
+static PyObject *optional_attr(PyObject *object, const char *attr) {
+  PyObject *value = PyObject_GetAttrString(object, attr);
+  if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
+  return value;
 }
 
 // ------------------------------------------------------------------------------------------ NumPy
@@ -61,7 +67,7 @@ static int has_bf16_metadata(PyObject *dtype) {
   return text_is(word, "bfloat16");
 }
 
-static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, rm_src_dtype *out) {
+static int numpy_dtype(PyObject *name, PyArrayObject *array, rm_src_dtype *out) {
   const int type = PyArray_TYPE(array), native = !PyArray_ISBYTESWAPPED(array);
   PyObject *dtype = (PyObject *)PyArray_DESCR(array);
   *out = type == NPY_FLOAT ? RM_SRC_F32 : type == NPY_DOUBLE ? RM_SRC_F64 : RM_SRC_F16;
@@ -76,7 +82,7 @@ static int numpy_dtype(PyObject *module, PyObject *name, PyArrayObject *array, r
     if (!word) return -1;
     if (text_is(word, "bfloat16")) return 0;
   }
-  return rm_refuse(module, RM_E_DTYPE,
+  return rm_refuse(RM_E_DTYPE,
                    "%.200U: expected " RM_WEIGHT_ELEMENTS " in native byte order, got %R", name,
                    dtype);
 }
@@ -105,33 +111,28 @@ static int numpy_span(PyArrayObject *array, rm_tensor *out) {
       break;
     }
     PyObject *base = PyArray_Check(at) ? Py_XNewRef(PyArray_BASE((PyArrayObject *)at))
-                                       : PyObject_GetAttrString(at, "base");
-    if (!base && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
-      Py_DECREF(at);
-      return -1;
-    }
-    PyErr_Clear();
+                                       : optional_attr(at, "base");
     Py_DECREF(at);
-    if (!base) return 0;
+    if (!base) return PyErr_Occurred() ? -1 : 0;
     at = base;
   }
   Py_DECREF(at);
   return 0;
 }
 
-static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm_tensor *out) {
-  if (numpy_dtype(module, name, array, &out->dtype)) return -1;
+static int from_numpy(PyArrayObject *array, PyObject *name, rm_tensor *out) {
+  if (numpy_dtype(name, array, &out->dtype)) return -1;
   const int n_dims = PyArray_NDIM(array);
-  if (take_shape(module, name, n_dims, PyArray_DIMS(array), out)) return -1;
+  if (take_shape(name, n_dims, PyArray_DIMS(array), out)) return -1;
   const int64_t each = element_bytes(out->dtype);
   for (int i = 0; i < n_dims; i++) {
     const int64_t stride = PyArray_STRIDE(array, i);
     if (stride % each && out->shape[i] > 1)
       return rm_refuse(
-          module, RM_E_LAYOUT,
-          "%.200U: expected strides that are multiples of %lld bytes (an element), got %lld bytes "
+          RM_E_LAYOUT,
+          "%.200U: expected strides that are multiples of %zd bytes (an element), got %zd bytes "
           "in dim %d",
-          name, (long long)each, (long long)stride, i);
+          name, each, stride, i);
     out->strides[i] = stride / each;
   }
   out->data = PyArray_DATA(array);
@@ -139,21 +140,10 @@ static int from_numpy(PyObject *module, PyArrayObject *array, PyObject *name, rm
 }
 
 // ------------------------------------------------------------------------------------------ torch
-// Returns an attribute that may be missing: a new reference, or NULL without an exception. Sets
-// *failed on any other exception.
-static PyObject *optional_attr(PyObject *object, const char *attr, int *failed) {
-  PyObject *value = PyObject_GetAttrString(object, attr);
-  if (value) return value;
-  if (PyErr_ExceptionMatches(PyExc_AttributeError)) PyErr_Clear();
-  else *failed = 1;
-  return NULL;
-}
-
 // Finds the storage behind a torch tensor. LayoutError if it was resized to 0 bytes, as FSDP does.
-static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_tensor *out) {
-  int failed = 0;
-  RM_OWNED *method = optional_attr(object, "untyped_storage", &failed);
-  if (!method) return failed ? -1 : 0;
+static int torch_span(PyObject *object, PyObject *name, rm_tensor *out) {
+  RM_OWNED *method = optional_attr(object, "untyped_storage");
+  if (!method) return PyErr_Occurred() ? -1 : 0;
   RM_OWNED *storage = PyObject_CallNoArgs(method);
   RM_OWNED *start = storage ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
   RM_OWNED *bytes = start ? PyObject_CallMethod(storage, "nbytes", NULL) : NULL;
@@ -163,7 +153,7 @@ static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_ten
   if (PyErr_Occurred()) return -1;
   if (length == 0)
     return rm_refuse(
-        module, RM_E_LAYOUT,
+        RM_E_LAYOUT,
         "%.200U: expected a tensor with memory, got one whose storage is empty (0 bytes)", name);
   take_span(out, (uintptr_t)at, (uintptr_t)(at + length));
   return 0;
@@ -173,17 +163,16 @@ static int torch_span(PyObject *module, PyObject *object, PyObject *name, rm_ten
 static int is_host(long type) { return type == DL_CPU || type == DL_CUDA_HOST; }
 static int is_cuda(long type) { return type == DL_CUDA || type == DL_CUDA_MANAGED; }
 
-static int refuse(PyObject *module, PyObject *name, const char *what) {
-  return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a dense tensor, got %s", name,
-                   what);
+static int refuse(PyObject *name, const char *what) {
+  return rm_refuse(RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a dense tensor, got %s", name, what);
 }
 
 // A producer's device: a CUDA device's number, or HOST.
 enum { HOST = -1 };
 
 // Returns −1 with an exception if the extension cannot read the producer's device.
-static int check_device(PyObject *module, PyObject *object, PyObject *name,
-                        const rm_tensor_reader *reader, int *ordinal) {
+static int check_device(PyObject *object, PyObject *name, const rm_tensor_reader *reader,
+                        int *ordinal) {
   RM_OWNED *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
   if (!device) return -1;
   long type, number;
@@ -193,16 +182,16 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name,
       return -1;
     PyErr_Clear();
     return rm_refuse(
-        module, RM_E_UNSUPPORTED_TENSOR,
+        RM_E_UNSUPPORTED_TENSOR,
         "%.200U: expected a __dlpack_device__ that returns two integers of 64 bits, got %.80R",
         name, device);
   }
   *ordinal = is_cuda(type) ? (int)number : HOST;
   if (is_cuda(type) && (number < 0 || number > INT32_MAX))
-    return refuse(module, name, "a __dlpack_device__ with an invalid number of a CUDA device");
+    return refuse(name, "a __dlpack_device__ with an invalid number of a CUDA device");
   if (is_host(type) || (is_cuda(type) && reader)) return 0;
   return rm_refuse(
-      module, RM_E_UNSUPPORTED_TENSOR,
+      RM_E_UNSUPPORTED_TENSOR,
       "%.200U: expected a tensor on the CPU%s, got one on DLPack device type %ld (2: CUDA, 8: "
       "Metal, 10: ROCm)",
       name, reader ? " or a CUDA device" : "", type);
@@ -210,8 +199,7 @@ static int check_device(PyObject *module, PyObject *object, PyObject *name,
 
 // Requests a versioned capsule; an old producer returns an unversioned one. With a stream, work
 // that is enqueued on it from now on reads the complete data.
-static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
-                             const void *stream) {
+static PyObject *ask_capsule(PyObject *object, PyObject *name, const void *stream) {
   RM_OWNED *method = PyObject_GetAttrString(object, "__dlpack__");
   RM_OWNED *none = method ? PyTuple_New(0) : NULL;
   RM_OWNED *options = none ? Py_BuildValue("{s:(ii)}", "max_version", 1, 1) : NULL;
@@ -227,26 +215,24 @@ static PyObject *ask_capsule(PyObject *module, PyObject *object, PyObject *name,
     RM_OWNED *type = NULL, *value = NULL, *trace = NULL;
     PyErr_Fetch(&type, &value, &trace);
     rm_raise_code(
-        module, RM_E_UNSUPPORTED_TENSOR,
+        RM_E_UNSUPPORTED_TENSOR,
         "%.200U: expected a tensor that its library exports by DLPack, got BufferError: %S", name,
         value ? value : Py_None);
   }
   return capsule;
 }
 
-int rm_element_of(PyObject *module, PyObject *name, dl_dtype dtype, int n_expected,
-                  const char *expected) {
+int rm_element_of(PyObject *name, dl_dtype dtype, int n_expected, const char *expected) {
   static const char *const kinds[] = {"int",    "uint",    "float", "opaque",
                                       "bfloat", "complex", "bool"}; // by DLPack's code
   for (int i = 0; i < n_expected && dtype.lanes == 1; i++)
     if (rm_elements[i].code == dtype.code && rm_elements[i].bits == dtype.bits) return i;
-  const char *kind =
-      dtype.code < sizeof kinds / sizeof *kinds ? kinds[dtype.code] : "DLPack type of bits ";
-  return rm_refuse(module, RM_E_DTYPE, "%.200U: expected %s, got %s%d%s", name, expected, kind,
+  const char *kind = dtype.code < RM_LENGTH(kinds) ? kinds[dtype.code] : "DLPack type of bits ";
+  return rm_refuse(RM_E_DTYPE, "%.200U: expected %s, got %s%d%s", name, expected, kind,
                    (int)dtype.bits, dtype.lanes == 1 ? "" : " in vectors");
 }
 
-static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm_tensor *out) {
+static int take_strides(PyObject *name, const dl_tensor *t, rm_tensor *out) {
   int64_t next = 1;
   for (int i = out->n_dims - 1; i >= 0; i--) {
     out->strides[i] = t->strides ? t->strides[i] : next;
@@ -254,48 +240,47 @@ static int take_strides(PyObject *module, PyObject *name, const dl_tensor *t, rm
   }
   uintptr_t data = (uintptr_t)t->data;
   if (data && __builtin_add_overflow(data, t->byte_offset, &data))
-    return rm_refuse(module, RM_E_LAYOUT,
+    return rm_refuse(RM_E_LAYOUT,
                      "%.200U: expected a byte offset inside the address space, got %llu", name,
                      (unsigned long long)t->byte_offset);
   out->data = (const void *)data;
   return 0;
 }
 
-static int from_capsule(PyObject *module, PyObject *capsule, PyObject *name, int ordinal,
-                        rm_dlpack *out) {
+static int from_capsule(PyObject *capsule, PyObject *name, int ordinal, rm_dlpack *out) {
   const dl_tensor *t;
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     const dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
     if (managed->major != 1)
-      return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%.200U: expected DLPack 1.x, got %u.%u",
-                       name, managed->major, managed->minor);
+      return rm_refuse(RM_E_UNSUPPORTED_TENSOR, "%.200U: expected DLPack 1.x, got %u.%u", name,
+                       managed->major, managed->minor);
     t = &managed->tensor;
     out->read_only = (managed->flags & DL_READ_ONLY) != 0;
   } else if (PyCapsule_IsValid(capsule, "dltensor")) {
     t = PyCapsule_GetPointer(capsule, "dltensor"); // DLManagedTensor begins with its DLTensor
   } else {
-    return refuse(module, name, "a __dlpack__ that does not return a new DLPack capsule");
+    return refuse(name, "a __dlpack__ that does not return a new DLPack capsule");
   }
   if (ordinal == HOST ? !is_host(t->device.type)
                       : !is_cuda(t->device.type) || t->device.id != ordinal)
-    return refuse(module, name, "a capsule whose tensor is not on the __dlpack_device__");
+    return refuse(name, "a capsule whose tensor is not on the __dlpack_device__");
   if (t->n_dims > 0 && !t->shape)
-    return refuse(module, name, "a capsule whose tensor has dims but no shape");
+    return refuse(name, "a capsule whose tensor has dims but no shape");
   out->tensor = t;
   out->on_device = ordinal != HOST;
   out->ordinal = ordinal;
   return 0;
 }
 
-static int describe(PyObject *module, const rm_dlpack *from, PyObject *name, rm_tensor *out) {
+static int describe(const rm_dlpack *from, PyObject *name, rm_tensor *out) {
   const dl_tensor *t = from->tensor;
   out->on_device = from->on_device;
   out->ordinal = from->ordinal;
-  const int dtype = rm_element_of(module, name, t->dtype, RM_N_WEIGHT_ELEMENTS, RM_WEIGHT_ELEMENTS);
+  const int dtype = rm_element_of(name, t->dtype, RM_N_WEIGHT_ELEMENTS, RM_WEIGHT_ELEMENTS);
   if (dtype < 0) return -1;
   out->dtype = (rm_src_dtype)dtype;
-  if (take_shape(module, name, t->n_dims, t->shape, out)) return -1;
-  return take_strides(module, name, t, out);
+  if (take_shape(name, t->n_dims, t->shape, out)) return -1;
+  return take_strides(name, t, out);
 }
 
 void rm_tensor_release(PyObject *owner) {
@@ -307,34 +292,34 @@ void rm_tensor_release(PyObject *owner) {
 }
 
 // Requests the capsule. For a tensor on a GPU the reader's device is current meanwhile.
-static PyObject *ask_reader(PyObject *module, PyObject *object, PyObject *name,
-                            const rm_tensor_reader *reader, int ordinal) {
-  if (ordinal == HOST) return ask_capsule(module, object, name, NULL);
+static PyObject *ask_reader(PyObject *object, PyObject *name, const rm_tensor_reader *reader,
+                            int ordinal) {
+  if (ordinal == HOST) return ask_capsule(object, name, NULL);
   const rm_device *device = reader->take(reader->self, name, ordinal);
   if (!device) return NULL;
   const int saved = device->enter(device->self);
-  PyObject *capsule = ask_capsule(module, object, name, device->stream);
+  PyObject *capsule = ask_capsule(object, name, device->stream);
   device->leave(device->self, saved);
   if (reader->give) reader->give(reader->self);
   return capsule;
 }
 
-int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name,
-                   const rm_tensor_reader *reader, rm_dlpack *out) {
+int rm_dlpack_take(PyObject *object, PyObject *name, const rm_tensor_reader *reader,
+                   rm_dlpack *out) {
   int ordinal = HOST;
   memset(out, 0, sizeof *out);
-  if (check_device(module, object, name, reader, &ordinal)) return -1;
-  PyObject *capsule = ask_reader(module, object, name, reader, ordinal);
-  if (capsule && !from_capsule(module, capsule, name, ordinal, out)) return out->owner = capsule, 0;
+  if (check_device(object, name, reader, &ordinal)) return -1;
+  PyObject *capsule = ask_reader(object, name, reader, ordinal);
+  if (capsule && !from_capsule(capsule, name, ordinal, out)) return out->owner = capsule, 0;
   rm_tensor_release(capsule);
   return -1;
 }
 
-static int from_dlpack(PyObject *module, PyObject *object, PyObject *name,
-                       const rm_tensor_reader *reader, rm_tensor *out, PyObject **owner) {
+static int from_dlpack(PyObject *object, PyObject *name, const rm_tensor_reader *reader,
+                       rm_tensor *out, PyObject **owner) {
   rm_dlpack taken;
-  if (rm_dlpack_take(module, object, name, reader, &taken)) return -1;
-  if (describe(module, &taken, name, out) || torch_span(module, object, name, out)) {
+  if (rm_dlpack_take(object, name, reader, &taken)) return -1;
+  if (describe(&taken, name, out) || torch_span(object, name, out)) {
     rm_tensor_release(taken.owner);
     return -1;
   }
@@ -342,24 +327,21 @@ static int from_dlpack(PyObject *module, PyObject *object, PyObject *name,
   return 0;
 }
 
-int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name,
-                          const rm_tensor_reader *reader, rm_tensor *out, PyObject **owner) {
+int rm_tensor_from_object(PyObject *object, PyObject *name, const rm_tensor_reader *reader,
+                          rm_tensor *out, PyObject **owner) {
   memset(out, 0, sizeof *out);
   *owner = NULL;
   if (PyArray_Check(object)) {
-    if (rm_array_is_masked(object))
-      return refuse(module, name, "a masked array; send .filled(value)");
-    if (from_numpy(module, (PyArrayObject *)object, name, out)) return -1;
+    if (rm_array_is_masked(object)) return refuse(name, "a masked array; send .filled(value)");
+    if (from_numpy((PyArrayObject *)object, name, out)) return -1;
     *owner = Py_NewRef(object);
     return 0;
   }
-  int failed = 0;
-  PyObject *method = optional_attr(object, "__dlpack_device__", &failed);
-  if (failed) return -1;
+  RM_OWNED *method = optional_attr(object, "__dlpack_device__");
   if (!method)
-    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR,
-                     "%.200U: expected a NumPy array or a DLPack tensor, got %R", name,
-                     (PyObject *)Py_TYPE(object));
-  Py_DECREF(method);
-  return from_dlpack(module, object, name, reader, out, owner);
+    return PyErr_Occurred() ? -1
+                            : rm_refuse(RM_E_UNSUPPORTED_TENSOR,
+                                        "%.200U: expected a NumPy array or a DLPack tensor, got %R",
+                                        name, (PyObject *)Py_TYPE(object));
+  return from_dlpack(object, name, reader, out, owner);
 }

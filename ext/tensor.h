@@ -30,8 +30,8 @@ typedef struct rm_tensor_reader {
   void *self;
 } rm_tensor_reader;
 
-int rm_tensor_from_object(PyObject *module, PyObject *object, PyObject *name,
-                          const rm_tensor_reader *reader, rm_tensor *out, PyObject **owner);
+int rm_tensor_from_object(PyObject *object, PyObject *name, const rm_tensor_reader *reader,
+                          rm_tensor *out, PyObject **owner);
 
 // Only the DLPack part, for any element type: the producer's description, which `owner` keeps
 // alive. Checks only the device, not dims, type, sizes and strides.
@@ -41,13 +41,12 @@ typedef struct rm_dlpack {
   int read_only; // the producer's flag; always 0 before DLPack 1.0
   PyObject *owner; // owned
 } rm_dlpack;
-int rm_dlpack_take(PyObject *module, PyObject *object, PyObject *name,
-                   const rm_tensor_reader *reader, rm_dlpack *out);
+int rm_dlpack_take(PyObject *object, PyObject *name, const rm_tensor_reader *reader,
+                   rm_dlpack *out);
 
 // Index of a DLPack dtype in rm_elements; −1 with DTypeError, whose message lists `expected`.
 struct dl_dtype;
-int rm_element_of(PyObject *module, PyObject *name, struct dl_dtype dtype, int n_expected,
-                  const char *expected);
+int rm_element_of(PyObject *name, struct dl_dtype dtype, int n_expected, const char *expected);
 
 // Drops a reference, which may run the producer's code (a capsule's destructor). Saves a pending
 // exception during that code. Safe on NULL.

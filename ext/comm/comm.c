@@ -22,12 +22,11 @@ typedef struct comm_object {
   double looked; // rm_now() of the last exchange.look; 0: not called yet
 } comm_object;
 
-int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out) {
+int rm_comm_take(void *relative, PyObject *object, rm_comm **out) {
   *out = NULL;
   if (object == Py_None) return 0;
-  if (!rm_is(module, object, RM_TYPE_COMM) || !((comm_object *)object)->comm)
-    return rm_refuse(module, RM_E_STATE, "expected a Comm that is open and not in use, got %R",
-                     object);
+  if (!rm_is(relative, object, RM_TYPE_COMM) || !((comm_object *)object)->comm)
+    return rm_refuse(RM_E_STATE, "expected a Comm that is open and not in use, got %R", object);
   *out = ((comm_object *)object)->comm;
   ((comm_object *)object)->comm = NULL;
   return 0;
@@ -82,22 +81,23 @@ static int take(const comm_object *c, PyObject *got, const rm_block recv[]) {
 // Returns the code of the pending exception's class; for any other class RM_E_RANK_LOST. A Ctrl-C
 // is kept for rm_raise: if it were raised earlier, it could be lost, or keep this rank from
 // aborting the group.
-static rm_code code_of_exception(comm_object *c, rm_error *err) {
+static rm_code code_of_exception(rm_error *err) {
   static const rm_code known[] = {RM_E_COLLECTIVE_MISMATCH, RM_E_COLLECTIVE_TIMEOUT,
                                   RM_E_MESH_MISMATCH, RM_E_MEMORY};
-  rm_module_state *state = rm_state(rm_module_of((PyObject *)c));
   RM_OWNED *type = NULL, *value = NULL, *trace = NULL;
   rm_code code = RM_E_RANK_LOST;
-  for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-    if (PyErr_ExceptionMatches(state->errors[known[i]])) code = known[i];
-  const int interrupted = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
-  if (interrupted) state->interrupted = PyThread_get_thread_ident();
   PyErr_Fetch(&type, &value, &trace);
+  for (size_t i = 0; i < RM_LENGTH(known); i++) {
+    RM_OWNED *class = rm_error_class(known[i]);
+    if (class && PyErr_GivenExceptionMatches(type, class)) code = known[i];
+  }
+  const int interrupted = PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt);
+  if (interrupted) rm_note_interrupt();
   RM_OWNED *text = value ? PyObject_Str(value) : NULL;
-  RM_OWNED *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+  const char *message = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
   rm_fail(err, code, "%.400s",
           interrupted ? "the exchange was interrupted"
-          : bytes     ? PyBytes_AsString(bytes)
+          : message   ? message
                       : "the exchange failed");
   PyErr_Clear();
   return code;
@@ -108,8 +108,8 @@ static PyObject *exchanged(const comm_object *c, rm_comm_op op, uint64_t sequenc
   RM_OWNED *sent = NULL, *sizes = NULL;
   lists_of(c, send, recv, &sent, &sizes);
   if (!sent || !sizes) return NULL;
-  return PyObject_CallFunction(c->exchange, "iKLdOO", (int)op, (unsigned long long)sequence,
-                               (long long)epoch, timeout, sent, sizes);
+  return PyObject_CallFunction(c->exchange, "iKndOO", (int)op, (unsigned long long)sequence, epoch,
+                               timeout, sent, sizes);
 }
 
 static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64_t epoch,
@@ -120,7 +120,7 @@ static rm_code call_exchange(void *self, rm_comm_op op, uint64_t sequence, int64
     return rm_fail(err, RM_E_RANK_LOST, "the exchange of this group was garbage collected");
   const PyGILState_STATE gil = PyGILState_Ensure();
   PyObject *got = exchanged(c, op, sequence, epoch, timeout, send, recv);
-  const rm_code code = got && !take(c, got, recv) ? RM_OK : code_of_exception(c, err);
+  const rm_code code = got && !take(c, got, recv) ? RM_OK : code_of_exception(err);
   Py_XDECREF(got);
   PyGILState_Release(gil);
   return code;
@@ -134,7 +134,7 @@ static rm_code call_method(comm_object *c, const char *name, rm_error *err) {
   PyErr_Fetch(&type, &value, &trace); // a failed call may have set an exception
   PyObject *method = PyObject_GetAttrString(c->exchange, name),
            *done = method ? PyObject_CallNoArgs(method) : NULL;
-  if (method && !done && err) code = code_of_exception(c, err);
+  if (method && !done && err) code = code_of_exception(err);
   PyErr_Clear();
   Py_XDECREF(done);
   Py_XDECREF(method);
@@ -144,9 +144,8 @@ static rm_code call_method(comm_object *c, const char *name, rm_error *err) {
 }
 
 // Without exchange.abort the other ranks fail at their deadline.
-static void call_abort(void *self, rm_code why) {
+static void call_abort(void *self, rm_code) {
   comm_object *c = self;
-  (void)why;
   if (c->exchange) call_method(c, "abort", NULL);
 }
 
@@ -162,28 +161,25 @@ static rm_code call_look(void *self, rm_error *err) {
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"exchange", "rank", "size", NULL};
-  PyObject *exchange, *module = PyType_GetModule(type);
+  PyObject *exchange;
   int rank, size;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oii:Comm", names, &exchange, &rank, &size))
     return NULL;
-  comm_object *self = rm_object_new((PyObject *)type);
+  comm_object *self = rm_object_new(type);
   if (!self) return NULL;
   self->exchange = Py_NewRef(exchange);
   self->size = size;
   self->rank = rank;
   const rm_transport transport = {
       .self = self, .exchange = call_exchange, .abort = call_abort, .check = call_look};
-  rm_error err = RM_ERROR_INIT;
-  if (!rm_comm_create(&transport, rank, size, &self->comm, &err)) return (PyObject *)self;
-  Py_DECREF(self);
-  return rm_raise(module, &err);
+  if (RM_FAILS(rm_comm_create(&transport, rank, size, &self->comm, &err))) Py_CLEAR(self);
+  return (PyObject *)self;
 }
 
 // ------------------------------------------------------------------------------- Python's messages
 static int enter(comm_object *self) {
   if (self->comm) return 0;
-  return rm_refuse(rm_module_of((PyObject *)self), RM_E_STATE,
-                   "expected a Comm that is open and not in use by an engine");
+  return rm_refuse(RM_E_STATE, "expected a Comm that is open and not in use by an engine");
 }
 
 static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
@@ -210,19 +206,18 @@ static PyObject *comm_all_gather(comm_object *self, PyObject *args) {
     rm_list_put(&out, PyBytes_FromStringAndSize(at, (Py_ssize_t)counts[r]));
   rm_free(all);
   rm_free(counts);
-  return code ? rm_raise(rm_module_of((PyObject *)self), &err) : out;
+  return code ? rm_raise(&err) : out;
 }
 
 // Converts a tuple of uint8 arrays, one for each rank, to blocks.
-static int blocks_of(comm_object *self, PyObject *arrays, int size, int flags, rm_block blocks[]) {
+static int blocks_of(PyObject *arrays, int size, int flags, rm_block blocks[]) {
   if (arrays && PyTuple_Size(arrays) != size)
     PyErr_Format(PyExc_ValueError, "expected %d arrays, one for each rank, got %zd", size,
                  PyTuple_Size(arrays));
   for (int r = 0; r < size && !PyErr_Occurred(); r++) {
     rm_array_want want = {"bytes of a rank", NPY_UINT8, flags, 1, {-1}};
     void *data;
-    if (rm_array_data(rm_module_of((PyObject *)self), PyTuple_GetItem(arrays, r), &want, &data))
-      break;
+    if (rm_array_data(PyTuple_GetItem(arrays, r), &want, &data)) break;
     const size_t bytes = (size_t)want.shape[0];
     blocks[r] = (rm_block){data, bytes > 0, bytes, bytes};
   }
@@ -236,15 +231,12 @@ static PyObject *comm_all_to_all(comm_object *self, PyObject *args) {
   RM_OWNED *give = PySequence_Tuple(lists[0]);
   RM_OWNED *take_into = give ? PySequence_Tuple(lists[1]) : NULL;
   const int size = rm_comm_size(self->comm);
-  rm_error err = RM_ERROR_INIT;
   rm_block *blocks = rm_alloc(2 * (size_t)size, sizeof *blocks);
   if (!blocks) return PyErr_NoMemory();
-  if (!blocks_of(self, give, size, RM_ARRAY_IN, blocks) &&
-      !blocks_of(self, take_into, size, RM_ARRAY_WRITE, blocks + size))
-    result = rm_none(
-        rm_module_of((PyObject *)self),
-        RM_UNLOCKED(rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err)),
-        &err);
+  if (!blocks_of(give, size, RM_ARRAY_IN, blocks) &&
+      !blocks_of(take_into, size, RM_ARRAY_WRITE, blocks + size))
+    result = RM_NONE(
+        RM_UNLOCKED(rm_comm_exchange(self->comm, RM_COMM_ALL_TO_ALL, blocks, blocks + size, &err)));
   rm_free(blocks);
   return result;
 }
@@ -256,22 +248,16 @@ static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds) {
   Py_RETURN_NONE;
 }
 
-static PyObject *comm_look(comm_object *self, PyObject *ignored) {
-  (void)ignored;
-  rm_error err = RM_ERROR_INIT;
-  if (enter(self)) return NULL;
-  const rm_code code = rm_comm_check(self->comm, &err);
-  return rm_none(rm_module_of((PyObject *)self), code, &err);
+static PyObject *comm_look(comm_object *self, PyObject *) {
+  return enter(self) ? NULL : RM_NONE(rm_comm_check(self->comm, &err));
 }
 
-static PyObject *comm_abort(comm_object *self, PyObject *ignored) {
-  (void)ignored;
+static PyObject *comm_abort(comm_object *self, PyObject *) {
   if (self->comm) rm_comm_abort(self->comm, RM_E_RANK_LOST);
   Py_RETURN_NONE;
 }
 
-static PyObject *comm_close(comm_object *self, PyObject *ignored) {
-  (void)ignored;
+static PyObject *comm_close(comm_object *self, PyObject *) {
   rm_comm *comm = self->comm;
   if (!comm) Py_RETURN_NONE; // an engine that has taken it still calls the exchange
   self->comm = NULL;
@@ -304,14 +290,16 @@ static PyObject *attach(PyObject *module, PyObject *args) {
   double timeout;
   rm_mesh mesh;
   rm_comm *ends[RM_N_GROUPS] = {0};
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "siKLLLd:attach", &name, &rank, &nonce, &tp, &dp, &ep, &timeout))
     return NULL;
-  if (rm_mesh_create(tp, dp, ep, &mesh, &err)) return rm_raise(module, &err);
-  const rm_code code = RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err));
-  PyObject *out = code ? rm_raise(module, &err) : PyTuple_New(RM_N_GROUPS);
+  if (RM_FAILS(rm_mesh_create(tp, dp, ep, &mesh, &err))) return NULL;
+  PyObject *out =
+      RM_FAILS(RM_UNLOCKED(rm_groups_attach(&mesh, name, rank, nonce, timeout, ends, &err)))
+          ? NULL
+          : PyTuple_New(RM_N_GROUPS);
   for (int group = 0; group < RM_N_GROUPS; group++) {
-    comm_object *end = out && ends[group] ? rm_object_make(module, RM_TYPE_COMM) : NULL;
+    comm_object *end =
+        out && ends[group] ? rm_object_new(rm_state(module)->types[RM_TYPE_COMM]) : NULL;
     if (end) end->comm = ends[group];
     else rm_comm_destroy(ends[group]);
     if (ends[group] && !end) Py_CLEAR(out);
@@ -332,10 +320,10 @@ static PyMethodDef methods[] = {
     {0},
 };
 
-PyMethodDef rm_comm_functions[] = {{"attach", attach, METH_VARARGS, NULL}, {0}};
+PyMethodDef rm_comm_functions[] = {RM_FUNCTION(attach, VARARGS), {0}};
 
 static PyType_Slot slots[] = {
     {Py_tp_new, comm_new},     {Py_tp_dealloc, comm_dealloc}, {Py_tp_traverse, comm_traverse},
-    {Py_tp_clear, comm_clear}, {Py_tp_methods, methods},      {0, NULL},
+    {Py_tp_clear, comm_clear}, {Py_tp_methods, methods},      {0},
 };
 PyType_Spec rm_comm_spec = RM_TYPE("Comm", comm_object, RM_GC, slots);

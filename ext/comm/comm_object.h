@@ -7,7 +7,7 @@
 
 // Takes the rm_comm out of `object`, a Comm; the caller owns it and keeps a reference to `object`
 // until it has destroyed *out. None sets *out to NULL. Returns 0, or −1 with StateError: not a
-// Comm, or one that is closed or in use.
-int rm_comm_take(PyObject *module, PyObject *object, rm_comm **out);
+// Comm, or one that is closed or in use. relative: as of rm_is.
+int rm_comm_take(void *relative, PyObject *object, rm_comm **out);
 // Puts it back into `object` when the creation of its new owner has failed.
 void rm_comm_put_back(PyObject *object, rm_comm *comm);

@@ -10,17 +10,14 @@
 #include "comm/comm_object.h"
 #include "spec.h"
 
-PyObject *rm_engine_module(rm_engine_object *self) { return rm_module_of((PyObject *)self); }
-
 int rm_engine_enter(rm_engine_object *self) {
-  PyObject *module = rm_engine_module(self);
   if (self->pid != (long)getpid())
-    return rm_refuse(module, RM_E_STATE,
+    return rm_refuse(RM_E_STATE,
                      "this generator belongs to process %ld; a forked child has to make its own",
                      self->pid);
-  if (!self->engine) return rm_refuse(module, RM_E_STATE, "the generator is closed");
+  if (!self->engine) return rm_refuse(RM_E_STATE, "the generator is closed");
   if (atomic_exchange(&self->busy, 1)) {
-    return rm_refuse(module, RM_E_STATE, "another thread is inside the engine; one call at a time");
+    return rm_refuse(RM_E_STATE, "another thread is inside the engine; one call at a time");
   }
   return 0;
 }
@@ -35,26 +32,24 @@ int rm_engine_id(PyObject *argument, uint64_t *id) {
 // -------------------------------------------------------------------------------- create, destroy
 // given: (rank, tp, ep, world). The engine takes the Comms; if it cannot be made, they get their
 // ends back.
-static int make_engine(PyObject *module, rm_engine_object *self, PyObject *object) {
+static int make_engine(rm_engine_object *self, PyObject *object) {
   rm_engine_options options;
   rm_endpoints ends = {0};
-  rm_error err = RM_ERROR_INIT;
   PyObject *comms[3];
   rm_comm **const places[3] = {&ends.tp, &ends.ep, &ends.world};
-  RM_OWNED *held = rm_engine_options_read(module, object, &options);
+  RM_OWNED *held = rm_engine_options_read(object, &options);
   int n = 0;
   if (!held) return -1;
   if (self->ends != Py_None) {
     if (!PyArg_ParseTuple(self->ends, "iOOO:ends", &ends.index, &comms[0], &comms[1], &comms[2]))
       return -1;
-    while (n < 3 && !rm_comm_take(module, comms[n], places[n])) n++;
+    while (n < 3 && !rm_comm_take(self, comms[n], places[n])) n++;
     options.endpoints = &ends;
   }
   if (!PyErr_Occurred() &&
-      !RM_UNLOCKED(rm_engine_create(self->spec, &options, &self->engine, &err)))
+      !RM_FAILS(RM_UNLOCKED(rm_engine_create(self->spec, &options, &self->engine, &err))))
     return 0;
   while (n-- > 0) rm_comm_put_back(comms[n], *places[n]);
-  if (!PyErr_Occurred()) rm_raise(module, &err);
   return -1;
 }
 
@@ -63,15 +58,12 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
   PyObject *spec, *options, *ends = Py_None;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:Engine", names, &spec, &options, &ends))
     return NULL;
-  PyObject *module = PyType_GetModule(type);
-  if (!module) return NULL;
-  rm_engine_object *self = rm_object_new((PyObject *)type);
+  rm_engine_object *self = rm_object_new(type);
   if (!self) return NULL;
   self->pid = (long)getpid();
   self->requests = PyDict_New();
   self->ends = Py_NewRef(ends);
-  if (self->requests && (self->spec = rm_spec_from_python(module, spec)) &&
-      !make_engine(module, self, options)) {
+  if (self->requests && (self->spec = rm_spec_from_python(spec)) && !make_engine(self, options)) {
     self->reads_gpus = rm_engine_reads_gpus(self->engine);
     return (PyObject *)self;
   }
@@ -109,7 +101,7 @@ static void engine_dealloc(PyObject *object) {
   rm_object_free(object);
 }
 
-PyObject *rm_engine_py_close(RM_NO_ARGUMENTS) {
+RM_OPEN_METHOD(close, ) {
   if (!self->engine) Py_RETURN_NONE;
   if (self->pid == (long)getpid() && rm_engine_enter(self)) return NULL;
   destroy(self);
@@ -119,79 +111,74 @@ PyObject *rm_engine_py_close(RM_NO_ARGUMENTS) {
 }
 
 // --------------------------------------------------------------------------------------- requests
-#define REQUEST(type, member) RM_ATTRIBUTE(rm_request, type, member)
-#define REQUEST_AS(type, name, member) RM_ATTRIBUTE_AS(rm_request, type, name, member)
+#define REQUEST(member) RM_MEMBER(rm_request, member)
+#define REQUEST_BOOL(member) RM_ATTRIBUTE(rm_request, BOOL, member)
 static const rm_attribute request_fields[] = {
-    REQUEST(I32, n),
-    REQUEST(I64, max_tokens),
-    REQUEST(I64, min_tokens),
-    REQUEST(F32, temperature),
-    REQUEST(F32, top_p),
-    REQUEST(F32, min_p),
-    REQUEST(I32, top_k),
-    REQUEST(BOOL, has_seed),
-    REQUEST(U64, seed),
-    REQUEST(BOOL, ignore_eos),
-    REQUEST(I32, logprobs),
-    REQUEST(I32, prompt_logprobs),
-    REQUEST_AS(BOOL, score, kind),
-    REQUEST(BOOL, score_sampling),
-    REQUEST(BOOL, ranks),
-    REQUEST(BOOL, external_draws),
-    REQUEST(BOOL, kept_tokens),
-    REQUEST(F32, repetition_penalty),
-    REQUEST(F32, frequency_penalty),
-    REQUEST(F32, presence_penalty),
+    REQUEST(n),
+    REQUEST(max_tokens),
+    REQUEST(min_tokens),
+    REQUEST(temperature),
+    REQUEST(top_p),
+    REQUEST(min_p),
+    REQUEST(top_k),
+    REQUEST_BOOL(has_seed),
+    REQUEST(seed),
+    REQUEST_BOOL(ignore_eos),
+    REQUEST(logprobs),
+    REQUEST(prompt_logprobs),
+    RM_ATTRIBUTE_AS(rm_request, BOOL, score, kind),
+    REQUEST_BOOL(score_sampling),
+    REQUEST_BOOL(ranks),
+    REQUEST_BOOL(external_draws),
+    REQUEST_BOOL(kept_tokens),
+    REQUEST(repetition_penalty),
+    REQUEST(frequency_penalty),
+    REQUEST(presence_penalty),
 };
 _Static_assert(RM_GENERATE == 0 && RM_SCORE == 1 && sizeof(rm_request_kind) == sizeof(int),
                "`score` is read as the kind");
 
 // edits: (bias_ids, biases, banned, bad_words, bad_word_ends), or None. The request gets views of
 // the arrays.
-static int read_edits(PyObject *module, PyObject *edits, rm_request *request) {
+static int read_edits(PyObject *edits, rm_request *request) {
   PyObject *bias_ids, *biases, *banned, *words, *ends;
   int64_t n_words;
   void *data;
   if (edits == Py_None) return 0;
   if (!PyArg_ParseTuple(edits, "OOOOO:edits", &bias_ids, &biases, &banned, &words, &ends))
     return -1;
-  if (rm_array_ids(module, bias_ids, "logit_bias", &request->bias_ids, &request->n_biases))
-    return -1;
+  if (rm_array_ids(bias_ids, "logit_bias", &request->bias_ids, &request->n_biases)) return -1;
   rm_array_want want = {"logit_bias", NPY_FLOAT32, 0, 1, {request->n_biases}};
-  if (rm_array_data(module, biases, &want, &data)) return -1;
-  request->biases = data;
-  if (rm_array_ids(module, banned, "banned", &request->banned, &request->n_banned)) return -1;
-  if (rm_array_ids(module, words, "bad_words", &request->bad_words, &n_words)) return -1;
-  if (rm_array_ids(module, ends, "bad_words", &request->bad_word_ends, &request->n_bad_words))
+  if (rm_array_data(biases, &want, &data) ||
+      rm_array_ids(banned, "banned", &request->banned, &request->n_banned) ||
+      rm_array_ids(words, "bad_words", &request->bad_words, &n_words) ||
+      rm_array_ids(ends, "bad_words", &request->bad_word_ends, &request->n_bad_words))
     return -1;
+  request->biases = data;
   if (request->n_bad_words == 0 || request->bad_word_ends[request->n_bad_words - 1] == n_words)
     return 0;
-  return rm_refuse(module, RM_E_REQUEST, "bad_words: expected the last to end at %lld, got %d",
-                   (long long)n_words, request->bad_word_ends[request->n_bad_words - 1]);
+  return rm_refuse(RM_E_REQUEST, "bad_words: expected the last to end at %zd, got %d", n_words,
+                   request->bad_word_ends[request->n_bad_words - 1]);
 }
 
-PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(add, args) {
   PyObject *prompt, *stop_ids, *object, *logits, *edits = Py_None;
   if (!PyArg_ParseTuple(args, "OOOO|O:add", &prompt, &stop_ids, &object, &logits, &edits))
     return NULL;
-  PyObject *module = rm_engine_module(self);
   rm_request request = {0};
-  rm_error err = RM_ERROR_INIT;
   uint64_t id;
   void *data;
-  if (rm_attributes_read(module, object, request_fields, RM_LENGTH(request_fields), &request, NULL))
+  if (rm_attributes_read(object, request_fields, RM_LENGTH(request_fields), &request, NULL) ||
+      rm_array_ids(prompt, "prompt", &request.prompt, &request.n_prompt) ||
+      rm_array_ids(stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids) ||
+      read_edits(edits, &request))
     return NULL;
-  if (rm_array_ids(module, prompt, "prompt", &request.prompt, &request.n_prompt)) return NULL;
-  if (rm_array_ids(module, stop_ids, "stop_token_ids", &request.stop_ids, &request.n_stop_ids))
-    return NULL;
-  if (read_edits(module, edits, &request)) return NULL;
   const int64_t vocab = self->spec->vocab_size;
   rm_array_want want = {
       "logits", NPY_FLOAT32, RM_ARRAY_WRITE | RM_ARRAY_OPTIONAL, 2, {request.n_prompt, vocab}};
-  if (rm_array_data(module, logits, &want, &data)) return NULL;
+  if (rm_array_data(logits, &want, &data)) return NULL;
   request.logits_out = data;
-  if (rm_engine_add(self->engine, &request, &id, &err)) return rm_raise(module, &err);
+  if (RM_FAILS(rm_engine_add(self->engine, &request, &id, &err))) return NULL;
   rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
   PyObject *key = PyLong_FromUnsignedLongLong(id);
   if (key && (!rm_find_sequence_group(scheduler, id, NULL) ||
@@ -199,71 +186,54 @@ PyObject *rm_engine_py_add(rm_engine_object *self, PyObject *args) {
     return key;
   // Without an owner of the logits array the request must not write to it.
   Py_XDECREF(key);
-  if (rm_scheduler_abort(scheduler, id, &err) || rm_scheduler_release(scheduler, id, &err))
-    rm_error_clear(&err);
+  if (!rm_scheduler_abort(scheduler, id, NULL)) rm_scheduler_release(scheduler, id, NULL);
   return NULL;
 }
 
 PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *argument, rm_id_call call) {
   uint64_t id;
-  rm_error err = RM_ERROR_INIT;
   RM_ENTER(self);
   if (rm_engine_id(argument, &id)) return NULL;
-  return rm_none(rm_engine_module(self), call(rm_engine_scheduler(self->engine, id), id, &err),
-                 &err);
+  return RM_NONE(call(rm_engine_scheduler(self->engine, id), id, &err));
 }
 
-PyObject *rm_engine_py_abort(rm_engine_object *self, PyObject *id) {
-  return rm_engine_call_with_id(self, id, rm_scheduler_abort);
-}
+RM_OPEN_METHOD(abort, id) { return rm_engine_call_with_id(self, id, rm_scheduler_abort); }
 
-PyObject *rm_engine_py_release(rm_engine_object *self, PyObject *id) {
+RM_OPEN_METHOD(release, id) {
   PyObject *none = rm_engine_call_with_id(self, id, rm_scheduler_release);
   if (none && PyDict_DelItem(self->requests, id)) Py_CLEAR(none);
   return none;
 }
 
-PyObject *rm_engine_py_stop_sample(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(stop_sample, args) {
   unsigned long long id;
   int sample;
   long long n_tokens;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "KiL:stop_sample", &id, &sample, &n_tokens)) return NULL;
   rm_scheduler *scheduler = rm_engine_scheduler(self->engine, id);
-  return rm_none(rm_engine_module(self),
-                 rm_scheduler_stop_sample(scheduler, id, sample, n_tokens, &err), &err);
+  return RM_NONE(rm_scheduler_stop_sample(scheduler, id, sample, n_tokens, &err));
 }
 
 // ------------------------------------------------------------------------------------------ steps
-PyObject *rm_engine_py_step(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
-  rm_error err = RM_ERROR_INIT;
+RM_ENGINE_METHOD(step, ) {
   int64_t n_work = 0;
-  if (RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err)))
-    return rm_raise(rm_engine_module(self), &err);
+  if (RM_FAILS(RM_UNLOCKED(rm_engine_step(self->engine, NULL, &n_work, &err)))) return NULL;
   return PyLong_FromLongLong(n_work);
 }
 
-PyObject *rm_engine_py_give_up(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(give_up, ) {
   rm_engine_abort_groups(self->engine);
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_has(rm_engine_object *self, PyObject *id) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(has, id) {
   const int found = PyDict_Contains(self->requests, id);
   return found < 0 ? NULL : PyBool_FromLong(found);
 }
 
-PyObject *rm_engine_py_unfinished(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
-  return PyLong_FromLongLong(rm_engine_unfinished(self->engine));
-}
+RM_ENGINE_METHOD(unfinished, ) { return PyLong_FromLongLong(rm_engine_unfinished(self->engine)); }
 
-PyObject *rm_engine_py_finished(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(finished, ) {
   const Py_ssize_t most = PyDict_Size(self->requests);
   uint64_t *ids = PyMem_New(uint64_t, (size_t)most);
   PyObject *set = ids ? PySet_New(NULL) : PyErr_NoMemory();
@@ -276,13 +246,9 @@ PyObject *rm_engine_py_finished(RM_NO_ARGUMENTS) {
   return set;
 }
 
-PyObject *rm_engine_py_ids(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
-  return PyDict_Keys(self->requests);
-}
+RM_ENGINE_METHOD(ids, ) { return PyDict_Keys(self->requests); }
 
-PyObject *rm_engine_py_reset_prefix_cache(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(reset_prefix_cache, ) {
   rm_engine_reset_prefix_cache(self->engine);
   Py_RETURN_NONE;
 }
@@ -292,33 +258,23 @@ static PyObject *change_parts(rm_engine_object *self, PyObject *parts,
   RM_ENTER(self);
   const unsigned long mask = PyLong_AsUnsignedLong(parts);
   if (mask == (unsigned long)-1 && PyErr_Occurred()) return NULL;
-  rm_error err = RM_ERROR_INIT;
-  return rm_none(rm_engine_module(self), RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)),
-                 &err);
+  return RM_NONE(RM_UNLOCKED(change(self->engine, (unsigned)mask, &err)));
 }
 
-PyObject *rm_engine_py_sleep(rm_engine_object *self, PyObject *parts) {
-  return change_parts(self, parts, rm_engine_sleep);
-}
-PyObject *rm_engine_py_wake(rm_engine_object *self, PyObject *parts) {
-  return change_parts(self, parts, rm_engine_wake);
-}
+RM_OPEN_METHOD(sleep, parts) { return change_parts(self, parts, rm_engine_sleep); }
+RM_OPEN_METHOD(wake, parts) { return change_parts(self, parts, rm_engine_wake); }
 
-PyObject *rm_engine_py_offload_weights(rm_engine_object *self, PyObject *offload) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(offload_weights, offload) {
   const int value = PyObject_IsTrue(offload);
   if (value < 0) return NULL;
-  rm_error err = RM_ERROR_INIT;
-  rm_code code = RM_OK;
+  if (value) return RM_NONE(RM_UNLOCKED(rm_engine_offload_weights(self->engine, &err)));
   Py_BEGIN_ALLOW_THREADS
-    if (value) code = rm_engine_offload_weights(self->engine, &err);
-    else rm_engine_free_offloaded(self->engine);
+    rm_engine_free_offloaded(self->engine);
   Py_END_ALLOW_THREADS
-  return rm_none(rm_engine_module(self), code, &err);
+  Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_host_room(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(host_room, ) {
   const unsigned long long bytes = rm_engine_offload_bytes(self->engine);
   PyObject *list = rm_memory_pool_list("");
   return list ? Py_BuildValue("(KN)", bytes, list) : NULL;
@@ -334,6 +290,6 @@ static PyMethodDef methods[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_new, engine_new},     {Py_tp_dealloc, engine_dealloc}, {Py_tp_traverse, engine_traverse},
-    {Py_tp_clear, engine_clear}, {Py_tp_methods, methods},        {0, NULL},
+    {Py_tp_clear, engine_clear}, {Py_tp_methods, methods},        {0},
 };
 PyType_Spec rm_engine_spec = RM_TYPE("Engine", rm_engine_object, RM_GC, slots);

@@ -26,7 +26,6 @@ typedef struct rm_engine_object {
   long pid; // process that made it
 } rm_engine_object;
 
-PyObject *rm_engine_module(rm_engine_object *self); // view
 int rm_engine_enter(rm_engine_object *self); // 0, or −1 with StateError set
 void rm_engine_leave(rm_engine_object *self);
 int rm_engine_id(PyObject *argument, uint64_t *id); // 0, or −1 with OverflowError or TypeError set
@@ -36,7 +35,7 @@ PyObject *rm_engine_call_with_id(rm_engine_object *self, PyObject *id,
 
 // options.c: fills `out`, whose pointers are views of the returned object. Returns a new reference,
 // or NULL with an exception set.
-PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_options *out);
+PyObject *rm_engine_options_read(PyObject *object, rm_engine_options *out);
 
 // Enters until the end of the function; on an error returns NULL from it.
 static inline void rm_engine_leave_scope(rm_engine_object **self) { rm_engine_leave(*self); }
@@ -91,8 +90,17 @@ static inline void rm_engine_leave_scope(rm_engine_object **self) { rm_engine_le
   METHOD(sync_abort, NOARGS) \
   METHOD(sync_state, NOARGS)
 
-#define RM_NO_ARGUMENTS rm_engine_object *self, PyObject *Py_UNUSED(none)
-#define RM_DECLARE_METHOD(name, flags) \
-  PyObject *rm_engine_py_##name(rm_engine_object *self, PyObject *argument);
+// Begin the definition of a method, which enters for the whole call, or (OPEN) where it needs the
+// engine. `argument` is empty for NOARGS.
+#define RM_ENGINE_METHOD(name, argument) \
+  static PyObject *inside_##name(rm_engine_object *self, PyObject *argument); \
+  RM_OPEN_METHOD(name, given) { \
+    RM_ENTER(self); \
+    return inside_##name(self, given); \
+  } \
+  static PyObject *inside_##name(rm_engine_object *self, PyObject *argument)
+#define RM_OPEN_METHOD(name, argument) \
+  PyObject *rm_engine_py_##name(rm_engine_object *self, PyObject *argument)
+#define RM_DECLARE_METHOD(name, flags) RM_OPEN_METHOD(name, );
 RM_ENGINE_METHODS(RM_DECLARE_METHOD)
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs);

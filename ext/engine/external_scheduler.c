@@ -19,7 +19,7 @@ static PyObject *results_new(int64_t n, rm_external_results *out) {
   return tuple;
 }
 
-static int check_pages(PyObject *module, const rm_external_step *step, int64_t n_pages) {
+static int check_pages(const rm_external_step *step, int64_t n_pages) {
   int64_t total = 0;
   for (int64_t i = 0; i < step->n && total >= 0; i++) {
     const int64_t count = step->page_counts[i];
@@ -27,14 +27,13 @@ static int check_pages(PyObject *module, const rm_external_step *step, int64_t n
   }
   if (total == n_pages) return 0;
   return rm_refuse(
-      module, RM_E_SHAPE,
-      "page_counts: expected numbers of at least 0 with a sum of %lld, the length of pages",
-      (long long)n_pages);
+      RM_E_SHAPE,
+      "page_counts: expected numbers of at least 0 with a sum of %zd, the length of pages",
+      n_pages);
 }
 
-PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
-  PyObject *results, *module = rm_engine_module(self);
+RM_ENGINE_METHOD(external_step, args) {
+  PyObject *results;
   rm_array_want wants[] = {
       {"ids", NPY_UINT64, 0, 1, {ANY}},
       {"computed", NPY_INT64, 0, 1, {N}},
@@ -47,10 +46,9 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
   };
   void *data[8];
   int64_t n_work = 0;
-  rm_error err = RM_ERROR_INIT;
-  if (rm_arrays_data(module, args, wants, 8, data)) return NULL;
+  if (rm_arrays_data(args, wants, 8, data)) return NULL;
   if (!data[6] != !data[7] || (data[6] && wants[6].shape[0] != wants[7].shape[0]))
-    return rm_raise_code(module, RM_E_CONFIG,
+    return rm_raise_code(RM_E_CONFIG,
                          "logits, stats: expected arrays of as many rows, or None for both");
   rm_external_step step = {
       .n = wants[0].shape[0],
@@ -64,32 +62,26 @@ PyObject *rm_engine_py_external_step(rm_engine_object *self, PyObject *args) {
       .stats = data[7],
       .n_logits = data[6] ? wants[6].shape[0] : 0,
   };
-  if (check_pages(module, &step, wants[5].shape[0])) return NULL;
+  if (check_pages(&step, wants[5].shape[0])) return NULL;
   if ((results = results_new(step.n, &step.results)) &&
-      RM_UNLOCKED(rm_engine_step(self->engine, &step, &n_work, &err))) {
+      RM_FAILS(RM_UNLOCKED(rm_engine_step(self->engine, &step, &n_work, &err))))
     Py_CLEAR(results);
-    rm_raise(module, &err);
-  }
-  return results ? Py_BuildValue("(NL)", results, (long long)n_work) : NULL;
+  return results ? Py_BuildValue("(Nn)", results, n_work) : NULL;
 }
 
-PyObject *rm_engine_py_external_draw(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
-  PyObject *results, *module = rm_engine_module(self);
+RM_ENGINE_METHOD(external_draw, args) {
+  PyObject *results;
   const int64_t vocab = self->spec->vocab_size;
   rm_array_want wants[] = {{"ids", NPY_UINT64, 0, 1, {ANY}},
                            {"raw", NPY_FLOAT32, 0, 2, {N, vocab}},
                            {"stats", NPY_FLOAT32, 0, 2, {N, 2}},
                            {"edited", NPY_FLOAT32, 0, 2, {N, vocab}}};
   void *data[4];
-  rm_error err = RM_ERROR_INIT;
-  if (rm_arrays_data(module, args, wants, 4, data)) return NULL;
+  if (rm_arrays_data(args, wants, 4, data)) return NULL;
   rm_external_draws draws = {wants[0].shape[0], data[0], data[1], data[2], data[3], {0}};
   if ((results = results_new(draws.n, &draws.results)) &&
-      rm_engine_external_draw(self->engine, &draws, &err)) {
+      RM_FAILS(rm_engine_external_draw(self->engine, &draws, &err)))
     Py_CLEAR(results);
-    rm_raise(module, &err);
-  }
   return results;
 }
 
@@ -97,72 +89,57 @@ static void *array_of(PyObject *array) { return PyArray_DATA((PyArrayObject *)ar
 
 // Returns (ids, logprobs), [n][k], of the likeliest tokens at the last token of each request. All
 // requests were added with at least k logprobs.
-PyObject *rm_engine_py_external_top(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
-  PyObject *object, *module = rm_engine_module(self);
+RM_ENGINE_METHOD(external_top, args) {
+  PyObject *object;
   long long k;
   void *numbers;
   if (!PyArg_ParseTuple(args, "OL:external_top", &object, &k)) return NULL;
   rm_array_want want = {"ids", NPY_UINT64, 0, 1, {-1}};
-  if (rm_array_data(module, object, &want, &numbers)) return NULL;
+  if (rm_array_data(object, &want, &numbers)) return NULL;
   const int64_t n = want.shape[0], shape[2] = {n, rm_max64(k, 0)};
-  rm_error err = RM_ERROR_INIT;
-  rm_code code = RM_OK;
   PyObject *ids = rm_array_new(NPY_INT32, 2, shape, NULL),
            *logprobs = rm_array_new(NPY_FLOAT32, 2, shape, NULL);
   PyObject *both = Py_BuildValue("(NN)", ids, logprobs);
-  if (both)
-    code = rm_external_top(rm_engine_scheduler(self->engine, 0), numbers, n, k, array_of(ids),
-                           array_of(logprobs), &err);
-  if (!code) return both;
-  Py_DECREF(both);
-  return rm_raise(module, &err);
+  if (both && RM_FAILS(rm_external_top(rm_engine_scheduler(self->engine, 0), numbers, n, k,
+                                       array_of(ids), array_of(logprobs), &err)))
+    Py_CLEAR(both);
+  return both;
 }
 
 // Returns int16 [n][moe layers][k]: the routing of positions from `start` to the last input token,
 // of prompt and generated tokens.
-PyObject *rm_engine_py_external_routed(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(external_routed, args) {
   unsigned long long id;
   long long start;
   if (!PyArg_ParseTuple(args, "KL:external_routed", &id, &start)) return NULL;
   rm_scheduler *scheduler = rm_engine_scheduler(self->engine, 0);
-  rm_error err = RM_ERROR_INIT;
   int64_t shape[3] = {0, self->spec->n_moe_layers, self->spec->top_k};
-  if (rm_external_routed(scheduler, id, start, NULL, &shape[0], &err))
-    return rm_raise(rm_engine_module(self), &err);
+  if (RM_FAILS(rm_external_routed(scheduler, id, start, NULL, &shape[0], &err))) return NULL;
   PyObject *result = rm_array_new(NPY_INT16, 3, shape, NULL);
   // This call cannot fail, since the call above has found the request.
-  if (result) rm_external_routed(scheduler, id, start, array_of(result), &shape[0], &err);
+  if (result) rm_external_routed(scheduler, id, start, array_of(result), &shape[0], NULL);
   return result;
 }
 
-PyObject *rm_engine_py_external_preempt(rm_engine_object *self, PyObject *id) {
+RM_OPEN_METHOD(external_preempt, id) {
   return rm_engine_call_with_id(self, id, rm_external_preempt);
 }
-PyObject *rm_engine_py_external_fail(rm_engine_object *self, PyObject *id) {
-  return rm_engine_call_with_id(self, id, rm_external_fail);
-}
+RM_OPEN_METHOD(external_fail, id) { return rm_engine_call_with_id(self, id, rm_external_fail); }
 
-PyObject *rm_engine_py_external_invalidate_pages(rm_engine_object *self, PyObject *pages) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(external_invalidate_pages, pages) {
   const int32_t *numbers;
   int64_t n;
-  if (rm_array_ids(rm_engine_module(self), pages, "pages", &numbers, &n)) return NULL;
+  if (rm_array_ids(pages, "pages", &numbers, &n)) return NULL;
   rm_external_invalidate_pages(rm_engine_scheduler(self->engine, 0), numbers, n);
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_external_tokens(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(external_tokens, args) {
   unsigned long long id;
   PyObject *object;
   const int32_t *tokens;
   int64_t n;
   if (!PyArg_ParseTuple(args, "KO:external_tokens", &id, &object)) return NULL;
-  PyObject *module = rm_engine_module(self);
-  if (rm_array_ids(module, object, "tokens", &tokens, &n)) return NULL;
-  rm_error err = RM_ERROR_INIT;
-  return rm_none(
-      module, rm_external_tokens(rm_engine_scheduler(self->engine, id), id, tokens, n, &err), &err);
+  if (rm_array_ids(object, "tokens", &tokens, &n)) return NULL;
+  return RM_NONE(rm_external_tokens(rm_engine_scheduler(self->engine, id), id, tokens, n, &err));
 }

@@ -11,10 +11,9 @@ typedef struct names { // attributes that are converted to other values
   int64_t tp, dp, ep;
 } names;
 
-#define NAME(type, member) RM_ATTRIBUTE(names, type, member)
+#define NAME(member) RM_MEMBER(names, member)
 static const rm_attribute name_fields[] = {
-    NAME(TEXT, dtype), NAME(TEXT, isa), NAME(TEXT, ep_backend),
-    NAME(I64, tp),     NAME(I64, dp),   NAME(I64, ep),
+    NAME(dtype), NAME(isa), NAME(ep_backend), NAME(tp), NAME(dp), NAME(ep),
 };
 
 static int is(const char *name, const char *word) { return name && strcmp(name, word) == 0; }
@@ -34,28 +33,25 @@ rm_code rm_kernels_find(const char *name, const rm_kernels **kernels, rm_error *
       name);
 }
 
-static int read_table(PyObject *module, PyObject *object, rm_engine_options *out, PyObject *held) {
+static int read_table(PyObject *object, rm_engine_options *out, PyObject *held) {
   int failed = 0;
   for (int i = 0; i < RM_N_ENGINE_OPTIONS && !failed; i++)
-    failed = rm_attributes_read(module, object, &rm_engine_option_table[i].attribute, 1, out, held);
+    failed = rm_attributes_read(object, &rm_engine_option_table[i].attribute, 1, out, held);
   return failed;
 }
 
-PyObject *rm_engine_options_read(PyObject *module, PyObject *object, rm_engine_options *out) {
+PyObject *rm_engine_options_read(PyObject *object, rm_engine_options *out) {
   PyObject *held = PyList_New(0), *eos = PyObject_GetAttrString(object, "eos_token_ids");
-  rm_error err = RM_ERROR_INIT;
   names n;
   *out = (rm_engine_options){0};
-  if (!held || !eos || PyList_Append(held, eos) || read_table(module, object, out, held) ||
-      rm_attributes_read(module, object, name_fields, RM_LENGTH(name_fields), &n, held) ||
-      rm_array_ids(module, eos, "eos_token_ids", &out->eos_ids, &out->n_eos)) {
+  if (!held || !eos || PyList_Append(held, eos) || read_table(object, out, held) ||
+      rm_attributes_read(object, name_fields, RM_LENGTH(name_fields), &n, held) ||
+      rm_array_ids(eos, "eos_token_ids", &out->eos_ids, &out->n_eos) ||
+      RM_FAILS(rm_mesh_create(n.tp, n.dp, n.ep, &out->mesh, &err)) ||
+      RM_FAILS(rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err)) ||
+      RM_FAILS(choose_dtype(n.dtype, &out->dtype, &err)) ||
+      (n.isa && RM_FAILS(rm_kernels_find(n.isa, &out->kernels, &err)))) { // else the engine selects
     Py_CLEAR(held);
-  } else if (rm_mesh_create(n.tp, n.dp, n.ep, &out->mesh, &err) ||
-             rm_dispatcher_named(n.ep_backend, &out->dispatcher, &err) ||
-             choose_dtype(n.dtype, &out->dtype, &err) ||
-             (n.isa && rm_kernels_find(n.isa, &out->kernels, &err))) { // else the engine selects
-    Py_CLEAR(held);
-    rm_raise(module, &err);
   }
   Py_XDECREF(eos);
   return held;

@@ -11,19 +11,17 @@
 #include "weights/check.h"
 #include "weights/resharding.h"
 
-// Converts a key to UTF-8; *held owns the bytes.
-static int key_bytes(PyObject *module, PyObject *name, PyObject **held, const char **text,
-                     Py_ssize_t *length) {
+// Returns a key in UTF-8, a view of `name`; NULL with an exception.
+static const char *key_of(PyObject *name, size_t *length) {
+  Py_ssize_t n = 0;
   if (!PyUnicode_Check(name))
-    return rm_refuse(module, RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
-                     (PyObject *)Py_TYPE(name));
-  char *bytes;
-  *held = PyUnicode_AsUTF8String(name);
-  if (!*held && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
-    rm_raise_code(module, RM_E_LIMIT, "expected a tensor name in UTF-8, got %.200A", name);
-  if (!*held || PyBytes_AsStringAndSize(*held, &bytes, length)) return -1;
-  *text = bytes;
-  return 0;
+    return rm_raise_code(RM_E_UNEXPECTED_KEY, "expected a name that is a str, got %R",
+                         (PyObject *)Py_TYPE(name));
+  const char *text = PyUnicode_AsUTF8AndSize(name, &n);
+  if (!text && PyErr_ExceptionMatches(PyExc_UnicodeEncodeError))
+    rm_raise_code(RM_E_LIMIT, "expected a tensor name in UTF-8, got %.200A", name);
+  *length = (size_t)n;
+  return text;
 }
 
 PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObject *kwargs) {
@@ -38,9 +36,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
     return NULL;
   options.version = version;
   RM_ENTER(self);
-  rm_error err = RM_ERROR_INIT;
-  return rm_none(rm_engine_module(self),
-                 RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)), &err);
+  return RM_NONE(RM_UNLOCKED(rm_engine_sync_begin(self->engine, &options, &err)));
 }
 
 // ----------------------------------------------------------------------------------------- entries
@@ -49,7 +45,7 @@ PyObject *rm_engine_py_sync_begin(rm_engine_object *self, PyObject *args, PyObje
 typedef struct entry_object {
   PyObject_HEAD
   rm_engine_object *engine; // owned; the target's indices refer to its parameters
-  PyObject *name, *key; // owned: a str, and its bytes, which entry.name views
+  PyObject *name; // owned: a str, which entry.name views
   PyObject *params, *shape; // owned: the target's parameters (list), and its shape (tuple)
   PyObject *owner; // owned; keeps the tensor alive; NULL: no tensor
   unsigned long long nbytes; // of the tensor
@@ -64,22 +60,18 @@ static PyObject *list_of_params(const rm_target *target) {
   return list;
 }
 
-PyObject *rm_engine_py_sync_resolve(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
-  PyObject *module = rm_engine_module(self), *name;
-  Py_ssize_t length;
+RM_ENGINE_METHOD(sync_resolve, args) {
+  PyObject *name;
   int skip_unknown = 0;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "O|p:sync_resolve", &name, &skip_unknown)) return NULL;
-  RM_OWNED *object = rm_object_make(module, RM_TYPE_SYNC_ENTRY);
+  RM_OWNED *object = rm_object_make(self, RM_TYPE_SYNC_ENTRY);
   entry_object *made = (entry_object *)object;
-  if (!made || key_bytes(module, name, &made->key, &made->entry.name, &length)) return NULL;
+  if (!made || !(made->entry.name = key_of(name, &made->entry.length))) return NULL;
   made->engine = (rm_engine_object *)Py_NewRef((PyObject *)self);
   made->name = Py_NewRef(name);
-  made->entry.length = (size_t)length;
-  if (rm_names_resolve(rm_engine_store(self->engine)->params, made->entry.name, made->entry.length,
-                       skip_unknown, &made->entry.target, &err))
-    return rm_raise(module, &err);
+  if (RM_FAILS(rm_names_resolve(rm_engine_store(self->engine)->params, made->entry.name,
+                                made->entry.length, skip_unknown, &made->entry.target, &err)))
+    return NULL;
   const rm_target *target = &made->entry.target;
   made->params = list_of_params(target);
   made->shape = rm_tuple_of(target->shape, target->n_pieces ? target->n_dims : 0);
@@ -108,25 +100,21 @@ static void entry_dealloc(PyObject *object) {
   rm_target_clear(&self->entry.target);
   Py_XDECREF((PyObject *)self->engine);
   Py_XDECREF(self->name);
-  Py_XDECREF(self->key);
   Py_XDECREF(self->params);
   Py_XDECREF(self->shape);
   rm_object_free(object);
 }
 
-static PyObject *entry_release(PyObject *object, PyObject *ignored) {
-  entry_object *self = (entry_object *)object;
-  (void)ignored;
+static PyObject *entry_release(entry_object *self, PyObject *) {
   if (rm_engine_enter(self->engine)) return NULL;
   rm_engine_leave(self->engine);
   drop_tensor(self);
   Py_RETURN_NONE;
 }
 
-static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
-  rm_engine_object *engine = ((entry_object *)object)->engine;
-  const rm_target *target = &((entry_object *)object)->entry.target;
-  (void)ignored;
+static PyObject *entry_wanted(entry_object *self, PyObject *) {
+  rm_engine_object *engine = self->engine;
+  const rm_target *target = &self->entry.target;
   RM_ENTER(engine);
   const rm_mesh mesh = rm_engine_mesh(engine->engine);
   _Static_assert(sizeof(rm_part) == 9 * sizeof(int64_t), "a part is a row of the array");
@@ -139,8 +127,8 @@ static PyObject *entry_wanted(PyObject *object, PyObject *ignored) {
 }
 
 static PyMethodDef entry_methods[] = {
-    {"wanted", entry_wanted, METH_NOARGS, NULL},
-    {"release", entry_release, METH_NOARGS, NULL},
+    RM_METHOD("wanted", entry_wanted, METH_NOARGS),
+    RM_METHOD("release", entry_release, METH_NOARGS),
     {0},
 };
 
@@ -155,33 +143,30 @@ static PyMemberDef entry_members[] = {
 
 static PyType_Slot entry_slots[] = {
     {Py_tp_dealloc, entry_dealloc}, {Py_tp_traverse, entry_traverse}, {Py_tp_clear, entry_clear},
-    {Py_tp_methods, entry_methods}, {Py_tp_members, entry_members},   {0, NULL},
+    {Py_tp_methods, entry_methods}, {Py_tp_members, entry_members},   {0},
 };
 PyType_Spec rm_sync_entry_spec =
     RM_TYPE("SyncEntry", entry_object, RM_GC | RM_MADE_HERE, entry_slots);
 
 // Returns the object as an entry of this engine, or NULL with an exception set.
 static entry_object *entry_of(rm_engine_object *self, PyObject *object) {
-  PyObject *module = rm_engine_module(self);
-  if (rm_is(module, object, RM_TYPE_SYNC_ENTRY) && ((entry_object *)object)->engine == self)
+  if (rm_is(self, object, RM_TYPE_SYNC_ENTRY) && ((entry_object *)object)->engine == self)
     return (entry_object *)object;
-  return (entry_object *)rm_raise_code(module, RM_E_STATE,
-                                       "expected a SyncEntry of this engine, got %R",
-                                       (PyObject *)Py_TYPE(object));
+  return rm_raise_code(RM_E_STATE, "expected a SyncEntry of this engine, got %R",
+                       (PyObject *)Py_TYPE(object));
 }
 
 // -------------------------------------------------------------------- who reads tensors of a GPU
 static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
   rm_engine_object *self = engine;
-  PyObject *module = rm_engine_module(self);
   const rm_device *device = NULL;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_enter(self)) return NULL;
   const rm_code code = rm_engine_ready_queue(self->engine, ordinal, &device, &err);
   if (!code) return device; // give_reader leaves the engine
   rm_engine_leave(self);
-  if (code != RM_E_CONFIG) return rm_raise(module, &err), NULL;
-  rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
+  if (code != RM_E_CONFIG) return rm_raise(&err);
+  rm_raise_code(RM_E_UNSUPPORTED_TENSOR,
                 "%.200U: expected a tensor that this engine can read, got one on cuda:%d: %s", name,
                 ordinal, rm_error_message(&err));
   rm_error_clear(&err);
@@ -191,22 +176,22 @@ static const rm_device *take_reader(void *engine, PyObject *name, int ordinal) {
 static void give_reader(void *engine) { rm_engine_leave(engine); }
 
 // ---------------------------------------------------------------------------------- take and push
-PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
-  PyObject *module = rm_engine_module(self), *given, *object, *owner = NULL;
+RM_OPEN_METHOD(sync_take, args) {
+  PyObject *given, *object, *owner = NULL;
   const rm_tensor_reader reader = {take_reader, give_reader, self};
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "OO:sync_take", &given, &object)) return NULL;
   entry_object *entry = entry_of(self, given);
   if (!entry) return NULL;
   rm_tensor tensor;
-  if (rm_tensor_from_object(module, object, entry->name, self->reads_gpus ? &reader : NULL, &tensor,
+  if (rm_tensor_from_object(object, entry->name, self->reads_gpus ? &reader : NULL, &tensor,
                             &owner))
     return NULL;
   if (rm_engine_enter(self)) {
     rm_tensor_release(owner);
     return NULL;
   }
-  const rm_code code = rm_sync_check(rm_engine_store(self->engine), &entry->entry, &tensor, &err);
+  const rm_code code =
+      RM_FAILS(rm_sync_check(rm_engine_store(self->engine), &entry->entry, &tensor, &err));
   PyObject *unused = owner;
   if (!code) {
     unused = entry->owner;
@@ -218,7 +203,7 @@ PyObject *rm_engine_py_sync_take(rm_engine_object *self, PyObject *args) {
   }
   rm_engine_leave(self);
   rm_tensor_release(unused);
-  return rm_none(module, code, &err);
+  return code ? NULL : Py_NewRef(Py_None);
 }
 
 // Fills `out` with views of the entries of a tuple. Returns −1 with an exception set.
@@ -227,8 +212,8 @@ static int entries_of(rm_engine_object *self, PyObject *list, Py_ssize_t n, cons
     const entry_object *entry = entry_of(self, PyTuple_GetItem(list, i));
     if (!entry) return -1;
     if (!entry->taken && entry->entry.target.n_pieces)
-      return rm_refuse(rm_engine_module(self), RM_E_STATE,
-                       "%.200U: expected a tensor taken by sync_take, got none", entry->name);
+      return rm_refuse(RM_E_STATE, "%.200U: expected a tensor taken by sync_take, got none",
+                       entry->name);
     out[i] = &entry->entry;
   }
   return 0;
@@ -255,21 +240,19 @@ static int let_others(rm_engine_object *self, PyObject *between) {
 // Returns −1 with an exception set.
 static int push(rm_engine_object *self, const rm_entry **entries, int64_t n, int64_t most,
                 PyObject *between) {
-  rm_error err = RM_ERROR_INIT;
   int is_done = 0;
-  rm_code code = RM_UNLOCKED(rm_engine_sync_push(self->engine, entries, n, &err));
+  rm_code code = RM_FAILS(RM_UNLOCKED(rm_engine_sync_push(self->engine, entries, n, &err)));
   while (!code && !is_done) {
-    code = RM_UNLOCKED(rm_engine_sync_copy(self->engine, most, &is_done, &err));
+    code = RM_FAILS(RM_UNLOCKED(rm_engine_sync_copy(self->engine, most, &is_done, &err)));
     if (code || is_done || !let_others(self, between)) continue;
     if (self->engine) rm_engine_sync_undo(self->engine);
     return -1;
   }
-  if (code) rm_raise(rm_engine_module(self), &err);
   return code ? -1 : 0;
 }
 
-PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
-  PyObject *module = rm_engine_module(self), *given, *between = NULL;
+RM_OPEN_METHOD(sync_push, args) {
+  PyObject *given, *between = NULL;
   long long most = INT64_MAX;
   if (!PyArg_ParseTuple(args, "O|LO:sync_push", &given, &most, &between)) return NULL;
   RM_OWNED *list = PySequence_Tuple(given); // another thread may change a list
@@ -278,7 +261,7 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   const Py_ssize_t n = PyTuple_Size(list);
   // A sync in place that has begun to write allocates nothing for the next tensor.
   const rm_entry *one, **entries = n == 1 ? &one : rm_alloc((size_t)n, sizeof *entries);
-  if (!entries) rm_raise_code(module, RM_E_MEMORY, "no memory for a push of %zd tensors", n);
+  if (!entries) rm_raise_code(RM_E_MEMORY, "no memory for a push of %zd tensors", n);
   if (entries && !rm_engine_enter(self)) {
     failed = entries_of(self, list, n, entries) || push(self, entries, n, most, between);
     if (self->engine) rm_engine_leave(self);
@@ -289,43 +272,39 @@ PyObject *rm_engine_py_sync_push(rm_engine_object *self, PyObject *args) {
   return failed ? NULL : Py_NewRef(Py_None);
 }
 
-#define REPORT(type, member) RM_ATTRIBUTE(rm_sync_report, type, member)
-#define REPORT_AS(type, name, member) RM_ATTRIBUTE_AS(rm_sync_report, type, name, member)
+#define REPORT(member) RM_MEMBER(rm_sync_report, member)
+#define REPORT_AS(name, member) RM_MEMBER_AS(rm_sync_report, name, member)
 static const rm_attribute report_fields[] = {
-    REPORT(I64, version),
-    REPORT_AS(I64, num_tensors, n_tensors),
-    REPORT_AS(I64, num_parameters, n_parameters),
-    REPORT_AS(I64, num_skipped, n_skipped),
-    REPORT(U64, bytes),
-    REPORT(F64, seconds),
-    REPORT(F64, copy_seconds),
-    REPORT(U64, digest),
+    REPORT(version),
+    REPORT_AS(num_tensors, n_tensors),
+    REPORT_AS(num_parameters, n_parameters),
+    REPORT_AS(num_skipped, n_skipped),
+    REPORT(bytes),
+    REPORT(seconds),
+    REPORT(copy_seconds),
+    REPORT(digest),
 };
 
-PyObject *rm_engine_py_sync_commit(rm_engine_object *self, PyObject *word) {
-  RM_ENTER(self);
-  PyObject *module = rm_engine_module(self);
+RM_ENGINE_METHOD(sync_commit, word) {
   _Static_assert(RM_INFLIGHT_REFUSE == 0 && RM_INFLIGHT_KEEP_KV == 4, "the order of the words");
   RM_OWNED *words = Py_BuildValue("sssss", "refuse", "restart", "abort", "keep", "keep_kv");
   if (!words) return NULL;
   const Py_ssize_t inflight = PySequence_Index(words, word);
   if (inflight < 0)
-    return rm_raise_code(module, RM_E_CONFIG, "inflight: expected one of %R, got %R", words, word);
+    return rm_raise_code(RM_E_CONFIG, "inflight: expected one of %R, got %R", words, word);
   rm_sync_report report;
-  rm_error err = RM_ERROR_INIT;
-  if (RM_UNLOCKED(rm_engine_sync_commit(self->engine, (rm_inflight)inflight, &report, &err)))
-    return rm_raise(module, &err);
+  if (RM_FAILS(
+          RM_UNLOCKED(rm_engine_sync_commit(self->engine, (rm_inflight)inflight, &report, &err))))
+    return NULL;
   return rm_attributes_dict(&report, report_fields, RM_LENGTH(report_fields));
 }
 
-PyObject *rm_engine_py_sync_abort(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(sync_abort, ) {
   rm_engine_sync_abort(self->engine);
   Py_RETURN_NONE;
 }
 
-PyObject *rm_engine_py_sync_state(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(sync_state, ) {
   const rm_store *store = rm_engine_store(self->engine);
   const int64_t version = store->version;
   return Py_BuildValue("(NK)", version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version),

@@ -11,10 +11,10 @@ static const char *const finish_names[] = {[RM_RUNNING] = NULL,
                                            [RM_FINISH_ABORT] = "abort",
                                            [RM_FINISH_ERROR] = "error"};
 
-static PyObject *error_object(rm_engine_object *self, const rm_sequence_group *group) {
+static PyObject *error_object(const rm_sequence_group *group) {
   if (!group->error) return Py_NewRef(Py_None);
-  PyObject *type = rm_state(rm_engine_module(self))->errors[group->error];
-  return PyObject_CallFunction(type, "s", group->message);
+  RM_OWNED *type = rm_error_class(group->error);
+  return type ? PyObject_CallFunction(type, "s", group->message) : NULL;
 }
 
 typedef struct record { // [n], or [n][top]
@@ -57,20 +57,19 @@ static void put_prompt(rm_engine_object *self, PyObject **dict, const rm_sequenc
              group->prompt_routed, group->n_prompt);
 }
 
-PyObject *rm_engine_py_request(rm_engine_object *self, PyObject *argument) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(request, argument) {
   uint64_t id;
   rm_error err = RM_ERROR_INIT;
   if (rm_engine_id(argument, &id)) return NULL;
   const rm_sequence_group *group =
       rm_find_sequence_group(rm_engine_scheduler(self->engine, id), id, &err);
-  if (!group) return rm_raise(rm_engine_module(self), &err);
+  if (!group) return rm_raise(&err);
   const rm_request_times *times = &group->times;
   PyObject *dict = Py_BuildValue(
-      "{sO sN sL sL si s(dddd)}", "finished", group->n_done == group->n ? Py_True : Py_False,
-      "error", error_object(self, group), "num_cached_tokens", (long long)group->n_cached,
-      "num_scored", (long long)group->n_scored, "n", (int)group->n, "times", times->queued,
-      times->scheduled, times->first_token, times->last_token);
+      "{sO sN sn sn si s(dddd)}", "finished", group->n_done == group->n ? Py_True : Py_False,
+      "error", error_object(group), "num_cached_tokens", group->n_cached, "num_scored",
+      group->n_scored, "n", (int)group->n, "times", times->queued, times->scheduled,
+      times->first_token, times->last_token);
   put_prompt(self, &dict, group);
   return dict;
 }
@@ -83,12 +82,11 @@ static const rm_sequence *read_sample(rm_engine_object *self, PyObject *args, co
   rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, format, &id, &sample, start)) return NULL;
   const rm_sequence *seq = rm_find_sample(rm_engine_scheduler(self->engine, id), id, sample, &err);
-  if (!seq) rm_raise(rm_engine_module(self), &err);
+  if (!seq) rm_raise(&err);
   return seq;
 }
 
-PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(sample, args) {
   const rm_sequence *seq = read_sample(self, args, "Ki:sample", NULL);
   if (!seq) return NULL;
   const int64_t n = seq->n_tokens;
@@ -111,8 +109,7 @@ PyObject *rm_engine_py_sample(rm_engine_object *self, PyObject *args) {
   return dict;
 }
 
-PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(tokens, args) {
   long long start;
   const rm_sequence *seq = read_sample(self, args, "KiL:tokens", &start);
   if (!seq) return NULL;
@@ -123,60 +120,57 @@ PyObject *rm_engine_py_tokens(rm_engine_object *self, PyObject *args) {
       rm_array_new(NPY_INT32, 1, shape, shape[0] ? seq->ids + seq->group->n_prompt + from : NULL));
 }
 
-#define STAT(type, member) RM_ATTRIBUTE(rm_engine_stats, type, member)
-#define STAT_AS(type, name, member) RM_ATTRIBUTE_AS(rm_engine_stats, type, name, member)
+#define STAT(member) RM_MEMBER(rm_engine_stats, member)
+#define STAT_AS(name, member) RM_MEMBER_AS(rm_engine_stats, name, member)
 static const rm_attribute stats_fields[] = {
-    STAT(I64, version),
-    STAT(I64, waiting),
-    STAT(I64, running),
-    STAT(I64, steps),
-    STAT(I64, rows),
-    STAT(I64, generated_tokens),
-    STAT(I64, prompt_tokens),
-    STAT(I64, cached_tokens),
-    STAT(I64, preemptions),
-    STAT_AS(I64, graph_replays, replays),
-    STAT(I64, kv_pages),
-    STAT(I64, kv_pages_free),
-    STAT(I64, prefix_hits),
-    STAT(I64, prefix_misses),
-    STAT(I64, evictions),
-    STAT(I64, states),
-    STAT(I64, states_free),
-    STAT(I64, state_evictions),
-    STAT(U64, weight_bytes),
-    STAT(U64, kv_bytes),
-    STAT(U64, workspace_bytes),
-    STAT_AS(I32, threads, n_threads),
-    STAT(I32, asleep),
-    STAT(TEXT, device),
-    STAT(TEXT, isa),
-    STAT(TEXT, family),
-    STAT(F64, forward_seconds),
-    STAT(F64, schedule_seconds),
-    STAT(F64, commit_seconds),
-    STAT(U64, comm_bytes),
-    STAT(I64, comm_calls),
-    STAT(F64, comm_seconds),
+    STAT(version),
+    STAT(waiting),
+    STAT(running),
+    STAT(steps),
+    STAT(rows),
+    STAT(generated_tokens),
+    STAT(prompt_tokens),
+    STAT(cached_tokens),
+    STAT(preemptions),
+    STAT_AS(graph_replays, replays),
+    STAT(kv_pages),
+    STAT(kv_pages_free),
+    STAT(prefix_hits),
+    STAT(prefix_misses),
+    STAT(evictions),
+    STAT(states),
+    STAT(states_free),
+    STAT(state_evictions),
+    STAT(weight_bytes),
+    STAT(kv_bytes),
+    STAT(workspace_bytes),
+    STAT_AS(threads, n_threads),
+    STAT(asleep),
+    STAT(device),
+    STAT(isa),
+    STAT(family),
+    STAT(forward_seconds),
+    STAT(schedule_seconds),
+    STAT(commit_seconds),
+    STAT(comm_bytes),
+    STAT(comm_calls),
+    STAT(comm_seconds),
 };
 
-PyObject *rm_engine_py_stats(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(stats, ) {
   rm_engine_stats stats;
   rm_engine_statistics(self->engine, &stats);
   return rm_attributes_dict(&stats, stats_fields, RM_LENGTH(stats_fields));
 }
 
-#define TIME(type, member) RM_ATTRIBUTE(rm_profile_entry, type, member)
+#define TIME(member) RM_MEMBER(rm_profile_entry, member)
 static const rm_attribute profile_fields[] = {
-    TIME(TEXT, op),    TIME(I64, n),     TIME(I64, k),
-    TIME(I64, calls),  TIME(I64, rows),  TIME(F64, seconds),
-    TIME(F64, waited), TIME(F64, flops), TIME(F64, weight_bytes),
+    TIME(op),      TIME(n),      TIME(k),     TIME(calls),        TIME(rows),
+    TIME(seconds), TIME(waited), TIME(flops), TIME(weight_bytes),
 };
 
 // Returns the times of rank 0 of this process since the last call.
-PyObject *rm_engine_py_profile(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(profile, ) {
   rm_profile *profile = rm_engine_profile(self->engine);
   PyObject *list = PyList_New(0);
   for (int i = 0; list && profile && i < profile->n_entries; i++)
@@ -186,8 +180,7 @@ PyObject *rm_engine_py_profile(RM_NO_ARGUMENTS) {
   return list;
 }
 
-PyObject *rm_engine_py_manifest(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(manifest, ) {
   const rm_params *params = rm_engine_store(self->engine)->params;
   PyObject *list = PyList_New(0);
   for (const rm_param *p = params->list; list && p < params->list + params->n; p++) {

@@ -56,8 +56,7 @@ static PyObject *all_views(const serving *s) {
   return dict;
 }
 
-PyObject *rm_engine_py_weights(RM_NO_ARGUMENTS) {
-  RM_ENTER(self);
+RM_ENGINE_METHOD(weights, ) {
   rm_store *store = rm_engine_store(self->engine);
   const serving s = {.self = self,
                      .params = store->params,

@@ -33,11 +33,10 @@ typedef struct array_object {
 static size_t each(const array_object *array) { return array->element->bits / 8; }
 
 // --------------------------------------------------------------------------------------- creation
-static const rm_element *element_named(PyObject *module, const char *name) {
+static const rm_element *element_named(const char *name) {
   for (int i = 0; i < RM_N_ELEMENTS; i++)
     if (strcmp(rm_elements[i].name, name) == 0) return &rm_elements[i];
-  rm_raise_code(module, RM_E_DTYPE, "expected dtype " RM_ELEMENTS ", got '%.64s'", name);
-  return NULL;
+  return rm_raise_code(RM_E_DTYPE, "expected dtype " RM_ELEMENTS ", got '%.64s'", name);
 }
 
 // NULL without an exception for another type.
@@ -47,13 +46,13 @@ static const rm_element *element_of_type(int type) {
   return NULL;
 }
 
-static int check_dims(PyObject *module, Py_ssize_t n) {
+static int check_dims(Py_ssize_t n) {
   if (n <= MAX_DIMS) return 0;
-  return rm_refuse(module, RM_E_SHAPE, "expected at most %d dims, got %zd", (int)MAX_DIMS, n);
+  return rm_refuse(RM_E_SHAPE, "expected at most %d dims, got %zd", (int)MAX_DIMS, n);
 }
 
-static array_object *made(PyObject *module, const rm_element *element, int ordinal, int n_dims) {
-  array_object *self = rm_object_make(module, RM_TYPE_DEVICE_ARRAY);
+static array_object *made(void *relative, const rm_element *element, int ordinal, int n_dims) {
+  array_object *self = rm_object_make(relative, RM_TYPE_DEVICE_ARRAY);
   if (!self) return NULL;
   self->element = element;
   self->ordinal = ordinal;
@@ -63,19 +62,19 @@ static array_object *made(PyObject *module, const rm_element *element, int ordin
 }
 
 // Makes an array without memory. Checks all sizes and their product.
-static array_object *new_array(PyObject *module, rm_op_device *op_device, const rm_element *element,
-                               int n_dims, const int64_t *shape) {
+static array_object *new_array(rm_op_device *op_device, const rm_element *element, int n_dims,
+                               const int64_t *shape) {
   int64_t bytes = element->bits / 8, step = 1;
-  if (check_dims(module, n_dims)) return NULL;
+  if (check_dims(n_dims)) return NULL;
   for (int i = 0; i < n_dims; i++)
     if (shape[i] < 0 || !rm_mul_i64(bytes, shape[i], &bytes)) {
       rm_raise_code(
-          module, RM_E_SHAPE,
+          RM_E_SHAPE,
           "expected a %s array of sizes >= 0 and fewer than 2^63 bytes, got size %lld in dim %d",
           element->name, (long long)shape[i], i);
       return NULL;
     }
-  array_object *self = made(module, element, op_device->device.ordinal, n_dims);
+  array_object *self = made(op_device, element, op_device->device.ordinal, n_dims);
   if (!self) return NULL;
   self->op_device = (rm_op_device *)Py_NewRef((PyObject *)op_device);
   self->bytes = (size_t)bytes;
@@ -89,17 +88,17 @@ static array_object *new_array(PyObject *module, rm_op_device *op_device, const 
 
 // (ordinal, address, dtype, shape, strides): a read-only view of another process's memory.
 PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
-  PyObject *module = rm_module_of(gpus), *shape, *strides;
+  PyObject *shape, *strides;
   int ordinal;
   unsigned long long address;
   const char *name;
   if (!PyArg_ParseTuple(args, "iKsO!O!:array", &ordinal, &address, &name, &PyTuple_Type, &shape,
                         &PyTuple_Type, &strides))
     return NULL;
-  const rm_element *element = element_named(module, name);
+  const rm_element *element = element_named(name);
   const Py_ssize_t n = PyTuple_Size(shape);
-  if (!element || check_dims(module, n)) return NULL;
-  array_object *array = made(module, element, ordinal, (int)n);
+  if (!element || check_dims(n)) return NULL;
+  array_object *array = made(gpus, element, ordinal, (int)n);
   if (!array) return NULL;
   array->gpus = Py_NewRef(gpus);
   array->data = (void *)(uintptr_t)address;
@@ -116,12 +115,12 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args) {
 }
 
 // Allocates zeros, or copies `from` and waits for the copy.
-static PyObject *fill_new(PyObject *module, array_object *self, const void *from) {
+static PyObject *fill_new(array_object *self, const void *from) {
   rm_error err = RM_ERROR_INIT;
   rm_code code = RM_OK;
   int saved;
   if (!self || !self->bytes) return (PyObject *)self;
-  if (rm_op_device_enter(module, self->op_device, &saved)) {
+  if (rm_op_device_enter(self->op_device, &saved)) {
     Py_DECREF(self);
     return NULL;
   }
@@ -136,49 +135,44 @@ static PyObject *fill_new(PyObject *module, array_object *self, const void *from
   Py_END_ALLOW_THREADS
   if (!code) return (PyObject *)self;
   Py_DECREF(self);
-  return rm_raise(module, &err);
+  return rm_raise(&err);
 }
 
-PyObject *rm_device_array_new(PyObject *module, rm_op_device *op_device, int type, int n_dims,
-                              const int64_t *shape) {
-  return fill_new(module, new_array(module, op_device, element_of_type(type), n_dims, shape), NULL);
+PyObject *rm_device_array_new(rm_op_device *op_device, int type, int n_dims, const int64_t *shape) {
+  return fill_new(new_array(op_device, element_of_type(type), n_dims, shape), NULL);
 }
 
-PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name,
-                                PyObject *sizes) {
-  const rm_element *element = element_named(module, name);
+PyObject *rm_device_array_zeros(rm_op_device *op_device, const char *name, PyObject *sizes) {
+  const rm_element *element = element_named(name);
   const Py_ssize_t n = PyTuple_Size(sizes);
   int64_t shape[MAX_DIMS];
-  if (!element || check_dims(module, n) || rm_numbers_of(sizes, shape, (int)n)) return NULL;
-  return fill_new(module, new_array(module, op_device, element, (int)n, shape), NULL);
+  if (!element || check_dims(n) || rm_numbers_of(sizes, shape, (int)n)) return NULL;
+  return fill_new(new_array(op_device, element, (int)n, shape), NULL);
 }
 
-PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObject *object) {
+PyObject *rm_device_array_copy(rm_op_device *op_device, PyObject *object) {
   PyArrayObject *array = PyArray_Check(object) ? (PyArrayObject *)object : NULL;
   const rm_element *element = array ? element_of_type(PyArray_TYPE(array)) : NULL;
   if (!element)
-    return rm_raise_code(module, RM_E_DTYPE,
-                         "expected a NumPy array of uint16 (bfloat16's words), " RM_ELEMENTS
-                         ", got %R",
-                         array ? (PyObject *)PyArray_DESCR(array) : (PyObject *)Py_TYPE(object));
+    return rm_raise_code(
+        RM_E_DTYPE, "expected a NumPy array of uint16 (bfloat16's words), " RM_ELEMENTS ", got %R",
+        array ? (PyObject *)PyArray_DESCR(array) : (PyObject *)Py_TYPE(object));
   rm_array_want want = {.name = "the array", .type = element->type, .n_dims = -1};
   void *data;
-  if (rm_array_data(module, object, &want, &data)) return NULL;
-  return fill_new(module,
-                  new_array(module, op_device, element, PyArray_NDIM(array), PyArray_DIMS(array)),
-                  data);
+  if (rm_array_data(object, &want, &data)) return NULL;
+  return fill_new(new_array(op_device, element, PyArray_NDIM(array), PyArray_DIMS(array)), data);
 }
 
 // ------------------------------------------------------------------------ other libraries' arrays
 // Checks C order, alignment, and with the driver that the memory is on this device: a kernel that
 // reads other memory ends the CUDA context.
-static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, array_object *array) {
+static int check_memory(PyObject *name, const dl_tensor *t, array_object *array) {
   int64_t step = 1;
   const rm_device *device = &array->op_device->device;
   for (int i = t->n_dims - 1; i >= 0; i--) {
     if (t->strides && array->bytes && t->shape[i] > 1 && t->strides[i] != step)
       return rm_refuse(
-          module, RM_E_LAYOUT,
+          RM_E_LAYOUT,
           "%.200U: expected a C-contiguous array, got stride %lld in dim %d; copy it first", name,
           (long long)t->strides[i], i);
     step *= t->shape[i];
@@ -188,66 +182,66 @@ static int check_memory(PyObject *module, PyObject *name, const dl_tensor *t, ar
   if (!at || __builtin_add_overflow(at, t->byte_offset, &at) ||
       device->ordinal_of(device->self, (const void *)at) != device->ordinal ||
       device->ordinal_of(device->self, (const char *)at + array->bytes - 1) != device->ordinal)
-    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR,
+    return rm_refuse(RM_E_UNSUPPORTED_TENSOR,
                      "%.200U: expected memory of %s, got address %zu, which is not of its memory",
                      name, device->name, (size_t)at);
   if (at % each(array))
-    return rm_refuse(module, RM_E_LAYOUT,
+    return rm_refuse(RM_E_LAYOUT,
                      "%.200U: expected an aligned array, got address %zu; copy it first", name,
                      (size_t)at);
   array->data = (void *)at;
   return 0;
 }
 
-PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name,
-                               const rm_dlpack *taken) {
+PyObject *rm_device_array_over(rm_op_device *op_device, PyObject *name, const rm_dlpack *taken) {
   const dl_tensor *t = taken->tensor;
   // uint16 is bfloat16, as in NumPy arrays.
   const int is_words = t->dtype.lanes == 1 && t->dtype.code == DL_UINT && t->dtype.bits == 16;
   const int dtype =
-      is_words ? RM_SRC_BF16 : rm_element_of(module, name, t->dtype, RM_N_ELEMENTS, RM_ELEMENTS);
+      is_words ? RM_SRC_BF16 : rm_element_of(name, t->dtype, RM_N_ELEMENTS, RM_ELEMENTS);
   if (dtype < 0) return NULL;
   if (t->n_dims < 0 || t->n_dims > MAX_DIMS)
-    return rm_raise_code(module, RM_E_SHAPE, "%.200U: expected at most %d dims, got %d", name,
+    return rm_raise_code(RM_E_SHAPE, "%.200U: expected at most %d dims, got %d", name,
                          (int)MAX_DIMS, t->n_dims);
-  array_object *array = new_array(module, op_device, &rm_elements[dtype], t->n_dims, t->shape);
+  array_object *array = new_array(op_device, &rm_elements[dtype], t->n_dims, t->shape);
   if (!array) return NULL;
   array->owner = Py_NewRef(taken->owner);
   array->read_only = taken->read_only;
-  if (!check_memory(module, name, t, array)) return (PyObject *)array;
+  if (!check_memory(name, t, array)) return (PyObject *)array;
   Py_DECREF(array);
   return NULL;
 }
 
 // ------------------------------------------------------------------------------- arguments of ops
-int rm_device_array_type(PyObject *module, PyObject *object) {
-  return rm_is(module, object, RM_TYPE_DEVICE_ARRAY) ? ((array_object *)object)->element->type : -1;
+int rm_device_array_type(void *relative, PyObject *object) {
+  return rm_is(relative, object, RM_TYPE_DEVICE_ARRAY) ? ((array_object *)object)->element->type
+                                                       : -1;
 }
 
 // The address of empty arrays, which is never read. Ops take NULL for an absent array.
 static char no_element;
 
-int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object,
-                         rm_array_want *want, void **data, size_t *bytes) {
+int rm_device_array_data(rm_op_device *op_device, PyObject *object, rm_array_want *want,
+                         void **data, size_t *bytes) {
   const array_object *array = (array_object *)object;
   const char *where = op_device->device.name, *type = element_of_type(want->type)->name;
   *data = NULL;
-  if (rm_device_array_type(module, object) < 0)
-    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R",
+  if (rm_device_array_type(op_device, object) < 0)
+    return rm_refuse(RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s on %s, got %R",
                      want->name, type, where, (PyObject *)Py_TYPE(object));
   if (array->op_device != op_device)
-    return rm_refuse(module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array on %s, got one on %s",
+    return rm_refuse(RM_E_UNSUPPORTED_TENSOR, "%s: expected an array on %s, got one on %s",
                      want->name, where, array->device);
   if (array->element->type != want->type)
-    return rm_refuse(module, RM_E_DTYPE, "%s: expected dtype %s, got %s", want->name, type,
+    return rm_refuse(RM_E_DTYPE, "%s: expected dtype %s, got %s", want->name, type,
                      array->element->name);
-  if (rm_array_check_shape(module, want, array->n_dims, array->shape)) return -1;
+  if (rm_array_check_shape(want, array->n_dims, array->shape)) return -1;
   if ((want->flags & RM_ARRAY_WRITE) && array->read_only)
-    return rm_refuse(module, RM_E_LAYOUT,
+    return rm_refuse(RM_E_LAYOUT,
                      "%s: expected a writable array, got a read-only one; copy it first",
                      want->name);
   if ((want->flags & RM_ARRAY_PACKED) && (uintptr_t)array->data % 16)
-    return rm_refuse(module, RM_E_LAYOUT,
+    return rm_refuse(RM_E_LAYOUT,
                      "%s: expected memory aligned to 16 bytes, got address %zu; copy it first",
                      want->name, (size_t)(uintptr_t)array->data);
   *data = array->data ? array->data : &no_element;
@@ -325,14 +319,12 @@ static int hand_over(array_object *self, PyObject *stream) {
            -1;
   if (handle == -1 || !self->op_device) return 0;
   const rm_device *device = &self->op_device->device;
-  PyObject *module = rm_module_of((PyObject *)self);
-  if (rm_op_device_check_stream(module, self->op_device, (void *)(uintptr_t)handle) ||
-      rm_op_device_enter(module, self->op_device, &saved))
-    return -1;
+  if (rm_op_device_check_stream(self->op_device, (void *)(uintptr_t)handle)) return -1;
+  if (rm_op_device_enter(self->op_device, &saved)) return -1;
   device->make_stream_wait(device->self, (void *)(uintptr_t)handle);
   const rm_code code = rm_op_device_poll(self->op_device, &err);
   rm_op_device_leave(self->op_device, saved);
-  if (code) rm_raise(module, &err);
+  if (code) rm_raise(&err);
   return code ? -1 : 0;
 }
 
@@ -357,7 +349,7 @@ static PyObject *array_dlpack(PyObject *object, PyObject *args, PyObject *kwargs
     return PyErr_Format(PyExc_BufferError,
                         "expected dl_device of %s and copy=False: the array is not copied",
                         self->device);
-  if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
+  if (self->is_dropped) return rm_raise_code(RM_E_STATE, GIVEN_BACK);
   if (version[0] < 1 && self->read_only)
     return PyErr_SetString(
                PyExc_BufferError,
@@ -373,14 +365,12 @@ static PyObject *array_dlpack_device(PyObject *self, PyObject *) {
 // ------------------------------------------------------------------------------------ DeviceArray
 // Copies bytes to the host, from `low` bytes after element 0 on, and waits for the copy.
 static int read_bytes(const array_object *self, void *to, int64_t low, size_t bytes) {
-  PyObject *module = rm_module_of((PyObject *)self);
   rm_error err = RM_ERROR_INIT;
   rm_code code;
   int saved = 0;
   const rm_device *device =
       self->op_device ? &self->op_device->device : rm_gpus_device(self->gpus, self->ordinal);
-  if (!device || (self->op_device && rm_op_device_enter(module, self->op_device, &saved)))
-    return -1;
+  if (!device || (self->op_device && rm_op_device_enter(self->op_device, &saved))) return -1;
   Py_BEGIN_ALLOW_THREADS
     if (!self->op_device) saved = device->enter(device->self);
     device->copy_to_host(device->self, to, (const char *)self->data + low, bytes);
@@ -388,7 +378,7 @@ static int read_bytes(const array_object *self, void *to, int64_t low, size_t by
     if (self->op_device) rm_op_device_leave(self->op_device, saved);
     else device->leave(device->self, saved);
   Py_END_ALLOW_THREADS
-  if (code) rm_raise(module, &err);
+  if (code) rm_raise(&err);
   return code ? -1 : 0;
 }
 
@@ -398,7 +388,7 @@ static PyObject *array_numpy(PyObject *object, PyObject *) {
   const int64_t size = (int64_t)each(self);
   int64_t low = 0, high = self->bytes ? size : 0;
   npy_intp dims[MAX_DIMS], steps[MAX_DIMS];
-  if (self->is_dropped) return rm_raise_code(rm_module_of(object), RM_E_STATE, GIVEN_BACK);
+  if (self->is_dropped) return rm_raise_code(RM_E_STATE, GIVEN_BACK);
   for (int i = 0; i < self->n_dims; i++) {
     dims[i] = (npy_intp)self->shape[i], steps[i] = (npy_intp)(self->strides[i] * size);
     const int64_t reach = self->bytes ? (self->shape[i] - 1) * steps[i] : 0;
@@ -434,9 +424,7 @@ static int array_clear(PyObject *object) {
 
 static PyObject *array_drop(PyObject *object, PyObject *) {
   array_object *self = (array_object *)object;
-  if (!self->gpus)
-    return rm_raise_code(rm_module_of(object), RM_E_STATE,
-                         "expected an array that another process lends");
+  if (!self->gpus) return rm_raise_code(RM_E_STATE, "expected an array that another process lends");
   drop(self);
   Py_RETURN_NONE;
 }
@@ -472,7 +460,7 @@ static PyObject *array_dtype(PyObject *self, void *) {
 // array.
 static PyObject *refuse_host(PyObject *object, const char *what) {
   const array_object *self = (array_object *)object;
-  return rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
+  return rm_raise_code(RM_E_UNSUPPORTED_TENSOR,
                        "%s: expected an array of the host, got %s on %s; .numpy() copies it", what,
                        self->element->name, self->device);
 }
@@ -533,7 +521,7 @@ static PyType_Slot slots[] = {
     {Py_tp_doc,
      "An array on a GPU: an output of rollmesh.ops, or a view of memory that another process "
      "lends or another rank sent."},
-    {0, NULL},
+    {0},
 };
 PyType_Spec rm_device_array_spec =
     RM_TYPE("DeviceArray", array_object, RM_GC | RM_MADE_HERE, slots);

@@ -30,9 +30,9 @@ typedef struct rm_op_device {
 } rm_op_device;
 
 // Returns 0, or −1 with ConfigError if ops cannot be ordered with that stream.
-int rm_op_device_check_stream(PyObject *module, rm_op_device *op_device, void *stream);
+int rm_op_device_check_stream(rm_op_device *op_device, void *stream);
 // Returns 0, or −1 with StateError in a forked child. *saved is for leave.
-int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved);
+int rm_op_device_enter(rm_op_device *op_device, int *saved);
 void rm_op_device_leave(rm_op_device *op_device, int saved);
 // The failure of an earlier op: RM_OK or RM_E_DEVICE. Does not wait.
 rm_code rm_op_device_poll(rm_op_device *op_device, rm_error *err);
@@ -45,13 +45,10 @@ rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes, rm_error *
 // New arrays: zeros of NumPy's type number, or of a dtype by its name and a shape (tuple); a copy
 // of a NumPy array; a view of a producer's tensor. CapacityError, DTypeError, ShapeError,
 // LayoutError, UnsupportedTensorError.
-PyObject *rm_device_array_new(PyObject *module, rm_op_device *op_device, int type, int n_dims,
-                              const int64_t *shape);
-PyObject *rm_device_array_zeros(PyObject *module, rm_op_device *op_device, const char *name,
-                                PyObject *shape);
-PyObject *rm_device_array_copy(PyObject *module, rm_op_device *op_device, PyObject *array);
-PyObject *rm_device_array_over(PyObject *module, rm_op_device *op_device, PyObject *name,
-                               const rm_dlpack *taken);
+PyObject *rm_device_array_new(rm_op_device *op_device, int type, int n_dims, const int64_t *shape);
+PyObject *rm_device_array_zeros(rm_op_device *op_device, const char *name, PyObject *shape);
+PyObject *rm_device_array_copy(rm_op_device *op_device, PyObject *array);
+PyObject *rm_device_array_over(rm_op_device *op_device, PyObject *name, const rm_dlpack *taken);
 
 // Returns the device of that number, opened: a view that `gpus`, a _core.Gpus, owns. NULL with an
 // exception.
@@ -60,7 +57,7 @@ PyObject *rm_gpu_array_lent(PyObject *gpus, PyObject *args); // _core.Gpus.array
 
 // rm_array_data for a DeviceArray on `op_device`. UnsupportedTensorError for any other array; its
 // message names both devices. *bytes: the array's bytes.
-int rm_device_array_data(PyObject *module, rm_op_device *op_device, PyObject *object,
-                         rm_array_want *want, void **data, size_t *bytes);
-// NPY_UINT16 for bfloat16, NPY_FLOAT32, …; −1: not a DeviceArray.
-int rm_device_array_type(PyObject *module, PyObject *object);
+int rm_device_array_data(rm_op_device *op_device, PyObject *object, rm_array_want *want,
+                         void **data, size_t *bytes);
+// NPY_UINT16 for bfloat16, NPY_FLOAT32, …; −1: not a DeviceArray. relative: as of rm_is.
+int rm_device_array_type(void *relative, PyObject *object);

@@ -3,27 +3,24 @@
 
 #include "gpu/gpu.h"
 
-static PyObject *cuda_count(PyObject *module, PyObject *path) {
-  rm_error err = RM_ERROR_INIT;
+static PyObject *cuda_count(PyObject *, PyObject *path) {
   int count = 0;
   const char *library = PyUnicode_AsUTF8AndSize(path, NULL);
-  if (!library) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_count(library, &count, &err));
-  if (code) return rm_raise(module, &err);
+  if (!library || RM_FAILS(RM_UNLOCKED(rm_cuda_count(library, &count, &err)))) return NULL;
   return PyLong_FromLong(count);
 }
 
-static PyObject *cuda_bus(PyObject *module, PyObject *args) {
+static PyObject *cuda_bus(PyObject *, PyObject *args) {
   const char *library;
   int ordinal;
   char id[32];
-  rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal)) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_bus_id(library, ordinal, id, &err));
-  return code ? rm_raise(module, &err) : PyUnicode_FromString(id);
+  if (!PyArg_ParseTuple(args, "si:cuda_bus", &library, &ordinal) ||
+      RM_FAILS(RM_UNLOCKED(rm_cuda_bus_id(library, ordinal, id, &err))))
+    return NULL;
+  return PyUnicode_FromString(id);
 }
 
-static PyObject *cuda_available(PyObject *module, PyObject *args) {
+static PyObject *cuda_available(PyObject *, PyObject *args) {
   const char *library;
   int ordinal;
   rm_error err = RM_ERROR_INIT;
@@ -40,22 +37,22 @@ static PyObject *cuda_available(PyObject *module, PyObject *args) {
       device.close(device.self);
     }
   Py_END_ALLOW_THREADS
-  return code ? rm_raise(module, &err) : PyLong_FromSize_t(bytes);
+  return code ? rm_raise(&err) : PyLong_FromSize_t(bytes);
 }
 
-static PyObject *nccl_version(PyObject *module, PyObject *args) {
+static PyObject *nccl_version(PyObject *, PyObject *args) {
   const char *path;
   int version;
-  rm_error err = RM_ERROR_INIT;
-  if (!PyArg_ParseTuple(args, "s:nccl_version", &path)) return NULL;
-  if (rm_nccl_version(path, &version, &err)) return rm_raise(module, &err);
+  if (!PyArg_ParseTuple(args, "s:nccl_version", &path) ||
+      RM_FAILS(rm_nccl_version(path, &version, &err)))
+    return NULL;
   return PyLong_FromLong(version);
 }
 
 PyMethodDef rm_gpu_functions[] = {
-    {"cuda_count", cuda_count, METH_O, NULL},
-    {"cuda_bus", cuda_bus, METH_VARARGS, NULL},
-    {"cuda_available", cuda_available, METH_VARARGS, NULL},
-    {"nccl_version", nccl_version, METH_VARARGS, NULL},
+    RM_FUNCTION(cuda_count, O),
+    RM_FUNCTION(cuda_bus, VARARGS),
+    RM_FUNCTION(cuda_available, VARARGS),
+    RM_FUNCTION(nccl_version, VARARGS),
     {0},
 };

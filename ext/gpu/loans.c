@@ -18,12 +18,10 @@ typedef struct gpus_object {
 static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"library", NULL};
   const char *library;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:Gpus", names, &library)) return NULL;
-  gpus_object *self = rm_object_new((PyObject *)type);
-  if (!self || !rm_ready_streams_init(&self->readers, library, &err)) return (PyObject *)self;
-  Py_DECREF(self);
-  return rm_raise(PyType_GetModule(type), &err);
+  gpus_object *self = rm_object_new(type);
+  if (self && RM_FAILS(rm_ready_streams_init(&self->readers, library, &err))) Py_CLEAR(self);
+  return (PyObject *)self;
 }
 
 static void gpus_dealloc(PyObject *self) {
@@ -33,9 +31,7 @@ static void gpus_dealloc(PyObject *self) {
 
 const rm_device *rm_gpus_device(PyObject *gpus, int ordinal) {
   const rm_device *device = NULL;
-  rm_error err = RM_ERROR_INIT;
-  if (rm_ready_streams_find(&((gpus_object *)gpus)->readers, ordinal, &device, &err))
-    rm_raise(rm_module_of(gpus), &err);
+  (void)RM_FAILS(rm_ready_streams_find(&((gpus_object *)gpus)->readers, ordinal, &device, &err));
   return device;
 }
 
@@ -49,11 +45,10 @@ static PyObject *gpus_lend(PyObject *object, PyObject *args) {
   PyObject *name, *given, *owner = NULL, *out = NULL;
   rm_tensor tensor;
   if (!PyArg_ParseTuple(args, "UO:lend", &name, &given)) return NULL;
-  if (rm_tensor_from_object(rm_module_of(object), given, name, &reader, &tensor, &owner))
-    return NULL;
+  if (rm_tensor_from_object(given, name, &reader, &tensor, &owner)) return NULL;
   if (!tensor.on_device)
-    rm_raise_code(rm_module_of(object), RM_E_UNSUPPORTED_TENSOR,
-                  "%.200U: expected a tensor on a GPU, got one on the CPU", name);
+    rm_raise_code(RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on a GPU, got one on the CPU",
+                  name);
   else
     out = Py_BuildValue("(iKsNNO)", tensor.ordinal, (unsigned long long)(uintptr_t)tensor.data,
                         rm_elements[tensor.dtype].name, rm_tuple_of(tensor.shape, tensor.n_dims),
@@ -65,10 +60,8 @@ static PyObject *gpus_lend(PyObject *object, PyObject *args) {
 static PyObject *gpus_wait(PyObject *object, PyObject *args) {
   gpus_object *self = (gpus_object *)object;
   int ordinal;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "i:wait", &ordinal)) return NULL;
-  return rm_none(rm_module_of(object),
-                 RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)), &err);
+  return RM_NONE(RM_UNLOCKED(rm_ready_streams_wait(&self->readers, ordinal, &err)));
 }
 
 // Reads (ordinal, address). NULL with an exception.
@@ -85,11 +78,10 @@ static PyObject *gpus_loan(PyObject *object, PyObject *args) {
   const gpus_object *self = (gpus_object *)object;
   void *address;
   rm_device_loan loan;
-  rm_error err = RM_ERROR_INIT;
   const rm_device *device = device_of(object, args, &address);
-  if (!device) return NULL;
-  if (RM_UNLOCKED(rm_cuda_make_loan(self->readers.library, device, address, &loan, &err)))
-    return rm_raise(rm_module_of(object), &err);
+  if (!device ||
+      RM_FAILS(RM_UNLOCKED(rm_cuda_make_loan(self->readers.library, device, address, &loan, &err))))
+    return NULL;
   return Py_BuildValue("(sy#Kn)", loan.device, (const char *)loan.handle,
                        (Py_ssize_t)sizeof loan.handle, (unsigned long long)(uintptr_t)loan.block,
                        (Py_ssize_t)loan.bytes);
@@ -101,18 +93,16 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
   Py_ssize_t length;
   int ordinal;
   rm_device_loan loan = {0};
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTuple(args, "sy#:borrow", &bus, &handle, &length)) return NULL;
   if (length != sizeof loan.handle)
-    return rm_raise_code(rm_module_of(object), RM_E_CONFIG,
-                         "expected a handle of %zu bytes, got %zd", sizeof loan.handle, length);
+    return rm_raise_code(RM_E_CONFIG, "expected a handle of %zu bytes, got %zd", sizeof loan.handle,
+                         length);
   memcpy(loan.handle, handle, sizeof loan.handle);
-  if (rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err))
-    return rm_raise(rm_module_of(object), &err);
+  if (RM_FAILS(rm_cuda_ordinal(self->readers.library, bus, &ordinal, &err))) return NULL;
   const rm_device *device = rm_gpus_device(object, ordinal);
-  if (!device) return NULL;
-  const rm_code code = RM_UNLOCKED(rm_cuda_open_loan(self->readers.library, device, &loan, &err));
-  if (code) return rm_raise(rm_module_of(object), &err);
+  if (!device ||
+      RM_FAILS(RM_UNLOCKED(rm_cuda_open_loan(self->readers.library, device, &loan, &err))))
+    return NULL;
   return Py_BuildValue("(iKn)", ordinal, (unsigned long long)(uintptr_t)loan.block,
                        (Py_ssize_t)loan.bytes);
 }
@@ -120,11 +110,9 @@ static PyObject *gpus_borrow(PyObject *object, PyObject *args) {
 static PyObject *gpus_give_back(PyObject *object, PyObject *args) {
   const gpus_object *self = (gpus_object *)object;
   void *block;
-  rm_error err = RM_ERROR_INIT;
   const rm_device *device = device_of(object, args, &block);
   if (!device) return NULL;
-  return rm_none(rm_module_of(object),
-                 RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device, block, &err)), &err);
+  return RM_NONE(RM_UNLOCKED(rm_cuda_close_loan(self->readers.library, device, block, &err)));
 }
 
 static PyMethodDef gpus_methods[] = {
@@ -141,6 +129,6 @@ static PyType_Slot gpus_slots[] = {
     {Py_tp_new, gpus_new},
     {Py_tp_dealloc, gpus_dealloc},
     {Py_tp_methods, gpus_methods},
-    {0, NULL},
+    {0},
 };
 PyType_Spec rm_gpus_spec = RM_TYPE("Gpus", gpus_object, 0, gpus_slots);

@@ -6,10 +6,10 @@
 #include "base/memory.h"
 #include "gpu/gpu.h"
 
-int rm_op_device_enter(PyObject *module, rm_op_device *op_device, int *saved) {
+int rm_op_device_enter(rm_op_device *op_device, int *saved) {
   if (getpid() != op_device->owner)
     return rm_refuse(
-        module, RM_E_STATE,
+        RM_E_STATE,
         "%s: expected arrays made in this process, got arrays of process %d; a forked child has to "
         "make its own",
         op_device->device.name, (int)op_device->owner);
@@ -54,14 +54,13 @@ rm_code rm_op_device_workspace(rm_op_device *op_device, size_t bytes, rm_error *
 
 static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
   static char *names[] = {"library", "ordinal", NULL};
-  PyObject *library, *module = PyType_GetModule(type);
+  PyObject *library;
   const char *path;
   int ordinal;
-  rm_error err = RM_ERROR_INIT;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Ui:OpDevice", names, &library, &ordinal) ||
       !(path = PyUnicode_AsUTF8AndSize(library, NULL)))
     return NULL;
-  rm_op_device *self = rm_object_new((PyObject *)type);
+  rm_op_device *self = rm_object_new(type);
   if (!self) return NULL;
   pthread_mutexattr_t recursive;
   pthread_mutexattr_init(&recursive);
@@ -70,10 +69,9 @@ static PyObject *op_device_new(PyTypeObject *type, PyObject *args, PyObject *kwa
   pthread_mutexattr_destroy(&recursive);
   self->owner = getpid();
   self->library = Py_NewRef(library);
-  const rm_code code = RM_UNLOCKED(rm_cuda_device(path, ordinal, NULL, &self->device, &err));
-  if (!code) return (PyObject *)self;
-  Py_DECREF(self);
-  return rm_raise(module, &err);
+  if (RM_FAILS(RM_UNLOCKED(rm_cuda_device(path, ordinal, NULL, &self->device, &err))))
+    Py_CLEAR(self);
+  return (PyObject *)self;
 }
 
 static void close_op_device(rm_op_device *self) {
@@ -104,50 +102,49 @@ static PyObject *op_device_zeros(PyObject *self, PyObject *args) {
   PyObject *shape;
   const char *name;
   if (!PyArg_ParseTuple(args, "O!s:zeros", &PyTuple_Type, &shape, &name)) return NULL;
-  return rm_device_array_zeros(rm_module_of(self), (rm_op_device *)self, name, shape);
+  return rm_device_array_zeros((rm_op_device *)self, name, shape);
 }
 
 static PyObject *op_device_copy(PyObject *self, PyObject *object) {
-  return rm_device_array_copy(rm_module_of(self), (rm_op_device *)self, object);
+  return rm_device_array_copy((rm_op_device *)self, object);
 }
 
 static const rm_device *take_device(void *self, PyObject *name, int ordinal) {
   rm_op_device *op_device = self;
   if (ordinal == op_device->device.ordinal) return &op_device->device;
-  rm_raise_code(rm_module_of(self), RM_E_UNSUPPORTED_TENSOR,
-                "%.200U: expected a tensor on %s, got one on cuda:%d", name, op_device->device.name,
-                ordinal);
-  return NULL;
+  return rm_raise_code(RM_E_UNSUPPORTED_TENSOR,
+                       "%.200U: expected a tensor on %s, got one on cuda:%d", name,
+                       op_device->device.name, ordinal);
 }
 
 static PyObject *op_device_take(PyObject *object, PyObject *args) {
   rm_op_device *self = (rm_op_device *)object;
-  PyObject *name, *given, *module = rm_module_of(object);
+  PyObject *name, *given;
   rm_dlpack taken;
   int saved;
-  if (!PyArg_ParseTuple(args, "UO:take", &name, &given) || rm_op_device_enter(module, self, &saved))
+  if (!PyArg_ParseTuple(args, "UO:take", &name, &given) || rm_op_device_enter(self, &saved))
     return NULL;
   const rm_tensor_reader reader = {take_device, NULL, self};
   PyObject *array = NULL;
-  if (!rm_dlpack_take(module, given, name, &reader, &taken)) {
-    if (taken.on_device) array = rm_device_array_over(module, self, name, &taken);
+  if (!rm_dlpack_take(given, name, &reader, &taken)) {
+    if (taken.on_device) array = rm_device_array_over(self, name, &taken);
     else
-      rm_raise_code(module, RM_E_UNSUPPORTED_TENSOR,
-                    "%.200U: expected a tensor on %s, got one on the CPU", name, self->device.name);
+      rm_raise_code(RM_E_UNSUPPORTED_TENSOR, "%.200U: expected a tensor on %s, got one on the CPU",
+                    name, self->device.name);
     rm_tensor_release(taken.owner);
   }
   rm_op_device_leave(self, saved);
   return array;
 }
 
-int rm_op_device_check_stream(PyObject *module, rm_op_device *self, void *stream) {
+int rm_op_device_check_stream(rm_op_device *self, void *stream) {
   int saved;
-  if (rm_op_device_enter(module, self, &saved)) return -1;
+  if (rm_op_device_enter(self, &saved)) return -1;
   const char *why = self->device.check_stream(self->device.self, stream);
   rm_op_device_leave(self, saved);
   if (!why) return 0;
-  return rm_refuse(module, RM_E_CONFIG, "stream: expected one of %s, got %llu: %s",
-                   self->device.name, (unsigned long long)(uintptr_t)stream, why);
+  return rm_refuse(RM_E_CONFIG, "stream: expected one of %s, got %llu: %s", self->device.name,
+                   (unsigned long long)(uintptr_t)stream, why);
 }
 
 static PyMethodDef op_device_methods[] = {
@@ -167,6 +164,6 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, op_device_dealloc},
     {Py_tp_methods, op_device_methods},
     {Py_tp_members, op_device_members},
-    {0, NULL},
+    {0},
 };
 PyType_Spec rm_op_device_spec = RM_TYPE("OpDevice", rm_op_device, 0, slots);

@@ -13,8 +13,7 @@ static void check_heads(rm_op_call *c, int64_t n_heads, int64_t n_kv_heads, int6
 // Elements of a head in a page of each cache.
 static void page_elems(rm_op_call *c, int64_t page_size, int64_t head_dim, int64_t value_dim) {
   rm_op_size(c, "head_dim", head_dim, 1);
-  if (value_dim > head_dim)
-    rm_op_refuse(c, RM_E_SHAPE, "value_dim", value_dim, "at most head_dim =", head_dim);
+  if (value_dim > head_dim) rm_op_refuse(c, "value_dim", value_dim, "at most head_dim =", head_dim);
   if (c->failed) return;
   c->s.n_values = rm_value_dim(value_dim, head_dim);
   c->s.k_elems = rm_op_product(c, "k_cache", page_size, rm_round_up(head_dim, RM_K_BLOCK));
@@ -24,47 +23,42 @@ static void page_elems(rm_op_call *c, int64_t page_size, int64_t head_dim, int64
 // ------------------------------------------------------------------------------------- rope_table
 #define OP a.rope_table
 static void run_rope_table(rm_op_call *c) {
-  const rm_rope_table_args *a = &c->a.rope_table;
+  const rm_rope_table_args *a = &c->OP;
   rm_rope_table(a->cos, a->sin, a->inv_freq, c->s.n_positions, c->s.half, a->scale,
                 a->bfloat16 ? RM_BF16 : RM_F32);
 }
 
 #define TABLE(name) ARRAY(name, F32, RM_OP_OUT | RM_ARRAY_OF_HOST, n_positions, half)
-static const rm_op_argument rope_table[] = {
-    SIZE_AT(num_positions, n_positions, 0),
-    REAL(scale, -1),
-    FLAG(bfloat16),
-    ARRAY(inv_freq, F32, RM_ARRAY_OF_HOST, half),
-    TABLE(cos),
-    TABLE(sin),
-    {0},
+ARGUMENTS(rope_table) = {
+    SIZE_AT(num_positions, n_positions, 0),       REAL(scale, -1), FLAG(bfloat16),
+    ARRAY(inv_freq, F32, RM_ARRAY_OF_HOST, half), TABLE(cos),      TABLE(sin),
 };
 
 // ----------------------------------------------------------------------------------- head_squares
 #undef OP
 #define OP a.head_squares
 static void split_heads(rm_op_call *c) {
-  rm_head_squares_args *a = &c->a.head_squares;
+  rm_head_squares_args *a = &c->OP;
   const int64_t of_kv = c->s.width - a->n_heads * a->head_dim, pair = 2 * a->head_dim;
   if (!pair || of_kv < pair || of_kv % pair) {
     rm_op_raise(c, RM_E_SHAPE,
-                "qkv: expected (%lld + 2%skv_heads)%s%lld columns, kv_heads at least 1, got %lld",
-                (long long)a->n_heads, "·", "·", (long long)a->head_dim, (long long)c->s.width);
+                "qkv: expected (%zd + 2%skv_heads)%s%zd columns, kv_heads at least 1, got %zd",
+                a->n_heads, "·", "·", a->head_dim, c->s.width);
     return;
   }
   a->n_kv_heads = of_kv / pair;
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, 16);
-  c->limits = (rm_limits){.max_rows = a->rows, .head_dim = a->head_dim};
 }
 
-static const rm_op_argument head_squares[] = {
+ARGUMENTS(head_squares) = {
     SIZE_AT(num_heads, n_heads, 0),
     SIZE(head_dim, 0),
     IN(qkv, T, rows, width),
     STEP(split_heads),
     OUT_AT(q_squares, q_out, F32, rows, n_heads),
     OUT_AT(k_squares, k_out, F32, rows, n_kv_heads),
-    {0},
+    LIMIT(max_rows, rows),
+    LIMIT(head_dim, head_dim),
 };
 
 // ------------------------------------------------------------------------------------- qk_rope_kv
@@ -76,45 +70,40 @@ static int is_whole(const rm_op_call *c) { // a norm over all heads of the model
 
 // head_dim follows from the columns of qkv.
 static void rope_sizes(rm_op_call *c) {
-  rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
+  rm_qk_rope_kv_args *a = &c->OP;
   const int whole = is_whole(c);
   const int64_t columns = a->n_heads + 2 * a->n_kv_heads, taken = c->s.k_elems;
   a->head_dim = a->value_dim ? c->s.width - rm_op_product(c, "qkv", a->n_heads, a->q_dim)
                              : c->s.width / rm_max64(columns, 1);
   page_elems(c, a->page_size, a->head_dim, a->value_dim);
   if (taken != c->s.k_elems)
-    rm_op_raise(c, RM_E_SHAPE, "k_cache: expected size %lld in dim 2, got %lld",
-                (long long)c->s.k_elems, (long long)taken);
+    rm_op_raise(c, RM_E_SHAPE, "k_cache: expected size %zd in dim 2, got %zd", c->s.k_elems, taken);
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
   if (!a->value_dim && c->s.width != columns * a->head_dim)
-    rm_op_refuse(c, RM_E_SHAPE, "the columns of qkv", c->s.width, "a multiple of heads,", columns);
+    rm_op_refuse(c, "the columns of qkv", c->s.width, "a multiple of heads,", columns);
   c->s.q_width = whole ? a->n_heads * a->head_dim : a->head_dim;
   c->s.k_width = whole ? a->n_kv_heads * a->head_dim : c->s.n_values;
   c->s.n_slots = c->s.n_pages * a->page_size;
-  c->limits = (rm_limits){.max_rows = a->rows, .head_dim = a->head_dim};
 }
 
 // A norm needs both weights, except in latent attention.
 static void rope_q_weight(rm_op_call *c, rm_op_argument *q_weight) {
-  if (!c->a.qk_rope_kv.value_dim && rm_op_given(c, "k_weight"))
-    q_weight->flags &= ~RM_ARRAY_OPTIONAL;
+  if (!c->OP.value_dim && rm_op_given(c, "k_weight")) q_weight->flags &= ~RM_ARRAY_OPTIONAL;
 }
 
 static void rope_check(rm_op_call *c) {
-  rm_qk_rope_kv_args *a = &c->a.qk_rope_kv;
+  rm_qk_rope_kv_args *a = &c->OP;
   a->rotary_dim = 2 * c->s.half;
-  if (!a->value_dim && a->q_dim)
-    rm_op_refuse(c, RM_E_SHAPE, "q_dim without value_dim", a->q_dim, "exactly", 0);
+  if (!a->value_dim && a->q_dim) rm_op_refuse(c, "q_dim without value_dim", a->q_dim, "exactly", 0);
   if (a->value_dim && (a->n_kv_heads != 1 || a->head_dim != a->rotary_dim + a->value_dim ||
                        a->q_dim < a->rotary_dim || !a->k_weight || a->q_weight || a->q_squares ||
                        a->zero_centered || a->norm_last))
     rm_op_raise(c, RM_E_SHAPE,
                 "value_dim: expected a kv head of 2 cos.shape[1] + value_dim elements, q_dim at "
-                "least 2 cos.shape[1], and only the norm by k_weight, got a head of %lld",
-                (long long)a->head_dim);
+                "least 2 cos.shape[1], and only the norm by k_weight, got a head of %zd",
+                a->head_dim);
   if (c->s.half > a->head_dim / 2)
-    rm_op_refuse(c, RM_E_SHAPE, "cos.shape[1]", c->s.half,
-                 "at most head_dim / 2 =", a->head_dim / 2);
+    rm_op_refuse(c, "cos.shape[1]", c->s.half, "at most head_dim / 2 =", a->head_dim / 2);
   if (a->q_squares) rm_op_at_least(c, "q_squares.shape[1]", a->all_heads, a->n_heads);
   if (a->k_squares) rm_op_at_least(c, "k_squares.shape[1]", a->all_kv_heads, a->n_kv_heads);
 }
@@ -122,7 +111,7 @@ static void rope_check(rm_op_call *c) {
 // A norm over all heads needs both sums of squares.
 #define SQUARES "q_squares", "k_squares"
 #define CACHE (RM_ARRAY_WRITE | RM_ARRAY_PACKED)
-static const rm_op_argument qk_rope_kv[] = {
+ARGUMENTS(qk_rope_kv) = {
     SIZE_AT(num_heads, n_heads, 1),
     SIZE(page_size, 1),
     REAL(eps, 0),
@@ -145,7 +134,8 @@ static const rm_op_argument qk_rope_kv[] = {
     {OPTIONAL_AT(q_squares, F32, rows, all_heads), .with = {SQUARES}},
     {OPTIONAL_AT(k_squares, F32, rows, all_kv_heads), .with = {SQUARES}},
     STEP(rope_check),
-    {0},
+    LIMIT(max_rows, rows),
+    LIMIT(head_dim, head_dim),
 };
 
 // -------------------------------------------------------------------------------------- attention
@@ -157,20 +147,19 @@ static void check_group(rm_op_call *c, int64_t *group, int64_t head0, int64_t n_
   if (c->failed) return;
   if (!*group) {
     rm_op_multiple_of(c, "num_heads", n_heads, n_kv_heads);
-    if (head0) rm_op_refuse(c, RM_E_SHAPE, "head0 without group", head0, "exactly", 0);
+    if (head0) rm_op_refuse(c, "head0 without group", head0, "exactly", 0);
     *group = n_heads / n_kv_heads;
     return;
   }
   const int64_t read = (head0 + n_heads + *group - 1) / *group;
-  if (head0 >= *group) rm_op_refuse(c, RM_E_SHAPE, "head0", head0, "less than group,", *group);
+  if (head0 >= *group) rm_op_refuse(c, "head0", head0, "less than group,", *group);
   if (n_kv_heads != read)
-    rm_op_refuse(c, RM_E_SHAPE, "num_kv_heads", n_kv_heads, "as many as the query heads read,",
-                 read);
+    rm_op_refuse(c, "num_kv_heads", n_kv_heads, "as many as the query heads read,", read);
 }
 
 // Checks that every page that a row may read exists.
 static void check_tables(rm_op_call *c) {
-  const rm_attention_args *a = &c->a.attention;
+  const rm_attention_args *a = &c->OP;
   for (int64_t r = 0; r < a->rows && !c->failed; r++) {
     const int64_t position = a->positions[r], last = position / a->page_size,
                   first = rm_first_position(a, r) / a->page_size;
@@ -180,26 +169,20 @@ static void check_tables(rm_op_call *c) {
 }
 
 static void attention_pages(rm_op_call *c) {
-  rm_attention_args *a = &c->a.attention;
+  rm_attention_args *a = &c->OP;
   page_elems(c, a->page_size, a->head_dim, a->value_dim);
   a->value_dim = c->s.n_values;
 }
 
 static void attention_sizes(rm_op_call *c) {
-  rm_attention_args *a = &c->a.attention;
+  rm_attention_args *a = &c->OP;
   check_heads(c, a->n_heads, a->n_kv_heads, a->head_dim, a->page_size);
   check_group(c, &a->group, a->head0, a->n_heads, a->n_kv_heads);
   c->s.n_positions = rm_op_product(c, "a row of block_tables", a->max_pages, a->page_size);
   rm_op_size(c, "block_tables' pages * page_size", c->s.n_positions, 0);
-  c->limits = (rm_limits){.max_rows = a->rows,
-                          .n_heads = a->n_heads,
-                          .n_kv_heads = a->n_kv_heads,
-                          .head_dim = a->head_dim,
-                          .group = a->group,
-                          .max_positions = c->s.n_positions};
 }
 
-static const rm_op_argument attention[] = {
+ARGUMENTS(attention) = {
     SIZE(page_size, 1),
     SIZE(window, 0),
     REAL(scale, -1),
@@ -218,7 +201,12 @@ static const rm_op_argument attention[] = {
     STEP(check_tables),
     OPTIONAL(sinks, T, n_heads),
     OUT(out, T, rows, n_heads, n_values),
-    {0},
+    LIMIT(max_rows, rows),
+    LIMIT(n_heads, n_heads),
+    LIMIT(n_kv_heads, n_kv_heads),
+    LIMIT(head_dim, head_dim),
+    LIMIT(group, group),
+    LIMIT(max_positions, n_positions),
 };
 
 // -------------------------------------------------------------------------------------- delta_net
@@ -226,12 +214,12 @@ static const rm_op_argument attention[] = {
 #define OP a.delta_net
 // The number of key heads follows from the channels of conv, which are those of q, k and v.
 static void delta_sizes(rm_op_call *c) {
-  rm_delta_net_args *a = &c->a.delta_net;
+  rm_delta_net_args *a = &c->OP;
   const int64_t of_q_k = c->s.width - rm_op_product(c, "norm", a->n_v_heads, a->v_dim),
                 pair = 2 * a->k_dim;
   rm_op_at_least(c, "norm.shape[0]", a->v_dim, 1);
   if (a->v_dim > RM_MAX_DELTA_DIM)
-    rm_op_refuse(c, RM_E_SHAPE, "norm.shape[0]", a->v_dim, "at most", RM_MAX_DELTA_DIM);
+    rm_op_refuse(c, "norm.shape[0]", a->v_dim, "at most", RM_MAX_DELTA_DIM);
   rm_op_at_least(c, "a_log.shape[0]", a->n_v_heads, 1);
   rm_op_at_least(c, "conv.shape[1]", a->kernel, 1);
   rm_op_at_least(c, "conv.shape[0]", of_q_k, pair);
@@ -247,29 +235,27 @@ static void delta_sizes(rm_op_call *c) {
 // The rows of a sequence are adjacent. No row may save to a slot that another row saves to, or that
 // a sequence loads before its rows.
 static void delta_slots(rm_op_call *c) {
-  const rm_delta_net_args *a = &c->a.delta_net;
+  const rm_delta_net_args *a = &c->OP;
   const int32_t *seqs = a->seq_of_row;
-  c->limits =
-      (rm_limits){.max_rows = a->rows, .k_dim = a->k_dim, .v_dim = a->v_dim, .kernel = a->kernel};
   for (int64_t r = 0; r < a->rows; r++) {
     const int starts = r && seqs[r] != seqs[r - 1];
     const int32_t slot = a->save_slots[r];
     for (int64_t i = 0; i < a->rows && (starts || slot >= 0) && !c->failed; i++)
       if (starts && i < r && seqs[i] == seqs[r])
         rm_op_raise(c, RM_E_REQUEST,
-                    "seq_of_row: expected adjacent rows of sequence %d, got rows %lld and %lld",
-                    seqs[r], (long long)i, (long long)r);
+                    "seq_of_row: expected adjacent rows of sequence %d, got rows %zd and %zd",
+                    seqs[r], i, r);
       else if (slot >= 0 && i != r &&
                (a->save_slots[i] == slot ||
                 (a->load_slots[seqs[i]] == slot && (i > r || seqs[i] != seqs[r]))))
         rm_op_raise(
             c, RM_E_REQUEST,
-            "save_slots: expected a slot that no other row uses, got %d in rows %lld and %lld",
-            slot, (long long)r, (long long)i);
+            "save_slots: expected a slot that no other row uses, got %d in rows %zd and %zd", slot,
+            r, i);
   }
 }
 
-static const rm_op_argument delta_net[] = {
+ARGUMENTS(delta_net) = {
     NUMBER(k_dim, k_dim, SIZE, 0, 1, RM_MAX_DELTA_DIM),
     SIZE(group, 0),
     SIZE(head0, 0),
@@ -286,14 +272,13 @@ static const rm_op_argument delta_net[] = {
     INDICES(seq_of_row, I32, 0, n_seqs, rows),
     STEP(delta_slots),
     OUT(out, T, rows, n_v_heads, v_dim),
-    {0},
+    LIMIT(max_rows, rows),
+    LIMIT(k_dim, k_dim),
+    LIMIT(v_dim, v_dim),
+    LIMIT(kernel, kernel),
 };
 
 const rm_op rm_ops_attention[] = {
-    {"rope_table", rope_table, run_rope_table, 0, NULL},
-    OP_OF_T(head_squares),
-    OP_OF_T(qk_rope_kv),
-    OP_OF_T(attention),
-    OP_OF_T(delta_net),
-    {0},
+    OP_OF_F32(rope_table), OP_OF_T(head_squares), OP_OF_T(qk_rope_kv),
+    OP_OF_T(attention),    OP_OF_T(delta_net),    {0},
 };

@@ -12,22 +12,22 @@ void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...) {
   if (c->failed) return;
   c->failed = 1;
   va_start(args, format);
-  rm_raise_va(c->module, code, format, args);
+  rm_raise_va(code, format, args);
   va_end(args);
 }
 
-void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen,
-                  const char *expected, long long limit) {
-  rm_op_raise(c, code, "%s: expected %s %lld, got %lld", name, expected, limit, seen);
+void rm_op_refuse(rm_op_call *c, const char *name, int64_t seen, const char *expected,
+                  int64_t limit) {
+  rm_op_raise(c, RM_E_SHAPE, "%s: expected %s %zd, got %zd", name, expected, limit, seen);
 }
 
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
-  if (seen < least) rm_op_refuse(c, RM_E_SHAPE, name, seen, "at least", least);
+  if (seen < least) rm_op_refuse(c, name, seen, "at least", least);
 }
 
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least) {
   rm_op_at_least(c, name, seen, least);
-  if (seen > RM_OP_MAX_SIZE) rm_op_refuse(c, RM_E_SHAPE, name, seen, "at most", RM_OP_MAX_SIZE);
+  if (seen > RM_OP_MAX_SIZE) rm_op_refuse(c, name, seen, "at most", RM_OP_MAX_SIZE);
 }
 
 // Returns a · b, or 0 after an error.
@@ -35,8 +35,8 @@ int64_t rm_op_product(rm_op_call *c, const char *name, int64_t a, int64_t b) {
   int64_t out = 0;
   if (c->failed) return 0;
   if (rm_mul_i64(a, b, &out)) return out;
-  rm_op_raise(c, RM_E_SHAPE, "%s: expected fewer than 2^63 elements, got %lld times %lld", name,
-              (long long)a, (long long)b);
+  rm_op_raise(c, RM_E_SHAPE, "%s: expected fewer than 2^63 elements, got %zd times %zd", name, a,
+              b);
   return 0;
 }
 
@@ -53,6 +53,10 @@ void *rm_op_block_new(rm_op_call *c, size_t bytes, size_t value) {
   return host;
 }
 
+void rm_op_copy(rm_op_call *c, rm_op_argument *copy) {
+  *(int64_t *)rm_op_value(c, copy->value) = *(int64_t *)rm_op_value(c, copy->below);
+}
+
 int rm_op_is_new(const rm_op_call *c, const rm_op_argument *out) {
   PyObject *given = rm_op_given(c, out->name);
   return !given || given == Py_Ellipsis;
@@ -66,7 +70,7 @@ void rm_op_out_dtype(rm_op_call *c, rm_op_argument *out) {
 
 int rm_op_type_of(const rm_op_call *c, PyObject *object) {
   if (object && PyArray_Check(object)) return PyArray_TYPE((PyArrayObject *)object);
-  return object ? rm_device_array_type(c->module, object) : -1;
+  return object ? rm_device_array_type(c->self, object) : -1;
 }
 
 rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name) {
@@ -82,10 +86,10 @@ void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const
   c->failed = 1;
   if (!object) object = Py_None;
   RM_OWNED *dtype = rm_op_type_of(c, object) < 0 ? NULL : PyObject_GetAttrString(object, "dtype");
-  if (dtype) rm_raise_code(c->module, RM_E_DTYPE, "%s: expected %s, got %S", name, expected, dtype);
+  if (dtype) rm_raise_code(RM_E_DTYPE, "%s: expected %s, got %S", name, expected, dtype);
   else if (!PyErr_Occurred())
-    rm_raise_code(c->module, RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s, got %R", name,
-                  expected, (PyObject *)Py_TYPE(object));
+    rm_raise_code(RM_E_UNSUPPORTED_TENSOR, "%s: expected an array of %s, got %R", name, expected,
+                  (PyObject *)Py_TYPE(object));
 }
 
 void rm_op_in_range(rm_op_call *c, const char *name, rm_op_type type, const void *indices,
@@ -94,19 +98,18 @@ void rm_op_in_range(rm_op_call *c, const char *name, rm_op_type type, const void
     const int64_t index =
         type == RM_OP_I64 ? ((const int64_t *)indices)[i] : ((const int32_t *)indices)[i];
     if (index < low || index >= high)
-      rm_op_raise(c, RM_E_REQUEST, "%s: expected values in [%lld, %lld), got %lld at index %lld",
-                  name, (long long)low, (long long)high, (long long)index, (long long)i);
+      rm_op_raise(c, RM_E_REQUEST, "%s: expected values in [%zd, %zd), got %zd at index %zd", name,
+                  low, high, index, i);
   }
 }
 
 void rm_op_multiple_of(rm_op_call *c, const char *name, int64_t seen, int64_t unit) {
-  if (seen <= 0 || seen % unit)
-    rm_op_refuse(c, RM_E_SHAPE, name, seen, "a positive multiple of", unit);
+  if (seen <= 0 || seen % unit) rm_op_refuse(c, name, seen, "a positive multiple of", unit);
 }
 
 // ---------------------------------------------------------------------------------------- running
 void rm_op_fail(rm_op_call *c, rm_error *err) {
-  rm_raise(c->module, err);
+  rm_raise(err);
   c->failed = 1;
 }
 
@@ -118,9 +121,8 @@ void rm_op_enter(rm_op_call *c) {
                 "has to make its own",
                 (int)c->self->owner);
   if (c->failed || !op_device) return;
-  c->failed =
-      (c->self->stream && rm_op_device_check_stream(c->module, op_device, c->self->stream)) ||
-      rm_op_device_enter(c->module, op_device, &c->saved);
+  c->failed = (c->self->stream && rm_op_device_check_stream(op_device, c->self->stream)) ||
+              rm_op_device_enter(op_device, &c->saved);
   c->is_entered = !c->failed;
   if (c->is_entered && c->self->stream)
     op_device->device.wait_stream(op_device->device.self, c->self->stream);

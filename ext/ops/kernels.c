@@ -11,32 +11,29 @@ static PyObject *kernels_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
   const char *isa;
   int threads;
   unsigned long long stream = 0;
-  PyObject *module = PyType_GetModule(type), *op_device = Py_None;
-  rm_error err = RM_ERROR_INIT;
+  PyObject *op_device = Py_None;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "si|OK:Kernels", names, &isa, &threads, &op_device,
                                    &stream))
     return NULL;
-  if (op_device != Py_None && !rm_is(module, op_device, RM_TYPE_OP_DEVICE))
-    return rm_raise_code(module, RM_E_CONFIG, "op_device: expected an OpDevice or None, got %R",
-                         op_device);
+  if (op_device != Py_None &&
+      !Py_IS_TYPE(op_device,
+                  (PyTypeObject *)rm_state(PyType_GetModule(type))->types[RM_TYPE_OP_DEVICE]))
+    return rm_raise_code(RM_E_CONFIG, "op_device: expected an OpDevice or None, got %R", op_device);
   const rm_kernels *table = NULL;
-  const rm_code code =
-      op_device == Py_None
-          ? rm_kernels_find(isa, &table, &err)
-          : rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL),
-                            isa, &table, &err);
-  if (code) return rm_raise(module, &err);
-  rm_kernels_object *self = rm_object_new((PyObject *)type);
+  if (RM_FAILS(
+          op_device == Py_None
+              ? rm_kernels_find(isa, &table, &err)
+              : rm_cuda_kernels(PyUnicode_AsUTF8AndSize(((rm_op_device *)op_device)->library, NULL),
+                                isa, &table, &err)))
+    return NULL;
+  rm_kernels_object *self = rm_object_new(type);
   if (!self) return NULL;
   self->table = table;
   self->owner = getpid();
   self->stream = (void *)(uintptr_t)stream;
   pthread_mutex_init(&self->mutex, NULL);
   if (op_device != Py_None) self->op_device = (rm_op_device *)Py_NewRef(op_device);
-  else if (rm_team_create(threads, &self->team, &err)) {
-    Py_DECREF(self);
-    return rm_raise(module, &err);
-  }
+  else if (RM_FAILS(rm_team_create(threads, &self->team, &err))) Py_CLEAR(self);
   return (PyObject *)self;
 }
 
@@ -64,15 +61,14 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, kernels_dealloc},
     {Py_tp_methods, kernels_methods},
     {Py_tp_members, kernels_members},
-    {0, NULL},
+    {0},
 };
 
 PyType_Spec rm_kernels_spec = RM_TYPE("Kernels", rm_kernels_object, 0, slots);
 
 // -------------------------------------------------------------------------------------- functions
-static PyObject *op_arguments(PyObject *module, PyObject *ignored) {
-  (void)ignored;
+static PyObject *op_arguments(PyObject *module, PyObject *) {
   return Py_NewRef(rm_state(module)->op_arguments);
 }
 
-PyMethodDef rm_ops_functions[] = {{"op_arguments", op_arguments, METH_NOARGS, NULL}, {0}};
+PyMethodDef rm_ops_functions[] = {RM_FUNCTION(op_arguments, NOARGS), {0}};

@@ -6,7 +6,7 @@
 // ---------------------------------------------------------------------------------------- lm_head
 #define OP a.lm_head
 static void head_sizes(rm_op_call *c) {
-  rm_lm_head_args *a = &c->a.lm_head;
+  rm_lm_head_args *a = &c->OP;
   c->s.elems = rm_op_packed_elems(c, "w", a->vocab, a->hidden);
   c->s.n_blocks = rm_round_up(a->vocab, RM_VOCAB_BLOCK) / RM_VOCAB_BLOCK;
   a->ldx = a->hidden;
@@ -18,34 +18,19 @@ static void head_sizes(rm_op_call *c) {
 #define TARGETS(below_) \
   {OPTIONAL_AT(targets, I32, rows), .with = {"target_logprobs", "target_logits"}, .low = -1, \
    .below = AT(below_)}
-static const rm_op_argument lm_head[] = {
-    SIZE(vocab, 1),
-    OPTIONAL_REAL(scale),
-    OPTIONAL_REAL(softcap),
-    IN(x, T, rows, hidden),
-    STEP(head_sizes),
-    PACKED(w, elems),
-    TARGETS(vocab),
-    OPTIONAL_OUT(logits, F32, rows, vocab),
-    OUT(stats, F32, rows, two),
-    OPTIONAL_OUT(target_logprobs, F32, rows),
-    ROW_FLAGS,
-    {0},
+// The first arguments of both ops.
+#define HEAD(least) \
+  SIZE(vocab, least), OPTIONAL_REAL(scale), OPTIONAL_REAL(softcap), IN(x, T, rows, hidden), \
+      STEP(head_sizes), PACKED(w, elems), TARGETS(vocab), OPTIONAL_OUT(logits, F32, rows, vocab)
+ARGUMENTS(lm_head) = {
+    HEAD(1), OUT(stats, F32, rows, two), OPTIONAL_OUT(target_logprobs, F32, rows), ROW_FLAGS, {0},
 };
 
-static const rm_op_argument lm_head_pairs[] = {
-    SIZE(vocab, 0),
-    OPTIONAL_REAL(scale),
-    OPTIONAL_REAL(softcap),
-    IN(x, T, rows, hidden),
-    STEP(head_sizes),
-    PACKED(w, elems),
-    TARGETS(vocab),
-    OPTIONAL_OUT(logits, F32, rows, vocab),
+ARGUMENTS(lm_head_pairs) = {
+    HEAD(0),
     OUT(pairs, F32, n_blocks, rows, two),
     OPTIONAL_OUT(target_logits, F32, rows),
     ROW_FLAGS,
-    {0},
 };
 
 // ------------------------------------------------------------------------------------ merge_pairs
@@ -53,12 +38,12 @@ static const rm_op_argument lm_head_pairs[] = {
 #define OP a.merge_pairs
 #define SIZE_block_count ~, a.merge_pairs.n_blocks
 static void merge_sizes(rm_op_call *c) {
-  const rm_merge_pairs_args *a = &c->a.merge_pairs;
+  const rm_merge_pairs_args *a = &c->OP;
   rm_op_at_least(c, "the blocks of pairs", a->n_blocks, 1);
   c->s.bounds = a->n_blocks * RM_VOCAB_BLOCK;
 }
 
-static const rm_op_argument merge_pairs[] = {
+ARGUMENTS(merge_pairs) = {
     IN(pairs, F32, block_count, rows, two),
     STEP(merge_sizes),
     TARGETS(bounds),
@@ -66,34 +51,31 @@ static const rm_op_argument merge_pairs[] = {
     OUT(stats, F32, rows, two),
     OPTIONAL_OUT(target_logprobs, F32, rows),
     ROW_FLAGS,
-    {0},
 };
 
 // ----------------------------------------------------------------------------------------- sample
 #undef OP
 #define OP a.sample
 static void sample_sizes(rm_op_call *c) {
-  rm_sample_args *a = &c->a.sample;
+  rm_sample_args *a = &c->OP;
   rm_op_at_least(c, "vocab", a->vocab, 1);
   c->s.bounds = a->rows + 1;
-  a->ld_logits = a->vocab;
-  c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
 }
 
 static void check_columns(rm_op_call *c) {
   const rm_op_sizes *s = &c->s;
   const int32_t *starts = s->banned_starts;
   rm_op_in_range(c, "banned_starts", RM_OP_I32, starts, 0, s->bounds, 0, s->n_banned + 1);
-  for (int64_t r = 0; r < c->a.sample.rows && !c->failed; r++) {
+  for (int64_t r = 0; r < c->OP.rows && !c->failed; r++) {
     if (starts[r + 1] < starts[r])
-      rm_op_refuse(c, RM_E_REQUEST, "banned_starts", starts[r + 1], "ascending, at least",
-                   starts[r]);
+      rm_op_raise(c, RM_E_REQUEST, "banned_starts: expected ascending, at least %d, got %d",
+                  starts[r], starts[r + 1]);
     if (!(s->temperature[r] >= 0.0f && s->top_p[r] > 0.0f && s->top_p[r] <= 1.0f &&
           s->min_p[r] >= 0.0f && s->min_p[r] <= 1.0f))
       rm_op_raise(c, RM_E_REQUEST,
                   "params: expected temperature >= 0, top_p in (0, 1] and min_p in [0, 1], got "
-                  "others in row %lld",
-                  (long long)r);
+                  "others in row %zd",
+                  r);
   }
 }
 
@@ -102,17 +84,16 @@ static void sample_check(rm_op_call *c) {
   check_columns(c);
   c->s.params = rm_op_block_new(
       c, (size_t)c->s.bounds * sizeof *c->s.params + (size_t)c->s.n_banned * sizeof *c->s.banned,
-      offsetof(rm_op_call, a.sample.params));
-  c->a.sample.params = c->s.params;
+      AT(params));
+  c->OP.params = c->s.params;
 }
 
 // Fills the block from the columns.
 static void sample_params(rm_op_call *c) {
   const rm_op_sizes *s = &c->s;
-  const int32_t *starts = s->banned_starts,
-                *banned = (const int32_t *)(c->a.sample.params + s->bounds);
+  const int32_t *starts = s->banned_starts, *banned = (const int32_t *)(c->OP.params + s->bounds);
   memcpy(s->params + s->bounds, s->banned, (size_t)s->n_banned * sizeof *banned);
-  for (int64_t r = 0; r < c->a.sample.rows; r++)
+  for (int64_t r = 0; r < c->OP.rows; r++)
     s->params[r] = (rm_sample_params){
         .temperature = s->temperature[r],
         .top_p = s->top_p[r],
@@ -130,7 +111,7 @@ static void sample_params(rm_op_call *c) {
   .name = #name_, .type = RM_OP_##type_, .flags = RM_ARRAY_OF_HOST, \
   .value = offsetof(rm_op_call, s.name_), .dims = {AT(size)}
 #define COLUMN(name, type, size) {COLUMN_AT(name, type, size)}
-static const rm_op_argument sample[] = {
+ARGUMENTS(sample) = {
     IN(logits, F32, rows, vocab),
     STEP(sample_sizes),
     IN(stats, F32, rows, two),
@@ -149,51 +130,45 @@ static const rm_op_argument sample[] = {
     COLUMN(banned_starts, I32, bounds),
     COLUMN(banned, I32, n_banned),
     STEP(sample_check),
-    {0},
+    COPY(ld_logits, vocab),
+    LIMIT(max_rows, rows),
+    LIMIT(vocab, vocab),
 };
 
 // ----------------------------------------------------------------------------------- top_logprobs
 #undef OP
 #define OP a.top_logprobs
 static void top_check(rm_op_call *c) {
-  rm_top_logprobs_args *a = &c->a.top_logprobs;
-  if (a->k > a->vocab) rm_op_refuse(c, RM_E_SHAPE, "k", a->k, "at most", a->vocab);
-  a->ld_logits = a->vocab;
-  c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
+  rm_top_logprobs_args *a = &c->OP;
+  if (a->k > a->vocab) rm_op_refuse(c, "k", a->k, "at most", a->vocab);
 }
 
-static const rm_op_argument top_logprobs[] = {
+ARGUMENTS(top_logprobs) = {
     SIZE(k, 0),
     IN(logits, F32, rows, vocab),
     STEP(top_check),
     IN(stats, F32, rows, two),
     OUT(ids, I32, rows, k),
     OUT(logprobs, F32, rows, k),
-    {0},
+    COPY(ld_logits, vocab),
+    LIMIT(max_rows, rows),
+    LIMIT(vocab, vocab),
 };
 
 // ------------------------------------------------------------------------------------------ ranks
 #undef OP
 #define OP a.ranks
-static void ranks_sizes(rm_op_call *c) {
-  rm_ranks_args *a = &c->a.ranks;
-  a->ld_logits = a->vocab;
-  c->limits = (rm_limits){.max_rows = a->rows, .vocab = a->vocab};
-}
-
-static const rm_op_argument ranks[] = {
-    IN(logits, F32, rows, vocab),
-    INDICES(tokens, I32, -1, vocab, rows),
-    STEP(ranks_sizes),
-    OUT(ranks, I32, rows),
-    {0},
+ARGUMENTS(ranks) = {
+    IN(logits, F32, rows, vocab), INDICES(tokens, I32, -1, vocab, rows),
+    OUT(ranks, I32, rows),        COPY(ld_logits, vocab),
+    LIMIT(max_rows, rows),        LIMIT(vocab, vocab),
 };
 
 const rm_op rm_ops_logits[] = {
     OP_OF_T(lm_head),
-    {"lm_head_pairs", lm_head_pairs, run_lm_head, offsetof(rm_op_call, a.lm_head.dtype), NULL},
+    OP_RUN(lm_head_pairs, run_lm_head, offsetof(rm_op_call, a.lm_head.dtype), NULL),
     OP_OF_F32(merge_pairs),
-    {"sample", sample, run_sample, 0, sample_params},
+    OP_RUN(sample, run_sample, 0, sample_params),
     OP_OF_F32(top_logprobs),
     OP_OF_F32(ranks),
     {0},

@@ -48,7 +48,7 @@ typedef struct rm_kernels_object {
 // The largest size: sums of sizes and rounding up are exact in int64_t; products are checked.
 enum { RM_OP_MAX_SIZE = INT32_MAX };
 // Blocks and arguments of one op; dims of an array.
-enum { RM_OP_MAX_BLOCKS = 5, RM_OP_MAX_ARGUMENTS = 26, RM_OP_MAX_DIMS = 3 };
+enum { RM_OP_MAX_BLOCKS = 5, RM_OP_MAX_ARGUMENTS = 32, RM_OP_MAX_DIMS = 3 };
 
 // -------------------------------------------------------------------------------------- the table
 // The argument struct of every op.
@@ -102,7 +102,7 @@ enum { RM_OP_NEW = 16, RM_OP_ZERO = 32, RM_OP_OUT = RM_OP_NEW | RM_ARRAY_WRITE, 
 typedef struct rm_op_call rm_op_call;
 typedef struct rm_op_argument rm_op_argument;
 struct rm_op_argument {
-  const char *name; // NULL: a step alone
+  const char *name; // NULL: a step or a copy alone
   rm_op_type type;
   int flags;
   size_t value, dims[RM_OP_MAX_DIMS]; // offsets in rm_op_call; dims end with 0
@@ -113,6 +113,7 @@ struct rm_op_argument {
   void (*adjust)(rm_op_call *, rm_op_argument *); // changes a copy of the entry, which is then used
 };
 
+#define ARGUMENTS(op) static const rm_op_argument op[]
 // The lines of an entry, in ext/ops/*.c, where OP is the path of the op's struct in rm_op_call. The
 // name of an argument is that of its member, except in the …_AT lines. A size is a member of OP, or
 // of rm_op_sizes if it is listed here.
@@ -179,16 +180,22 @@ struct rm_op_argument {
 #define OPTIONAL_REAL(name) NUMBER(name, name, REAL, RM_ARRAY_OPTIONAL, 0, 0)
 #define FLAG(name) NUMBER(name, name, FLAG, RM_ARRAY_OPTIONAL, 0, 0)
 #define STEP(step_) {.step = step_}
+// Sets a member, or one of the limits of the workspace, to a size.
+#define COPY_AT(offset, size) {.value = offset, .below = AT(size), .adjust = rm_op_copy}
+#define COPY(member, size) COPY_AT(AT(member), size)
+#define LIMIT(limit, size) COPY_AT(offsetof(rm_op_call, limits.limit), size)
 
 typedef struct rm_op {
   const char *name;
-  const rm_op_argument *arguments; // the last has neither name nor step
+  const rm_op_argument *arguments; // [n_arguments]
+  int n_arguments;
   void (*run)(rm_op_call *);
   size_t dtype; // offset in rm_op_call of the struct's dtype; 0: it has none
   void (*placed)(rm_op_call *); // fills a block whose contents depend on its address; or NULL
 } rm_op;
-#define OP_OF_T(name) {#name, name, run_##name, offsetof(rm_op_call, a.name.dtype), NULL}
-#define OP_OF_F32(name) {#name, name, run_##name, 0, NULL}
+#define OP_RUN(name, run, dtype, placed) {#name, name, RM_LENGTH(name), run, dtype, placed}
+#define OP_OF_T(name) OP_RUN(name, run_##name, offsetof(rm_op_call, a.name.dtype), NULL)
+#define OP_OF_F32(name) OP_RUN(name, run_##name, 0, NULL)
 
 extern const rm_op rm_ops_dense[], rm_ops_attention[], rm_ops_moe[], rm_ops_logits[],
     rm_ops_pack[]; // each ends with {0}
@@ -208,13 +215,12 @@ typedef struct rm_op_block { // host memory that the call owns
 
 struct rm_op_call {
   rm_kernels_object *self; // view
-  PyObject *module; // view
   const rm_op *op; // view
   PyObject *objects[RM_OP_MAX_ARGUMENTS]; // views: the argument of each entry; NULL: absent
   PyObject *outputs; // owned tuple
   rm_op_args a;
   rm_op_sizes s;
-  rm_limits limits; // set by a step if the op uses a workspace
+  rm_limits limits; // set if the op uses a workspace
   rm_dtype dtype, out_dtype; // of RM_OP_T and RM_OP_OUT_T
   int is_decided; // whether an array has decided dtype
   int n_outputs; // so far
@@ -249,11 +255,12 @@ rm_dtype rm_op_dtype_of(rm_op_call *c, PyObject *object, const char *name);
 void rm_op_refuse_dtype(rm_op_call *c, PyObject *object, const char *name, const char *expected);
 // Returns a new block of zeros for the pointer at the offset `value`; NULL after an error.
 void *rm_op_block_new(rm_op_call *c, size_t bytes, size_t value);
+void rm_op_copy(rm_op_call *c, rm_op_argument *copy); // see COPY
 
 // Raises an error and fails the call, unless it has failed. Formats are PyErr_Format's.
 void rm_op_raise(rm_op_call *c, rm_code code, const char *format, ...);
-void rm_op_refuse(rm_op_call *c, rm_code code, const char *name, long long seen,
-                  const char *expected, long long limit);
+void rm_op_refuse(rm_op_call *c, const char *name, int64_t seen, const char *expected,
+                  int64_t limit); // ShapeError
 // Check a number that was computed from arguments.
 void rm_op_at_least(rm_op_call *c, const char *name, int64_t seen, int64_t least);
 void rm_op_size(rm_op_call *c, const char *name, int64_t seen, int64_t least);

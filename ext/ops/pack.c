@@ -9,7 +9,7 @@
 
 // A weight has two dims, or three with groups.
 static void pack_weight(rm_op_call *c, rm_op_argument *weight) {
-  rm_pack_args *a = &c->a.pack;
+  rm_pack_args *a = &c->OP;
   PyObject *object = rm_op_given(c, weight->name);
   const int type = rm_op_type_of(c, object);
   while (a->src_dtype < RM_SRC_F64 && rm_elements[a->src_dtype].type != type) a->src_dtype++;
@@ -24,11 +24,10 @@ static void pack_weight(rm_op_call *c, rm_op_argument *weight) {
 }
 
 static void pack_sizes(rm_op_call *c) {
-  rm_pack_args *a = &c->a.pack;
+  rm_pack_args *a = &c->OP;
   const int64_t end = a->dst_row0 + a->rows;
   if (a->cols % 2 == 0 && a->index0 % 2)
-    rm_op_refuse(c, RM_E_SHAPE, "index0 of rows of even width", a->index0, "even, such as",
-                 a->index0 - 1);
+    rm_op_refuse(c, "index0 of rows of even width", a->index0, "even, such as", a->index0 - 1);
   a->row_stride = a->dst_cols = a->cols;
   a->col_stride = 1;
   c->s.group_elems =
@@ -37,7 +36,6 @@ static void pack_sizes(rm_op_call *c) {
           : rm_op_packed_elems(c, "dst", a->layout == RM_PACKED ? end : rm_gate_up_rows(end),
                                a->cols);
   c->s.elems = rm_op_product(c, "dst", c->s.groups, c->s.group_elems);
-  c->limits = (rm_limits){.max_rows = a->rows, .max_k = a->cols};
 }
 
 // The first group of a given dst begins at element dst_first, and dst may be larger: the rows are
@@ -50,12 +48,12 @@ static void pack_dst(rm_op_call *c, rm_op_argument *dst) {
 static void pack_check(rm_op_call *c) {
   rm_op_at_least(c, "the length of dst from dst_first on", c->s.elems - c->s.dst_first,
                  c->s.groups * c->s.group_elems);
-  c->a.pack.dst_dtype = c->out_dtype;
+  c->OP.dst_dtype = c->out_dtype;
 }
 
 // On the CPU the kernel returns the results of the last group in its arguments.
 static void run_pack(rm_op_call *c) {
-  rm_pack_args a = c->a.pack;
+  rm_pack_args a = c->OP;
   const int64_t of_src = a.rows * a.cols * (rm_elements[a.src_dtype].bits / 8),
                 of_dst = c->s.group_elems * (int64_t)rm_dtype_bytes(a.dst_dtype);
   a.dst = (char *)a.dst + c->s.dst_first * (int64_t)rm_dtype_bytes(a.dst_dtype);
@@ -69,7 +67,7 @@ static void run_pack(rm_op_call *c) {
   if (!a.found) *c->s.found = (rm_pack_found){a.digest, a.nonfinite_index, a.diff_index};
 }
 
-static const rm_op_argument pack[] = {
+ARGUMENTS(pack) = {
     CHOICE(layout, RM_PACKED_UP),
     SIZE(dst_row0, 0),
     NUMBER(index0, index0, SIZE, 0, 0, MAX_INDEX),
@@ -81,7 +79,8 @@ static const rm_op_argument pack[] = {
     ADJUSTED(pack_dst, dst, OUT_T, RM_OP_OUT | RM_OP_ZERO | RM_ARRAY_PACKED, elems),
     STEP(pack_check),
     OUT(found, I64, three),
-    {0},
+    LIMIT(max_rows, rows),
+    LIMIT(max_k, cols),
 };
 
-const rm_op rm_ops_pack[] = {{"pack", pack, run_pack, 0, NULL}, {0}};
+const rm_op rm_ops_pack[] = {OP_OF_F32(pack), {0}};

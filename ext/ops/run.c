@@ -8,9 +8,8 @@
 
 static const rm_op *const groups[] = {rm_ops_dense, rm_ops_attention, rm_ops_moe, rm_ops_logits,
                                       rm_ops_pack};
-enum { N_GROUPS = sizeof groups / sizeof *groups };
+enum { N_GROUPS = RM_LENGTH(groups) };
 
-static int is_last(const rm_op_argument *a) { return !a->name && !a->step; }
 static int is_array(const rm_op_argument *a) { return a->name && a->type < RM_OP_SIZE; }
 
 static int n_dims_of(const rm_op_argument *a) {
@@ -20,11 +19,10 @@ static int n_dims_of(const rm_op_argument *a) {
 }
 
 PyObject *rm_op_given(const rm_op_call *c, const char *name) {
-  int i = 0;
-  while (!is_last(&c->op->arguments[i]) &&
-         (!c->op->arguments[i].name || strcmp(c->op->arguments[i].name, name) != 0))
-    i++;
-  return c->objects[i] == Py_None ? NULL : c->objects[i];
+  for (int i = 0; i < c->op->n_arguments; i++)
+    if (c->op->arguments[i].name && strcmp(c->op->arguments[i].name, name) == 0)
+      return c->objects[i] == Py_None ? NULL : c->objects[i];
+  return NULL;
 }
 
 // ---------------------------------------------------------------------------------------- numbers
@@ -46,10 +44,10 @@ static int64_t integer_of(rm_op_call *c, PyObject *object, const char *name, int
   const long long value = number ? PyLong_AsLongLongAndOverflow(number, &overflow) : -1;
   c->failed = !number || overflow || value < low || value > high;
   if (c->failed && is_refusal())
-    rm_raise_code(c->module, RM_E_SHAPE,
-                  overflow ? "%s: expected an integer in [%lld, %lld], got one of more than 64 bits"
-                           : "%s: expected an integer in [%lld, %lld], got %.60R",
-                  name, (long long)low, (long long)high, object);
+    rm_raise_code(RM_E_SHAPE,
+                  overflow ? "%s: expected an integer in [%zd, %zd], got one of more than 64 bits"
+                           : "%s: expected an integer in [%zd, %zd], got %.60R",
+                  name, low, high, object);
   return c->failed ? -1 : value;
 }
 
@@ -61,7 +59,7 @@ static float real_of(rm_op_call *c, PyObject *object, const char *name, float lo
   const int overflow = PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_OverflowError);
   c->failed = PyErr_Occurred() || !(value >= (double)low && value <= (double)FLT_MAX);
   if (c->failed && is_refusal())
-    rm_raise_code(c->module, RM_E_CONFIG,
+    rm_raise_code(RM_E_CONFIG,
                   overflow ? "%s: expected a finite float32%s, got an integer beyond it"
                            : "%s: expected a finite float32%s, got %.60R",
                   name, low == 0 ? " >= 0" : "", object);
@@ -114,15 +112,15 @@ static PyObject *new_output(rm_op_call *c, const rm_op_argument *a, int type,
   }
   if (c->failed) return NULL;
   if (c->self->op_device && !(a->flags & RM_ARRAY_OF_HOST))
-    return rm_device_array_new(c->module, c->self->op_device, type, n_dims, shape);
+    return rm_device_array_new(c->self->op_device, type, n_dims, shape);
   PyObject *out = a->flags & RM_OP_ZERO ? PyArray_ZEROS(n_dims, shape, type, 0)
                                         : PyArray_EMPTY(n_dims, shape, type, 0);
   if (!out && PyErr_ExceptionMatches(PyExc_ValueError)) {
     PyErr_Clear();
     RM_OWNED *tuple = rm_tuple_of(shape, n_dims);
     if (tuple)
-      rm_raise_code(c->module, RM_E_SHAPE,
-                    "%s: expected an output that can be addressed, got shape %R", a->name, tuple);
+      rm_raise_code(RM_E_SHAPE, "%s: expected an output that can be addressed, got shape %R",
+                    a->name, tuple);
   }
   return out;
 }
@@ -167,9 +165,8 @@ static void take_data(rm_op_call *c, const rm_op_argument *a, PyObject *object, 
     want.shape[i] = *sizes[i];
   }
   if (c->failed) return;
-  c->failed =
-      on_host ? rm_array_data(c->module, object, &want, &data)
-              : rm_device_array_data(c->module, c->self->op_device, object, &want, &data, &bytes);
+  c->failed = on_host ? rm_array_data(object, &want, &data)
+                      : rm_device_array_data(c->self->op_device, object, &want, &data, &bytes);
   for (int i = 0; i < want.n_dims && !c->failed; i++) {
     if (want.n_dims > 1)
       rm_op_size(c, a->name, want.shape[i], 0); // any size is possible beside a 0
@@ -236,7 +233,7 @@ static int start(rm_op_call *c, PyObject *names, PyObject *arguments) {
   int n_outputs = 0, n_found = 0;
   Py_ssize_t at = 0;
   PyObject *name;
-  for (int i = 0; !is_last(&c->op->arguments[i]); i++) {
+  for (int i = 0; i < c->op->n_arguments; i++) {
     const rm_op_argument *a = &c->op->arguments[i];
     n_outputs += (a->flags & RM_OP_NEW) != 0;
     for (int d = 0; d < n_dims_of(a); d++) *(int64_t *)rm_op_value(c, a->dims[d]) = -1;
@@ -255,16 +252,16 @@ static int start(rm_op_call *c, PyObject *names, PyObject *arguments) {
 }
 
 PyObject *rm_op_run(rm_kernels_object *self, PyObject *args) {
-  rm_op_call c = {.self = self, .module = rm_module_of((PyObject *)self)};
+  rm_op_call c = {.self = self};
   PyObject *arguments, *names;
   const char *name;
   if (!PyArg_ParseTuple(args, "sO!:run", &name, &PyDict_Type, &arguments)) return NULL;
   const rm_op *op = c.op = op_named(name);
   if (!op) return PyErr_Format(PyExc_ValueError, "expected the name of an op, got '%.64s'", name);
-  names = PyDict_GetItem(rm_state(c.module)->op_arguments, PyTuple_GetItem(args, 0));
+  names = PyDict_GetItem(rm_state_of(self)->op_arguments, PyTuple_GetItem(args, 0));
   if (start(&c, names, arguments)) return NULL;
   rm_op_enter(&c);
-  for (int i = 0; !c.failed && !is_last(&op->arguments[i]); i++) take(&c, i);
+  for (int i = 0; !c.failed && i < op->n_arguments; i++) take(&c, i);
   if (op->dtype) *(rm_dtype *)rm_op_value(&c, op->dtype) = c.dtype;
   if (!rm_op_begin(&c)) {
     op->run(&c);
@@ -291,7 +288,7 @@ PyObject *rm_op_table(void) {
   for (int g = 0; all && g < N_GROUPS; g++)
     for (const rm_op *op = groups[g]; all && op->name; op++) {
       PyObject *roles = PyDict_New();
-      for (const rm_op_argument *a = op->arguments; roles && !is_last(a); a++)
+      for (const rm_op_argument *a = op->arguments; a < op->arguments + op->n_arguments; a++)
         if (a->name) rm_dict_put(&roles, a->name, PyUnicode_FromString(role_of(a)));
       rm_dict_put(&all, op->name, roles);
     }

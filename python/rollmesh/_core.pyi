@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from rollmesh.model.spec import EngineValues
 from rollmesh.runtime.engine_views import (
     Finish,
+    Floats,
     Ids,
     ManifestEntry,
     OpTime,
@@ -18,8 +19,7 @@ from rollmesh.runtime.engine_views import (
     SyncValues,
 )
 
-_Floats = NDArray[np.float32]
-_Drawn = tuple[Ids, _Floats, _Floats, Ids]  # tokens, logprobs, sampling_logprobs, ranks
+_Drawn = tuple[Ids, Floats, Floats, Ids]  # tokens, logprobs, sampling_logprobs, ranks
 # (op, sequence, epoch, timeout, bytes for each rank, number of bytes from each rank) -> the bytes
 _Exchange = Callable[[int, int, int, float, list[bytes], list[int]], Sequence[bytes | memoryview]]
 
@@ -144,7 +144,7 @@ class Engine:
         prompt: Ids,
         stop_token_ids: Ids,
         request: Any,
-        logits: _Floats | None,
+        logits: Floats | None,
         edits: tuple[NDArray[Any], ...] | None = None,
         /,
     ) -> int: ...
@@ -166,8 +166,8 @@ class Engine:
         replace: NDArray[np.uint8],
         page_counts: NDArray[np.int64],
         pages: Ids,
-        logits: _Floats | None,
-        stats: _Floats | None,
+        logits: Floats | None,
+        stats: Floats | None,
         /,
     ) -> tuple[_Drawn, int]: ...
     # Draws from logits that the caller has edited. Returns (tokens, logprobs,
@@ -175,13 +175,13 @@ class Engine:
     def external_draw(
         self,
         ids: NDArray[np.uint64],
-        raw: _Floats,
-        stats: _Floats,
-        edited: _Floats,
+        raw: Floats,
+        stats: Floats,
+        edited: Floats,
         /,
     ) -> _Drawn: ...
     # Returns (token ids, logprobs) of the k likeliest tokens at each request's last token.
-    def external_top(self, ids: NDArray[np.uint64], k: int, /) -> tuple[Ids, _Floats]: ...
+    def external_top(self, ids: NDArray[np.uint64], k: int, /) -> tuple[Ids, Floats]: ...
     # Returns the routing of the positions from `start` to the last input token.
     def external_routed(self, id: int, start: int, /) -> NDArray[np.int16]: ...
     # Ends a request that was not fed; its pages contain nothing valid.

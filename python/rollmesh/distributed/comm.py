@@ -196,9 +196,7 @@ class Shm(Comm):
         nonce = int.from_bytes(
             hashlib.sha256(f"{os.getuid()} {self.name}".encode()).digest()[:8], "little"
         )
-        return Endpoints(
-            *_core.attach(self.name, self.rank, nonce, mesh.tp, mesh.dp, mesh.ep, self.timeout)
-        )
+        return Endpoints(*_core.attach(self.name, self.rank, nonce, *mesh.degrees, self.timeout))
 
 
 class Torch(Comm):
@@ -234,14 +232,14 @@ class Torch(Comm):
                     with suppress(AttributeError, OSError):
                         process = os.pidfd_open(its["process"])
                         self._watched.register(process, selectors.EVENT_READ, rank)
-        sizes = {"tp": mesh.tp, "ep": mesh.ep}
-        ends: dict[str, _core.Comm | None] = {}
-        for axis, size in sizes.items():
+        ends: list[_core.Comm | None] = []  # of tp and ep
+        for size in (mesh.tp, mesh.ep):
             for first in range(0, self.world, size):
                 end = self._group(world[first : first + size])
                 if first <= self.rank < first + size:
-                    ends[axis] = end
-        return Endpoints(ends["tp"], ends["ep"], self._group(world), control)
+                    ends.append(end)
+        tp, ep = ends
+        return Endpoints(tp, ep, self._group(world), control)
 
     def _group(self, members: Sequence[int]) -> _core.Comm | None:
         from torch import distributed
@@ -321,8 +319,7 @@ class _Exchange:
         from torch import distributed
 
         del timeout  # the torch group has its own timeout
-        if self.group is None:
-            raise RankLostError(f"rank {self._rank} has aborted or left the group")
+        self._check_open()
         mine = torch.tensor([op, sequence, epoch, *map(len, send)], dtype=torch.int64)
         headers = [torch.empty_like(mine) for _ in range(self._size)]
         out = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -338,6 +335,10 @@ class _Exchange:
         except RuntimeError as error:
             raise self._named(error, op, sequence) from error
         return [part.numpy().data for part in torch.split(out, sizes)]
+
+    def _check_open(self) -> None:
+        if self.group is None:
+            raise RankLostError(f"rank {self._rank} has aborted or left the group")
 
     def _check(
         self, headers: list[list[int]], op: int, sequence: int, epoch: int, sizes: list[int]
@@ -373,8 +374,7 @@ class _Exchange:
     def look(self) -> None:
         """Called while a rank waits for its GPU. Raises RankLostError if another rank is known to
         have ended."""
-        if self.group is None:
-            raise RankLostError(f"rank {self._rank} has aborted or left the group")
+        self._check_open()
         if ended := ", ".join(map(str, self._comm.ended())):
             self._comm.heard = True
             raise RankLostError(f"lost rank {ended}: the process has ended")

@@ -51,6 +51,11 @@ class Mesh:
             )
 
     @property
+    def degrees(self) -> tuple[int, int, int]:
+        """tp, dp and ep."""
+        return self.tp, self.dp, self.ep
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp

@@ -82,7 +82,7 @@ class Step(NamedTuple):
         """Returns the number of elements of its home rows that a replica computes. cut: the
         field of Placement that divides the columns."""
         mesh = self.mesh
-        ranks = placements(self.spec, mesh.tp, mesh.dp, mesh.ep)[: mesh.tp]
+        ranks = placements(self.spec, *mesh.degrees)[: mesh.tp]
         return sum(
             rows * len(getattr(rank, cut))
             for rows, rank in zip(self.home_rows(), ranks, strict=True)

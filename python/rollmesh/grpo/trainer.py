@@ -33,6 +33,7 @@ from rollmesh.run.models import (
 from rollmesh.run.routing_replay import replay, routers
 from rollmesh.run.samples import Batch, Completion, Rollout, make_batch
 from rollmesh.run.seeds import seed_of
+from rollmesh.runtime.engine_views import Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,7 +99,7 @@ class Trainer:
         model = self.model if model is None else model
         return self.forward.logprobs(model, batch, entropy, on_policy, self.version)
 
-    def logprobs_of(self, rollout: Rollout) -> NDArray[np.float32]:
+    def logprobs_of(self, rollout: Rollout) -> Floats:
         """Returns the logprobs of all tokens of a rollout, without gradient, [tokens]. The weights
         must be those that generated them."""
         import torch
@@ -111,7 +112,7 @@ class Trainer:
                     parts.append(self.logprobs(batch, on_policy=True)[0])
         return torch.cat(parts).cpu().numpy()
 
-    def score(self, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+    def score(self, sequences: list[NDArray[np.int32]]) -> list[Floats]:
         """Returns float32 [len - 1] per sequence at temperature 1, for Generator.self_test."""
         import torch
 
@@ -121,7 +122,7 @@ class Trainer:
 
     def learn(
         self, rollout: Rollout, advantages: NDArray[np.float64], step: int
-    ) -> tuple[dict[str, float], NDArray[np.float32]]:
+    ) -> tuple[dict[str, float], Floats]:
         """Makes the optimizer updates of a step. Returns their metrics, and the logprobs of the
         rollout's tokens before the first update."""
         import torch
@@ -155,10 +156,10 @@ class Trainer:
         self,
         completions: list[Completion],
         advantages: NDArray[np.float64],
-        before: NDArray[np.float32] | None,
+        before: Floats | None,
         step: int,
         on_policy: bool,
-    ) -> tuple[dict[str, float], NDArray[np.float32]]:
+    ) -> tuple[dict[str, float], Floats]:
         """Makes one optimizer update. advantages, before: one value for each token. `before` has
         the trainer's logprobs before the first update; it is None in that update if the update uses
         the whole batch. Returns the metrics and the logprobs."""

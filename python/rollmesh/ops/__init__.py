@@ -55,6 +55,7 @@ from rollmesh.ops.devices import (
 )
 from rollmesh.ops.types import LmHead, LmHeadPairs, Routing, Sampled, SampleParams
 from rollmesh.runtime.arguments import ACTIVATIONS, boolean, choice
+from rollmesh.runtime.engine_views import Floats, Ids
 from rollmesh.runtime.messages import shown
 
 __all__ = [
@@ -101,8 +102,9 @@ _LAYOUT_PLAIN, _LAYOUT_PACKED, _LAYOUT_GATE, _LAYOUT_UP = range(4)
 SCORES = ("softmax", "sigmoid")  # rm_score of kernels.h
 
 
-def _activation(name: str) -> int:
-    return ACTIVATIONS.index(choice("activation", name, ACTIVATIONS))
+def _index(name: str, word: str, words: Sequence[str]) -> int:
+    """The number of a word in kernels.h."""
+    return words.index(choice(name, word, words))
 
 
 def _new(wanted: bool) -> Any:
@@ -238,7 +240,9 @@ def gemm_swiglu(
     is x · up within ±limit. bias: [2n], gate's before up's, with group_rows [groups, 2n]. gate_up
     [m, 2n], if given, receives the rounded x · gate and x · up of each row with their biases, for a
     backward pass."""
-    return run("gemm_swiglu", **{**locals(), "activation": _activation(activation)})[0]
+    return run(
+        "gemm_swiglu", **{**locals(), "activation": _index("activation", activation, ACTIVATIONS)}
+    )[0]
 
 
 def activate(
@@ -246,8 +250,8 @@ def activate(
 ) -> Array:
     """Returns activation(x) for x [rows, n], as in an MLP without a gate. activation: as in
     gemm_swiglu, without "swiglu_oai"."""
-    choice("activation", activation, ACTIVATIONS[:-1])
-    return run("activate", **{**locals(), "activation": _activation(activation)})[0]
+    number = _index("activation", activation, ACTIVATIONS[:-1])
+    return run("activate", isa, threads, x=x, activation=number, out=out)[0]
 
 
 def sigmoid_gate(
@@ -280,7 +284,7 @@ def kv_cache(
 
 
 def rope_table(
-    inv_freq: NDArray[np.float32],
+    inv_freq: Floats,
     num_positions: int,
     *,
     scale: float = 1.0,
@@ -490,13 +494,11 @@ def router(
     route_scale or min_sum that is not a finite float32 >= 0, and ShapeError for groups that do not
     divide num_experts or have fewer than top_k experts.
     """
-    return Routing(
-        *run("router", **{**locals(), "score": SCORES.index(choice("score", score, SCORES))})
-    )
+    return Routing(*run("router", **{**locals(), "score": _index("score", score, SCORES)}))
 
 
 def permute(
-    x: Array, ids: NDArray[np.int32], num_experts: int, *, isa: str | None = None, threads: int = 1
+    x: Array, ids: Ids, num_experts: int, *, isa: str | None = None, threads: int = 1
 ) -> tuple[Array, Array, Array]:
     """Returns (x sorted by expert [rows·top_k, hidden], group_rows [num_experts + 1], place [rows,
     top_k])."""
@@ -506,8 +508,8 @@ def permute(
 def combine(
     y: Array,
     place: NDArray[np.int32],
-    ids: NDArray[np.int32],
-    gates: NDArray[np.float32],
+    ids: Ids,
+    gates: Floats,
     num_experts: int,
     *,
     out: Array | None = None,
@@ -525,7 +527,7 @@ def lm_head(
     w: Array,
     vocab: int,
     *,
-    targets: NDArray[np.int32] | None = None,
+    targets: Ids | None = None,
     keep_logits: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
@@ -535,12 +537,7 @@ def lm_head(
     """Returns the logits of x [rows, hidden], their statistics, and the logprob of one target for
     each row (−1: no target). With scale, logits are multiplied by it; then, with softcap, they are
     softcap · tanh(logit / softcap)."""
-    return LmHead(*run(
-        "lm_head", isa, threads, x=x, w=w, vocab=vocab, scale=scale, softcap=softcap,
-        targets=targets,
-        logits=_new(boolean("keep_logits", keep_logits)),
-        target_logprobs=_new(targets is not None),
-    ))  # fmt: skip
+    return LmHead(*_head("lm_head", "target_logprobs", **locals()))
 
 
 def lm_head_pairs(
@@ -548,7 +545,7 @@ def lm_head_pairs(
     w: Array,
     vocab: int,
     *,
-    targets: NDArray[np.int32] | None = None,
+    targets: Ids | None = None,
     keep_logits: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
@@ -561,19 +558,21 @@ def lm_head_pairs(
     targets are counted from the shard's first entry; −1 stands for targets in other shards. Pass
     the pairs of all shards, concatenated in the order of the vocabulary, to merge_pairs.
     """
-    return LmHeadPairs(*run(
-        "lm_head_pairs", isa, threads, x=x, w=w, vocab=vocab, scale=scale, softcap=softcap,
-        targets=targets,
-        logits=_new(boolean("keep_logits", keep_logits)),
-        target_logits=_new(targets is not None),
-    ))  # fmt: skip
+    return LmHeadPairs(*_head("lm_head_pairs", "target_logits", **locals()))
+
+
+def _head(op: str, of_targets: str, keep_logits: bool, **given: Any) -> tuple[Any, ...]:
+    """Runs an op of the head. of_targets: its output for targets."""
+    given["logits"] = _new(boolean("keep_logits", keep_logits))
+    given[of_targets] = _new(given["targets"] is not None)
+    return run(op, **given)
 
 
 def merge_pairs(
-    pairs: NDArray[np.float32],
+    pairs: Floats,
     *,
-    targets: NDArray[np.int32] | None = None,
-    target_logits: NDArray[np.float32] | None = None,
+    targets: Ids | None = None,
+    target_logits: Floats | None = None,
     isa: str | None = None,
     threads: int = 1,
 ) -> LmHead:
@@ -592,8 +591,8 @@ def merge_pairs(
 
 
 def sample(
-    logits: NDArray[np.float32],
-    stats: NDArray[np.float32],
+    logits: Floats,
+    stats: Floats,
     params: SampleParams | Sequence[SampleParams],
     *,
     forced: Array | None = None,
@@ -636,8 +635,8 @@ def sample(
 
 
 def top_logprobs(
-    logits: NDArray[np.float32],
-    stats: NDArray[np.float32],
+    logits: Floats,
+    stats: Floats,
     k: int,
     *,
     isa: str | None = None,
@@ -649,8 +648,8 @@ def top_logprobs(
 
 
 def ranks(
-    logits: NDArray[np.float32],
-    tokens: NDArray[np.int32],
+    logits: Floats,
+    tokens: Ids,
     *,
     isa: str | None = None,
     threads: int = 1,

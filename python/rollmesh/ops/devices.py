@@ -168,19 +168,17 @@ def op_over(
     first = next((name for name, place in places.items() if place > HOST), None)
     if first is None:
         if str(isa) in CUDA_FAMILIES:  # of any type
-            families = ", ".join(available_isas())
             raise ConfigError(
-                f"isa: expected one of {families}, since {next(iter(places))} is on the CPU, got "
-                f"{isa!r}"
+                f"isa: expected one of {', '.join(available_isas())}, since {next(iter(places))} "
+                f"is on the CPU, got {isa!r}"
             )
         return kernels(isa, threads), [words_of(array) for array in arrays.values()]
     ordinal = places[first]
     op = _op_at(isa, threads, first, ordinal)
     assert op.op_device is not None
-    indices = {name for name, role in (roles or {}).items() if role == "index"}
     return op, [
         array
-        if places[name] == HOST and name in indices and isinstance(array, np.ndarray)
+        if isinstance(array, np.ndarray) and (roles or {}).get(name) == "index"
         else _taken(op.op_device, name, array, places[name], first, ordinal)
         for name, array in arrays.items()
     ]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rollmesh.errors import RequestError
 from rollmesh.runtime.arguments import MAX_FLOAT32, MAX_TOKENS, integer_of, is_real, items_of
+from rollmesh.runtime.engine_views import Floats, Ids
 from rollmesh.runtime.messages import shown
 
 
@@ -18,9 +19,9 @@ class LmHead(NamedTuple):
     """Results of lm_head for each row: logits [rows, vocab] (None if they were not kept), (max, Σ
     exp(logit − max)), the target's logprob, and flags."""
 
-    logits: NDArray[np.float32] | None
-    stats: NDArray[np.float32]
-    target_logprobs: NDArray[np.float32] | None
+    logits: Floats | None
+    stats: Floats
+    target_logprobs: Floats | None
     row_flags: NDArray[np.uint8]
 
 
@@ -29,17 +30,17 @@ class LmHeadPairs(NamedTuple):
     kept), (max, Σ exp(logit − max)) of each block of 128 entries [blocks, rows, 2], the target's
     logit (0 if it is not in this shard), and flags."""
 
-    logits: NDArray[np.float32] | None
-    pairs: NDArray[np.float32]
-    target_logits: NDArray[np.float32] | None
+    logits: Floats | None
+    pairs: Floats
+    target_logits: Floats | None
     row_flags: NDArray[np.uint8]
 
 
 class Routing(NamedTuple):
     """The experts of each row [rows, top_k], best first, and their gates [rows, top_k]."""
 
-    ids: NDArray[np.int32]
-    gates: NDArray[np.float32]
+    ids: Ids
+    gates: Floats
 
 
 class Sampled(NamedTuple):
@@ -47,10 +48,10 @@ class Sampled(NamedTuple):
     the distribution it was drawn from, and with kept=True the number of tokens it was drawn from.
     Without banned tokens these are the first `kept` tokens of the row's top_logprobs."""
 
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    sampling_logprobs: NDArray[np.float32]
-    kept: NDArray[np.int32] | None = None
+    tokens: Ids
+    logprobs: Floats
+    sampling_logprobs: Floats
+    kept: Ids | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollmesh.distributed.leading import by_every_rank
 from rollmesh.distributed.rank_engine import RankEngine
@@ -26,7 +25,7 @@ from rollmesh.request.requests import Requests, token_ids
 from rollmesh.request.sampling import SamplingParams, logit_edit_names
 from rollmesh.request.text import Chat, Prompt, TextCodec
 from rollmesh.runtime.arguments import boolean, choice, deadline_of, integer, items_of, part_names
-from rollmesh.runtime.engine_views import Ids
+from rollmesh.runtime.engine_views import Floats, Ids
 from rollmesh.runtime.messages import shown
 from rollmesh.runtime.progress import progress
 
@@ -172,13 +171,10 @@ class Calls:
     def abort(self, ids: int | Sequence[int] | None = None) -> None:
         """Aborts these requests, or all with None. poll (or generate) returns them with their
         tokens so far and finish_reason "abort"; a running score or logits raises StateError."""
-        numbers = None if ids is None else request_ids(ids)
-
-        def abort() -> None:
-            known = self._engine.ids()
-            self._requests.abort(known if numbers is None else set(known).intersection(numbers))
-
-        self._loop.call(abort)
+        numbers = None if ids is None else set(request_ids(ids))
+        self._loop.call(
+            lambda: self._requests.abort(self._engine.ids() if numbers is None else numbers)
+        )
 
     async def agenerate(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -212,7 +208,7 @@ class Calls:
         return _stream(self, prompt, params, partial=True)
 
     @by_every_rank
-    def logits(self, ids_list: Sequence[Prompt]) -> list[NDArray[np.float32]]:
+    def logits(self, ids_list: Sequence[Prompt]) -> list[Floats]:
         """Returns float32 [len, vocab] for each sequence: row i has the logits of token i+1, given
         tokens 0..i."""
         sequences = sequences_of(ids_list)
@@ -223,7 +219,7 @@ class Calls:
         self,
         ids_list: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[NDArray[np.float32]]:
+    ) -> list[Floats]:
         """Returns float32 [len − 1] for each sequence: the logprob of token i+1, given tokens 0..i,
         bit-identical to `.logprobs` of generate.
 
@@ -248,7 +244,7 @@ class Calls:
 
     def _score(
         self, sequences: Sequence[Ids], params: Sequence[SamplingParams | None], vocab_size: int = 0
-    ) -> list[NDArray[np.float32]]:
+    ) -> list[Floats]:
         """See score. vocab_size > 0: see logits."""
 
         def add(index: int, ids: Ids, param: SamplingParams | None) -> int:
@@ -256,9 +252,7 @@ class Calls:
                 return self._requests.add_score(ids, param, vocab_size)
 
         items = zip(sequences, params, strict=True)
-        scores: list[NDArray[np.float32]] = self._loop.run(
-            _Steps(self, add, items, self._requests.scores, None)
-        )
+        scores: list[Floats] = self._loop.run(_Steps(self, add, items, self._requests.scores, None))
         return scores
 
     # ---------------------------------------------------------------------- in the engine's thread

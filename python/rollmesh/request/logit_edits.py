@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollmesh.errors import RequestError
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import TextCodec
-from rollmesh.runtime.engine_views import Ids
+from rollmesh.runtime.engine_views import Floats, Ids
 from rollmesh.runtime.messages import shown
 
 # Texts that are put before a word. Few tokenizers merge a newline with a word, or "(" with one.
@@ -27,7 +26,7 @@ class LogitEdits(NamedTuple):
     each word ends at its entry of bad_word_ends."""
 
     bias_ids: Ids
-    biases: NDArray[np.float32]
+    biases: Floats
     banned: Ids
     bad_words: Ids
     bad_word_ends: Ids

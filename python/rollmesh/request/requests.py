@@ -28,7 +28,7 @@ from rollmesh.request.outputs import (
 from rollmesh.request.sampling import SamplingParams
 from rollmesh.request.text import Detokenizer, TextCodec
 from rollmesh.runtime.arguments import BYTES, MAX_ITEMS, is_longer_than, is_masked
-from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Ids, RequestView
+from rollmesh.runtime.engine_views import CONTRACT_VERSION, Finish, Floats, Ids, RequestView
 from rollmesh.runtime.messages import shown
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -91,7 +91,7 @@ class _Request:
     params: SamplingParams
     number: int  # number of the generation, see Requests._generations; 0 for a score
     texts: list[Detokenizer]  # one for each sample; empty without a tokenizer and for a score
-    logits: NDArray[np.float32] | None = None  # [len, vocab] for a score that keeps its logits
+    logits: Floats | None = None  # [len, vocab] for a score that keeps its logits
     timeout: float | None = None  # seconds after which it was aborted
 
 
@@ -126,8 +126,10 @@ class Requests:
     def add(self, prompt_ids: Ids, params: SamplingParams, prompt: str | None = None) -> int:
         """Queues a generation. Raises RequestError or CapacityError if the engine refuses it."""
         if params.stop and self._codec is None:
-            why = "since the generator has no tokenizer"
-            raise RequestError(f"stop: expected no stop strings, {why}, got {shown(params.stop)}")
+            raise RequestError(
+                "stop: expected no stop strings, since the generator has no tokenizer, got "
+                f"{shown(params.stop)}"
+            )
         if params.max_tokens is None:
             params = replace(
                 params, max_tokens=max(1, params.min_tokens, self._max_model_len - len(prompt_ids))
@@ -200,7 +202,7 @@ class Requests:
             loan.note_step()
         return rows
 
-    def _result(self, request: int) -> RequestOutput | NDArray[np.float32] | Exception:
+    def _result(self, request: int) -> RequestOutput | Floats | Exception:
         """Returns the result of a finished request for rank 0."""
         if self._records[request].number:
             return self.output_or_error(request)
@@ -358,7 +360,7 @@ class Requests:
             error=error,
         )
 
-    def scores(self, request: int) -> NDArray[np.float32]:
+    def scores(self, request: int) -> Floats:
         """Returns float32 [len − 1] of a scoring pass, or its logits if it keeps them. Raises the
         error that ended it."""
         result = self.engine.foreign.get(request)
@@ -377,7 +379,7 @@ class Requests:
             )
         if record.logits is not None:
             return record.logits
-        scores: NDArray[np.float32] | None
+        scores: Floats | None
         for scores in (view["prompt_sampling_logprobs"], view["prompt_logprobs"]):
             if scores is not None:
                 return scores
@@ -431,7 +433,7 @@ class Requests:
         )
 
 
-def _top(ids: Ids | None, logprobs: NDArray[np.float32] | None, k: int) -> TopLogprobs | None:
+def _top(ids: Ids | None, logprobs: Floats | None, k: int) -> TopLogprobs | None:
     """Returns the first k top logprobs, the requested ones. For kept_tokens the engine records
     more."""
     if ids is None or logprobs is None or not k:

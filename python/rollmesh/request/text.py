@@ -39,10 +39,9 @@ def tokenizer_of_folder(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        instead = "tokenizer=None loads the model without one"
         raise ConfigError(
             f"{plain(folder)}: reading its tokenizer needs transformers, or a tokenizer.json; "
-            f"{instead}"
+            "tokenizer=None loads the model without one"
         ) from error
     try:
         return AutoTokenizer.from_pretrained(

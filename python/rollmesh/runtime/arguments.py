@@ -29,18 +29,12 @@ BYTES = (bytes, bytearray, memoryview)  # iterable, and of integers, but no list
 MAX_THREADS = _core.engine_limits()["threads"][1]
 PARTS = {"weights": 1, "kv": 2}  # the bits of csrc/engine/engine.h, as the next
 OFFLOAD = 4
-ACTIVATIONS = (
-    "silu",
-    "gelu_tanh",
-    "gelu",
-    "relu2",
-    "swiglu_oai",
-)  # rm_activation of kernels/kernels.h, in its order
+# rm_activation of kernels/kernels.h, in its order.
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai")
 MAX_FLOAT32 = 3.4028234663852886e38
 REAL = (int, float, np.integer, np.floating)
-MIN_FLOAT64 = (
-    2.2250738585072014e-308  # the smallest normal one; the engine takes smaller ones for 0
-)
+# The smallest normal float64; the engine takes smaller ones for 0.
+MIN_FLOAT64 = 2.2250738585072014e-308
 
 
 def is_unicode(text: str) -> bool:

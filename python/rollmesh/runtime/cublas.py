@@ -10,7 +10,7 @@ import os
 from rollmesh.errors import ConfigError
 from rollmesh.runtime import libraries
 from rollmesh.runtime.devices import Device
-from rollmesh.runtime.libraries import Library as Library
+from rollmesh.runtime.libraries import Library
 from rollmesh.runtime.messages import plain, shown
 
 LIBRARY_SWITCH = "ROLLMESH_CUBLASLT_LIBRARY"

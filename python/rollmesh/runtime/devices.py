@@ -15,23 +15,19 @@ from rollmesh import _core
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.messages import plain, shown
 
-LIBRARY, ABSENT = (
-    "librollmesh_cuda.so",
-    "librollmesh_cuda.absent",
-)  # of a build with it, or without: then the second says why
+# A build has the library, or the second file, which has the reason.
+LIBRARY, ABSENT = "librollmesh_cuda.so", "librollmesh_cuda.absent"
 CUDA_FAMILIES = ("cuda_fma", "cuda_mma")
-LIBRARY_SWITCH = (
-    "ROLLMESH_CUDA_LIBRARY"  # another build of it: a test's, or one for other architectures
-)
+# Another build of the library: a test's, or one for other architectures.
+LIBRARY_SWITCH = "ROLLMESH_CUDA_LIBRARY"
 
 
 class Device(NamedTuple):
     """Where the ranks of this process run."""
 
     cuda_library: str | None = None  # None: the CPU
-    cuda_ordinal: int = (
-        -1
-    )  # the CUDA device of all ranks here; -1: rank r has device r modulo their number
+    # The CUDA device of all ranks here; -1: rank r has device r modulo their number.
+    cuda_ordinal: int = -1
 
 
 def library_path() -> Path:

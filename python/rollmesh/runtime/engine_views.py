@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 CONTRACT_VERSION = 1  # of docs/numerics.md; a change of any bit there is a new number
 
 Ids = NDArray[np.int32]
+Floats = NDArray[np.float32]
 Finish = Literal["stop", "length", "abort", "error"] | None
 ManifestEntry = tuple[str, tuple[int, ...], str, bool]  # name, shape, dtype, required
 
@@ -21,29 +22,28 @@ class RequestView(TypedDict):
     num_cached_tokens: int
     num_scored: int  # leading entries of the next four that were computed
     n: int
-    times: tuple[
-        float, float, float, float
-    ]  # queued, scheduled, first and last token: seconds of time.monotonic(); 0: not yet
-    prompt_logprobs: NDArray[np.float32] | None  # [p - 1]
-    prompt_sampling_logprobs: NDArray[np.float32] | None  # [p - 1]
-    prompt_ranks: NDArray[np.int32] | None  # [p - 1]
-    prompt_top_ids: NDArray[np.int32] | None  # [p - 1, k]
-    prompt_top_logprobs: NDArray[np.float32] | None  # [p - 1, k]
+    # Queued, scheduled, first and last token: seconds of time.monotonic(); 0: not yet.
+    times: tuple[float, float, float, float]
+    prompt_logprobs: Floats | None  # [p - 1]
+    prompt_sampling_logprobs: Floats | None  # [p - 1]
+    prompt_ranks: Ids | None  # [p - 1]
+    prompt_top_ids: Ids | None  # [p - 1, k]
+    prompt_top_logprobs: Floats | None  # [p - 1, k]
     prompt_routed: NDArray[np.int16] | None  # [p, moe_layers, k]; None while the request runs
 
 
 class SampleView(TypedDict):
     finish: Finish
     stop_token: int  # -1: none
-    token_ids: NDArray[np.int32]  # [n]
-    logprobs: NDArray[np.float32]  # [n]
-    sampling_logprobs: NDArray[np.float32]  # [n]
+    token_ids: Ids  # [n]
+    logprobs: Floats  # [n]
+    sampling_logprobs: Floats  # [n]
     versions: NDArray[np.int64]  # [n]
     no_contract: NDArray[np.uint8]  # [n]
-    ranks: NDArray[np.int32] | None  # [n]
-    top_ids: NDArray[np.int32] | None  # [n, k], k: logprobs, with kept_tokens at least top_k
-    top_logprobs: NDArray[np.float32] | None  # [n, k]
-    kept: NDArray[np.int32] | None  # [n] the filters kept the first so many of top_ids
+    ranks: Ids | None  # [n]
+    top_ids: Ids | None  # [n, k], k: logprobs, with kept_tokens at least top_k
+    top_logprobs: Floats | None  # [n, k]
+    kept: Ids | None  # [n] the filters kept the first so many of top_ids
     routed: NDArray[np.int16] | None  # [n - 1, moe_layers, k]; None while the sample runs
 
 

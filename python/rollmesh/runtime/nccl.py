@@ -14,10 +14,8 @@ from rollmesh.runtime.messages import shown
 
 SHARES_GPU = (2, 30, 3)  # the first in which two ranks may have one GPU
 SHARES_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"  # and only if this is 1
-FEWER_BLOCKS = (
-    "NCCL_MAX_CTAS",
-    "4",
-)  # of a kernel, where several ranks' have to be on one GPU at once
+# Limits the blocks of a kernel, since the kernels of several ranks run on one GPU at once.
+FEWER_BLOCKS = ("NCCL_MAX_CTAS", "4")
 WHEEL = {"nvidia.nccl": "libnccl.so.2"}
 # of the extra `cuda` in pyproject.toml
 INSTALL = f"pip install 'nvidia-nccl-cu13>={'.'.join(map(str, SHARES_GPU))}'"

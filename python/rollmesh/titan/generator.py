@@ -80,22 +80,19 @@ class RollmeshGenerator(Actor, Configurable):
             self._check_types()
             VLLMGenerator.Config.__post_init__(self)
             if self.override.imports:
-                remedy = "install(config, override=OverrideConfig()) drops them"
                 raise ConfigError(
                     f"generator.override: expected none, got {shown(self.override.imports)}; "
-                    f"{remedy}"
+                    "install(config, override=OverrideConfig()) drops them"
                 )
             if not self.reset_prefix_cache_on_weight_sync:
                 raise ConfigError(
                     "generator.reset_prefix_cache_on_weight_sync: expected True, as old KV serves "
                     "no new request, got False"
                 )
-            default = _DEFAULTS.intra_generator_router
-            if self.intra_generator_router != default:
-                got = shown(self.intra_generator_router)
+            if self.intra_generator_router != _DEFAULTS.intra_generator_router:
                 raise ConfigError(
                     "generator.intra_generator_router: expected the default, as rollmesh chooses "
-                    f"the dp rank, got {got}"
+                    f"the dp rank, got {shown(self.intra_generator_router)}"
                 )
             if self.mesh is not None and self.num_processes > 1:
                 raise ConfigError(
@@ -133,8 +130,7 @@ class RollmeshGenerator(Actor, Configurable):
             if self.debug.seed is not None:
                 integer("generator.debug.seed", self.debug.seed, 0, 2**63 - 1)
             _params_of(self.sampling)
-            mesh = self.made_mesh
-            placements(spec, mesh.tp, mesh.dp, mesh.ep)
+            placements(spec, *self.made_mesh.degrees)
             return spec
 
         @property
@@ -222,9 +218,8 @@ class RollmeshGenerator(Actor, Configurable):
         self._in_flight.add(request_id)
         try:
             params = _params_of(sampling_config or self.config.sampling)
-            if (
-                params.seed is None and self.config.debug.seed is None
-            ):  # else all generators would draw alike
+            # Otherwise all generators would draw alike.
+            if params.seed is None and self.config.debug.seed is None:
                 params = replace(params, seed=secrets.randbits(63))
             output = await self.gen.agenerate(prompt_token_ids, params)
             in_flight = len(self._in_flight)
@@ -329,9 +324,8 @@ def _completion(
     output: RequestOutput, request_id: str, policy_version: int, metrics: list[m.Metric]
 ) -> Completion:
     [sample] = output.outputs
-    versions = (
-        sample.versions if len(sample.versions) else [policy_version]
-    )  # aborted before its first token
+    # A request that was aborted before its first token has no versions.
+    versions = sample.versions if len(sample.versions) else [policy_version]
     return Completion(
         min_policy_version=int(min(versions)),
         max_policy_version=int(max(versions)),

@@ -173,11 +173,7 @@ class WeightUpdates:
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Stages one bucket. A list has one bucket for each worker, in the order of data parallel
         ranks and workers."""
-        if not self._updating:
-            raise StateError(
-                "update_weights without an open update; call start_weight_update first. An error "
-                "ends an update"
-            )
+        self._require_open("update_weights")
         with self._dropping():
             info = self.on_all_ranks("the info of a bucket", self._own, update_info)
             self.require_equal("a bucket of weights", (info.sender, info.version, info.abort))
@@ -188,11 +184,7 @@ class WeightUpdates:
 
     def finish_weight_update(self) -> None:
         """Commits the open update on all ranks or on none."""
-        if not self._updating:
-            raise StateError(
-                "finish_weight_update without an open update; call start_weight_update first. An "
-                "error ends an update"
-            )
+        self._require_open("finish_weight_update")
         try:
             if self._set is None:  # without a bucket; the commit raises IncompleteSyncError
                 self._set = self._begun(**self._options())
@@ -375,6 +367,13 @@ class WeightUpdates:
         begun = Sync(self.weights, _directly, SyncOptions(inflight="keep", **options))
         self.weights.begin(begun)
         return begun
+
+    def _require_open(self, call: str) -> None:
+        if not self._updating:
+            raise StateError(
+                f"{call} without an open update; call start_weight_update first. An error ends an "
+                "update"
+            )
 
     # ------------------------------------------------------------------------------ inside a reply
     def _required_info(self) -> InitInfo:

@@ -93,7 +93,12 @@ class Block(torch.nn.Module):
             gate = ops.gemm(x, w["attn_gate"], self.sizes[0], **model.how)
             attended = ops.sigmoid_gate(attended, gate, **model.how)
         attended = here.whole(attended, "heads", spec.head_dim)
-        out = ops.gemm(attended, w["o"], len(here.here.hidden), bias=w.get("o_bias"), **model.how)
+        return self._to_hidden(model, attended, "o")
+
+    def _to_hidden(self, model: Model, x: Array, name: str) -> Array:
+        """Returns the product with a matrix whose columns are those of the hidden states."""
+        here, bias = model.columns, self.weights.get(f"{name}_bias")
+        out = ops.gemm(x, self.weights[name], len(here.here.hidden), bias=bias, **model.how)
         return here.whole(out, "hidden")
 
     def mix(self, model: Model, x: Array) -> Array:
@@ -106,7 +111,7 @@ class Block(torch.nn.Module):
             return self._mix_gated(model, x, "gate_up", "down", "inner")
         up = ops.gemm(x, w["up"], len(here.here.inner), **model.how)
         inner = here.whole(ops.activate(up, model.spec.activation, out=up, **model.how), "inner")
-        return here.whole(ops.gemm(inner, w["down"], len(here.here.hidden), **model.how), "hidden")
+        return self._to_hidden(model, inner, "down")
 
     def _mix_experts(self, model: Model, x: Array) -> Array:
         w, spec, here = self.weights, model.spec, model.columns
@@ -160,7 +165,7 @@ class Block(torch.nn.Module):
         w, here = self.weights, model.columns
         size = len(getattr(here.here, cut))
         inner = here.whole(ops.gemm_swiglu(x, w[up], size, **model.gated), cut)
-        return here.whole(ops.gemm(inner, w[down], len(here.here.hidden), **model.how), "hidden")
+        return self._to_hidden(model, inner, down)
 
 
 def _by_expert(biases: Array | None, experts: int) -> Array | None:
@@ -425,7 +430,7 @@ def _store(
     spec: ModelSpec, mesh: Mesh, ranks: Any, dtype: str, how: Mapping[str, Any]
 ) -> Generator:
     """Returns a generator that only stores weights: one page of KV, one row of activations."""
-    heads = max(len(place.kv_heads) for place in placements(spec, mesh.tp, mesh.dp, mesh.ep))
+    heads = max(len(place.kv_heads) for place in placements(spec, *mesh.degrees))
     page = 8 * spec.num_hidden_layers * heads * STORE_PAGE * (-(-spec.head_dim // 32) * 32)
     return Generator(
         spec, mesh=mesh, comm=ranks, dtype=dtype, max_model_len=STORE_PAGE, max_num_seqs=1,

@@ -268,11 +268,8 @@ def num_threads(vllm_config: Any) -> int:
     asked = options(vllm_config).threads
     if asked is not None:
         return asked
-    shares = [
-        max(1, usable_cores() // local_workers(vllm_config.parallel_config)),
-        *_share_of_vllm(),
-    ]
-    return min(256, *shares)
+    share = max(1, usable_cores() // local_workers(vllm_config.parallel_config))
+    return min(256, share, *_share_of_vllm())
 
 
 def cuda_ordinal(parallel: Any, local_rank: int, devices: int) -> int:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from vllm.v1.sample.logits_processor import (
     BUILTIN_LOGITS_PROCESSORS,
@@ -32,10 +31,9 @@ from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.engine_views import Floats, Ids
 from rollmesh.vllm.worker.sampling import has_penalties
 
-Logits = NDArray[np.float32]
-Ids = NDArray[np.int32]
 NONE = np.zeros(0, np.int32)
 FREED = ""  # marks the slot of a request that has ended
 
@@ -77,7 +75,7 @@ class ExternalEdits:
         # Requests as the processors received them. The processors keep a reference to output_ids.
         self._known: dict[str, EditedRow] = {}
 
-    def edit(self, raw: Logits, rows: Sequence[EditedRow], never_drawn: Ids = NONE) -> Logits:
+    def edit(self, raw: Floats, rows: Sequence[EditedRow], never_drawn: Ids = NONE) -> Floats:
         """Returns the edited logits as a new array, with −inf for tokens that must not be drawn.
         raw: [n, vocab] with n ≥ 1 rows. never_drawn: tokens that the model's compute_logits sets to
         −inf, before all other edits."""
@@ -129,7 +127,7 @@ class ExternalEdits:
             return None
         return BatchUpdate(batch_size=len(slots), removed=gaps[::-1], added=added, moved=moved)
 
-    def _edit(self, rows: Sequence[EditedRow], logits: Logits) -> None:
+    def _edit(self, rows: Sequence[EditedRow], logits: Floats) -> None:
         for row, line in zip(rows, logits):
             if row.bitmask is not None:
                 words = np.ascontiguousarray(row.bitmask, dtype="<i4").view(np.uint8)

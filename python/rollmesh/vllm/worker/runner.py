@@ -33,6 +33,7 @@ from vllm.v1.outputs import (
 from rollmesh.distributed.rank_engine import ALONE, RankEngine
 from rollmesh.errors import CapacityError, Error, NotSyncedError, RequestError, StateError
 from rollmesh.model.spec import ModelSpec
+from rollmesh.runtime.engine_views import Floats, Ids
 from rollmesh.runtime.messages import reason
 from rollmesh.vllm.scheduler import CACHED, FAILED
 from rollmesh.vllm.weight_updates import WeightUpdates
@@ -51,7 +52,7 @@ class _ScheduledRequest:
 
     number: int
     params: Any
-    prompt: NDArray[np.int32]
+    prompt: Ids
     logprobs: int | None  # number of most likely tokens beside the drawn one; None: no logprobs
     prompt_logprobs: int | None  # the same for the prompt
     prompt_given: bool  # whether vLLM has received its prompt logprobs
@@ -73,10 +74,10 @@ class _Part(NamedTuple):
 class _Drawn(NamedTuple):
     """The draws of a step, with one entry for each part, in order."""
 
-    tokens: NDArray[np.int32]  # −1: not drawn
-    logprobs: NDArray[np.float32]
-    sampling_logprobs: NDArray[np.float32]
-    ranks: NDArray[np.int32]
+    tokens: Ids  # −1: not drawn
+    logprobs: Floats
+    sampling_logprobs: Floats
+    ranks: Ids
 
 
 class Runner:
@@ -233,7 +234,7 @@ class Runner:
         return drawn
 
     def _draw(
-        self, parts: list[_Part], raw: NDArray[np.float32], stats: Any, grammar: Any
+        self, parts: list[_Part], raw: Floats, stats: Any, grammar: Any
     ) -> tuple[NDArray[Any], ...]:
         """Edits logits, then makes the engine draw from them. Returns the columns of _Drawn, in the
         order of the parts."""

@@ -113,7 +113,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return {f"model.layers.{layer}.self_attn": spec for layer in range(layers)}
 
     def _placements(self) -> list[Placement]:
-        return placements(self.spec, self.mesh.tp, self.mesh.dp, self.mesh.ep)
+        return placements(self.spec, *self.mesh.degrees)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [LAYOUT]
@@ -147,7 +147,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def _cache_bytes(self) -> int:
         dtype = str(self.model_config.dtype).removeprefix("torch.")
-        ranks = rank_bytes(self.spec, dtype, self.mesh.tp, self.mesh.dp, self.mesh.ep)
+        ranks = rank_bytes(self.spec, dtype, *self.mesh.degrees)
         # vLLM orders ranks by data parallel rank first, like rm.Mesh.
         weights = sum(ranks[self._group().rank_in_group].values())
         share = self._available_memory() * self.cache_config.gpu_memory_utilization
