@@ -100,7 +100,7 @@ _OF_VISION = _keys(
 
 
 def _keys_of(family: Family) -> frozenset[str]:
-    return _USED | _keys(f"{family.keys} {family.inert}") | {key for key, _ in family.fixed}
+    return _USED | _keys(f"{family.keys} {family.inert}") | family.fixed.keys()
 
 
 _READ = frozenset[str]().union(*map(_keys_of, FAMILIES.values()))
@@ -377,7 +377,7 @@ class ModelSpec:
             rope_scale=scale,
             inv_freq=inv_freq,
             layers=np.array(list(layers), np.int64),
-            names=(*family.names, *own),
+            names=(*family.names.items(), *own),
             min_sum=self.scoring["min_sum"],
             local_rope_scale=local[1] if local else 1.0,
             local_inv_freq=local[0] if local else None,
@@ -679,12 +679,11 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
     is_moe_layer = tuple(map(bool, family.moe_layers(c, layers)))
     max_positions = c.integer("max_position_embeddings", default=family.max_position_embeddings)
     vocab = c.integer("vocab_size")
-    for key, value in family.fixed:
+    for key, value in family.fixed.items():
         given = _ids_of(c.values.get(key))
         if any(type(one) is not type(value) or one != value for one in given):
             raise ConfigError(f"{key}: expected {shown(value)}, got {shown(c.values[key])}")
-    if family.check is not None:
-        family.check(c, head_dim)
+    family.check(c, head_dim)
     partial = family.partial_rotary_factor
     if c.given("rotary_dim"):
         rotary = c.integer("rotary_dim", 2, head_dim)
@@ -700,6 +699,7 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
             f"rope_type={local[0].type!r} of sliding_attention: expected one that does not depend "
             "on the length"
         )
+    attention_bias, o_bias = family.biases(c)
     if latent:
         latent["attention_multiplier"] = _latent_scale(latent, rope, head_dim)
         head_dim += latent["kv_lora_rank"]
@@ -719,8 +719,8 @@ def _read(c: Reader, model_type: str, family: Family) -> ModelSpec:
         qk_norm=family.qk_norm if isinstance(family.qk_norm, str) else family.qk_norm(c),
         norm_before=family.norm_before,
         norm_after=family.norm_after,
-        attention_bias=c.switch(family.attention_bias),
-        o_bias=c.switch(family.o_bias),
+        attention_bias=attention_bias,
+        o_bias=o_bias,
         tie_word_embeddings=c.boolean("tie_word_embeddings", family.tied),
         rms_norm_eps=c.positive("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_positions,
