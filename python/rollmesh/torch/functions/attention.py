@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +20,8 @@ from rollmesh.torch.functions.common import (
     Gradients,
     How,
     Pull,
-    aten,
     backward_pass,
+    differentiated,
     how_for,
     matmul_dtype,
     norm,
@@ -224,12 +225,9 @@ def _padded_gradients(
     """Returns the gradients of q [sequences, heads, steps, head_dim], k and v. mask: added to the
     scores; None: that of causal attention."""
     if q.shape[2] > SHORT and heads.softcap is None:
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        with torch.enable_grad():
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=heads.scale, enable_gqa=True
-            )
-        return torch.autograd.grad(out, (q, k, v), grad)
+        options = {"attn_mask": mask, "is_causal": mask is None, "scale": heads.scale}
+        attend = partial(F.scaled_dot_product_attention, **options, enable_gqa=True)
+        return differentiated(attend, q, k, v, dtype=q.dtype)[1](grad)
     # Scores of short sequences fit the caches, and batched matmuls are several times faster.
     shape, keys, values = q.shape, k.flatten(0, 1), v.flatten(0, 1)
     q, grad = (x.reshape(len(keys), -1, x.shape[-1]) for x in (q, grad))  # of each KV head
@@ -243,7 +241,7 @@ def _padded_gradients(
     p = scores.softmax(-1)
     by_v = p.to(values.dtype).transpose(1, 2) @ grad
     by_p = (grad @ values.transpose(1, 2)).float()
-    by_scores = aten._softmax_backward_data(by_p, p, -1, p.dtype).mul_(slope).to(q.dtype)
+    by_scores = torch.ops.aten._softmax_backward_data(by_p, p, -1, p.dtype).mul_(slope).to(q.dtype)
     by_q, by_k = by_scores @ keys, by_scores.transpose(1, 2) @ q
     return by_q.view(shape), by_k.view_as(k), by_v.view_as(v)
 

@@ -19,6 +19,7 @@ from rollmesh.torch.functions.common import (
     Gradients,
     How,
     backward_pass,
+    differentiated,
     gated,
     how_for,
     linear_gradients,
@@ -116,6 +117,10 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, how=how), total
 
 
+def _scaled(x: Tensor, gate: Tensor) -> Tensor:
+    return gate.sigmoid() * x
+
+
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -138,10 +143,8 @@ class _Add(torch.autograd.Function):
         if not saved:
             scaled = grad if ctx.scale is None else grad * ctx.scale
             return grad, scaled, None, None, None
-        x, gate = saved
-        share, wide = gate.float().sigmoid(), grad.float()
-        by_gate = (wide * x.float()).sum(1, keepdim=True) * share * (1 - share)
-        return grad, wide * share, by_gate, None, None
+        _, pull = differentiated(_scaled, *saved)
+        return grad, *pull(grad.float()), None, None
 
 
 def add(
@@ -231,41 +234,28 @@ def swiglu(
     )
 
 
-class _Activate(torch.autograd.Function):
+class _Elementwise(torch.autograd.Function):
+    """An op, and torch's function for its backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, how: How) -> Tensor:
-        ctx.activation = activation
-        ctx.save_for_backward(x)
-        return call_op(ops.activate, x, activation, **how)
+    def forward(ctx: Any, op: Any, function: Any, options: How, *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return call_op(op, *inputs, **options)
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        (x,) = ctx.saved_tensors
-        _, pull = ACTIVATIONS[ctx.activation]
-        return pull(grad.float(), x.float()), None, None
-
-
-class _SigmoidGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, how: How) -> Tensor:
-        ctx.save_for_backward(x, gate)
-        return call_op(ops.sigmoid_gate, x, array_of(gate), **how)
-
-    @staticmethod
-    @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        x, gate = ctx.saved_tensors
-        share, wide = gate.float().sigmoid(), grad.float()
-        return wide * share, wide * x.float() * share * (1 - share), None
+        _, pull = differentiated(ctx.function, *ctx.saved_tensors)
+        return None, None, None, *pull(grad.float())
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor, *, how: How | None = None) -> Tensor:
     """sigmoid(gate) · x, [rows, n]."""
     x = rows_of("x", x)
     gate = rows_of("gate", gate, x.shape[1])
-    return _SigmoidGate.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, gate, how or how_for(x)
+    return _Elementwise.apply(  # type: ignore[no-any-return, no-untyped-call]
+        ops.sigmoid_gate, _scaled, how or how_for(x), x, gate
     )
 
 
@@ -273,6 +263,7 @@ def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:
     """activation(x), [rows, n]: that of an MLP without a gate. activation: as in
     ops.gemm_swiglu."""
     x = rows_of("x", x)
-    return _Activate.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, activation, how or how_for(x)
+    options = {"activation": activation, **(how or how_for(x))}
+    return _Elementwise.apply(  # type: ignore[no-any-return, no-untyped-call]
+        ops.activate, ACTIVATIONS.get(activation), options, x
     )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.torch import packing
@@ -15,8 +16,8 @@ from rollmesh.torch.functions.common import (
     Gradients,
     How,
     backward_pass,
+    differentiated,
     matmul_dtype,
-    norm,
     vector_of,
 )
 from rollmesh.torch.functions.dense import linear, rms_norm
@@ -105,25 +106,19 @@ class _Attention(torch.autograd.Function):
         rank, turned = queries.shape[2], 2 * cos.shape[1]
         at = torch.from_numpy(rows.positions).to(qkv.device)
         cos, sin = (x.index_select(0, at)[:, None] for x in (cos, sin))
-        q_width = qkv.shape[1] - heads.head_dim
-        q, latent, key = torch.split(qkv, [q_width, rank, turned], 1)
-        q = q.view(len(q), heads.num_heads, -1)
-        normed, pull = norm(latent, weight, heads.eps)
-        latents, key = normed()[:, None], rotated(key[:, None].float(), cos, sin)
-        q_turned = rotated(q[..., -turned:].float(), cos, sin)
-        (by_q, by_k, by_v), _ = attention_gradients(
-            torch.cat([q_turned, queries.transpose(0, 1)], -1).to(dtype),
-            torch.cat([key, latents], -1).to(dtype),
-            latents.to(dtype), grad.transpose(0, 1).to(dtype), None, rows, heads,
-        )  # fmt: skip
-        by_turned, by_queries = torch.split(by_q.float(), [turned, rank], -1)
-        by_key, by_latent = torch.split(by_k.float(), [turned, rank], -1)
-        by_latent, by_weight = pull((by_latent + by_v.float())[:, 0])
-        by_nope = by_turned.new_zeros(*q.shape[:2], q.shape[2] - turned)
-        by_heads = torch.cat([by_nope, rotated(by_turned, cos, -sin)], -1)
-        by_key = rotated(by_key, cos, -sin)[:, 0]
-        by_qkv = torch.cat([by_heads.flatten(1), by_latent, by_key], 1)
-        return by_queries.transpose(0, 1), by_qkv, by_weight, None, None, None, None
+
+        def made(queries: Tensor, qkv: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            q_width = qkv.shape[1] - heads.head_dim
+            q, latent, key = torch.split(qkv, [q_width, rank, turned], 1)
+            q = rotated(q.view(len(q), heads.num_heads, -1)[..., -turned:], cos, sin)
+            v = F.rms_norm(latent, [rank], weight, heads.eps)[:, None]
+            k = torch.cat([rotated(key[:, None], cos, sin), v], -1)
+            return torch.cat([q, queries.transpose(0, 1)], -1), k, v
+
+        qkvs, pull = differentiated(made, queries, qkv, weight)
+        q, k, v, grad = (x.to(dtype) for x in (*qkvs, grad.transpose(0, 1)))
+        by_qkvs, _ = attention_gradients(q, k, v, grad, None, rows, heads)
+        return *pull(*(x.float() for x in by_qkvs)), None, None, None, None
 
 
 def latent_attention(

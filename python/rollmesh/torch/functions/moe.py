@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.errors import ShapeError
@@ -16,6 +18,7 @@ from rollmesh.torch.functions.common import (
     Gradients,
     How,
     backward_pass,
+    differentiated,
     gated,
     how_for,
     matmul_dtype,
@@ -131,19 +134,13 @@ class _Moe(torch.autograd.Function):
             by_sent[at] = by_both[at] @ gate_up[e].to(dtype)
         rows = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, x.shape[1])
         by_x = rows.float().sum(1)
-        logits = x.float() @ router.float().t()
-        if logit_bias is not None:
-            logits += logit_bias.float()
-        by_logits = _router_gradients(logits, ids.long(), gates, by_gates, ctx.by)
-        by_x.addmm_(by_logits, router.float())
-        biases: list[Any] = [None] * 3
-        if logit_bias is not None:
-            biases[0] = by_logits.sum(0)
-        if ctx.has_gate_up_bias:
-            biases[1] = _sums(by_both, groups, len(router))
-        if down_bias is not None:
-            biases[2] = _sums(scaled, groups, len(router))
-        return by_x, by_logits.t() @ x.float(), by_gate_up, by_down, *biases, *[None] * 6
+        _, pull = differentiated(partial(_gates, ctx.by, ids.long()), x, router, logit_bias)
+        by_rows, by_router, by_logit_bias = pull(by_gates)
+        by_x += by_rows
+        by_gate_up_bias = _sums(by_both, groups, len(router)) if ctx.has_gate_up_bias else None
+        by_down_bias = None if down_bias is None else _sums(scaled, groups, len(router))
+        biases = by_logit_bias, by_gate_up_bias, by_down_bias
+        return by_x, by_router, by_gate_up, by_down, *biases, *[None] * 6
 
 
 def _sums(rows: Tensor, groups: list[tuple[int, slice]], experts: int) -> Tensor:
@@ -163,20 +160,16 @@ def _biases(name: str, bias: Tensor | None, x: Tensor, shape: tuple[int, int]) -
     return weight_array(bias.detach().to(x.dtype).contiguous())
 
 
-def _router_gradients(
-    logits: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, by: Scoring
+def _gates(
+    by: Scoring, ids: Tensor, x: Tensor, router: Tensor, logit_bias: Tensor | None
 ) -> Tensor:
-    """Returns the gradient of the router's logits. The choice of experts has no gradient."""
-    is_softmax = by.score == "softmax"
-    scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-    by_chosen = by_gates * by.route_scale
+    """Returns the gates of the chosen experts. The choice has no gradient."""
+    logits = F.linear(x, router, logit_bias)
+    scores = logits.softmax(-1) if by.score == "softmax" else logits.sigmoid()
+    chosen = scores.gather(1, ids)
     if by.renormalize:
-        total = scores.gather(1, ids).sum(1, keepdim=True)
-        by_total = (by_gates * gates).sum(1, keepdim=True)
-        by_chosen -= by_total.masked_fill_(total < by.min_sum, 0)
-        by_chosen /= total.clamp(min=by.min_sum)
-    shares = torch.zeros_like(scores).scatter_(1, ids, by_chosen) * scores
-    return shares - scores * (shares.sum(1, keepdim=True) if is_softmax else shares)
+        chosen = chosen / chosen.sum(1, keepdim=True).clamp(min=by.min_sum)
+    return chosen * by.route_scale
 
 
 def moe(
