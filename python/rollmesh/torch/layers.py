@@ -14,8 +14,7 @@ from rollmesh.errors import ConfigError, LimitError
 from rollmesh.model.families import FAMILIES
 from rollmesh.torch import functions
 from rollmesh.torch.functions import DeltaHeads, Heads, How
-from rollmesh.torch.functions.attention import pairs_apart
-from rollmesh.torch.functions.latent import EPS, Latent
+from rollmesh.torch.functions.attention import LATENT_EPS, Latent, pairs_apart
 from rollmesh.torch.lora import base_of, weight_of
 from rollmesh.torch.sequences import Sequences
 
@@ -190,7 +189,7 @@ class Layers:
             attention.kv_a_layernorm.weight,
             weight_of(attention.kv_b_proj),
         )
-        heads = self.heads[index]._replace(eps=EPS)
+        heads = self.heads[index]._replace(eps=LATENT_EPS)
         interleaved = self.spec.rope_neighbours
         return functions.latent_attention(
             x, weights, rope, rows, heads, interleaved=interleaved, how=how

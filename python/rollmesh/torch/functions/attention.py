@@ -1,8 +1,10 @@
-"""Norm of q and k, rope, and causal attention over packed sequences."""
+"""Norm of q and k, rope, and causal attention over packed sequences. Latent attention is in the
+absorbed form, as csrc/model/latent.c computes it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,8 +30,10 @@ from rollmesh.torch.functions.common import (
     rows_of,
     vector_of,
 )
+from rollmesh.torch.functions.dense import linear, rms_norm
 from rollmesh.torch.sequences import PAGE, Sequences
 
+LATENT_EPS = 1e-6  # of the norms of latents, as in transformers
 SHORT = 256  # tokens of the longest sequence up to which scores are stored
 SCORES_AT_ONCE = 1 << 24  # float32 numbers
 
@@ -83,6 +87,53 @@ def pairs_apart(weight: Tensor, head_dim: int, turned: int, first: int = 0) -> T
     return torch.cat(parts, 1).view_as(weight)
 
 
+def _attended(
+    qkv: Tensor,
+    norms: tuple[Any, Any],
+    rope: tuple[Tensor, Tensor],
+    rows: Sequences,
+    heads: Heads,
+    how: How,
+    *,
+    queries: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Computes attention by the generator's kernels, [rows, heads, head_dim]. queries: those for
+    latents, [heads, rows, rank]; None: attention is not latent."""
+    rank, q_dim = 0, 0
+    if queries is not None:
+        rank, q_dim = queries.shape[2], (qkv.shape[1] - heads.head_dim) // heads.num_heads
+    with in_turn(qkv):
+        flags = torch.zeros(rows.num_rows, dtype=torch.uint8, device=qkv.device)
+        k, v = rows.caches(heads.num_kv_heads, heads.head_dim, qkv, rank)
+        squares = None
+        if heads.norm_whole:
+            squares = ops.head_squares(array_of(qkv), heads.num_heads, heads.head_dim, **how)
+        cos, sin = map(array_of, rope)
+        q = ops.qk_rope_kv(
+            array_of(qkv), *norms, cos, sin, rows.positions, rows.slots, k, v,
+            num_heads=heads.num_heads, page_size=PAGE, eps=heads.eps, squares=squares,
+            zero_centered=heads.zero_centered, norm_last=heads.norm_last, value_dim=rank,
+            q_dim=q_dim, row_flags=array_of(flags), **how,
+        )  # fmt: skip
+        if queries is not None:
+            tensor_of(q)[..., -rank:] = queries.transpose(0, 1)
+        out = ops.attention(
+            q, k, v, rows.positions, rows.seq_of_row, rows.block_tables,
+            page_size=PAGE, scale=heads.scale, softcap=heads.softcap, window=heads.window,
+            value_dim=rank, sinks=vector_of("sinks", sinks, qkv, heads.num_heads), **how,
+        )  # fmt: skip
+        made = tensor_of(out)
+    check_flags("keys or values", flags)
+    return made
+
+
+def _angles(rope: Sequence[Tensor], rows: Sequences) -> Iterator[Tensor]:
+    """Returns cos and sin of each row, [rows, 1, n]."""
+    at = torch.from_numpy(rows.positions).to(rope[0].device)
+    return (x.index_select(0, at)[:, None] for x in rope)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -96,40 +147,22 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         how: How,
     ) -> Tensor:
-        with in_turn(qkv):
-            flags = torch.zeros(rows.num_rows, dtype=torch.uint8, device=qkv.device)
-            k, v = rows.caches(heads.num_kv_heads, heads.head_dim, qkv)
-            q_width, k_width = heads.widths[:2] if heads.norm_whole else [heads.head_dim] * 2
-            q_norm = vector_of("q_weight", q_weight, qkv, q_width)
-            k_norm = vector_of("k_weight", k_weight, qkv, k_width)
-            squares = None
-            if heads.norm_whole:
-                squares = ops.head_squares(array_of(qkv), heads.num_heads, heads.head_dim, **how)
-            cos, sin = map(array_of, rope)
-            q = ops.qk_rope_kv(
-                array_of(qkv), q_norm, k_norm, cos, sin, rows.positions, rows.slots, k, v,
-                num_heads=heads.num_heads, page_size=PAGE, eps=heads.eps, squares=squares,
-                zero_centered=heads.zero_centered, norm_last=heads.norm_last,
-                row_flags=array_of(flags), **how,
-            )  # fmt: skip
-            out = ops.attention(
-                q, k, v, rows.positions, rows.seq_of_row, rows.block_tables,
-                page_size=PAGE, scale=heads.scale, softcap=heads.softcap, window=heads.window,
-                sinks=vector_of("sinks", sinks, qkv, heads.num_heads), **how,
-            )  # fmt: skip
-            made = tensor_of(out).view(rows.num_rows, heads.widths[0])
-        check_flags("keys or values", flags)
+        q_width, k_width = heads.widths[:2] if heads.norm_whole else [heads.head_dim] * 2
+        norms = (
+            vector_of("q_weight", q_weight, qkv, q_width),
+            vector_of("k_weight", k_weight, qkv, k_width),
+        )
+        out = _attended(qkv, norms, rope, rows, heads, how, sinks=sinks)
         ctx.save_for_backward(qkv, q_weight, k_weight, sinks, *rope)
         ctx.rows, ctx.heads = rows, heads
-        return made
+        return out.flatten(1)
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        qkv, q_weight, k_weight, sinks, cos, sin = ctx.saved_tensors
+        qkv, q_weight, k_weight, sinks, *rope = ctx.saved_tensors
         rows, heads = ctx.rows, ctx.heads
-        at = torch.from_numpy(rows.positions).to(qkv.device)
-        cos, sin = (x.index_select(0, at)[:, None] for x in (cos, sin))
+        cos, sin = _angles(rope, rows)
 
         def by_heads(x: Tensor) -> Tensor:
             return x.view(len(x), -1, heads.head_dim)
@@ -274,3 +307,114 @@ def attention(
     return _Attention.apply(  # type: ignore[no-any-return, no-untyped-call]
         qkv, q_weight, k_weight, rope, rows, heads, sinks, how
     )
+
+
+# ------------------------------------------------------------------------------ latent attention
+class Latent(NamedTuple):
+    """The weights of a layer up to o_proj. q_a and q_a_norm are None where q_b takes x."""
+
+    q_a: Tensor | None
+    q_a_norm: Tensor | None
+    q_b: Tensor  # [heads·(nope + rope), …]
+    kv_a: Tensor  # [rank + rope, hidden]
+    kv_a_norm: Tensor  # [rank]
+    kv_b: Tensor  # [heads·(nope + v), rank]
+
+
+class _PerHead(torch.autograd.Function):
+    """Multiplies x [heads, rows, k] by the transpose of each head's weight [heads, n, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: How) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        (heads, rows, k), n = x.shape, weight.shape[1]
+        packed = packing.pack_experts(weight, x.dtype, how)
+        bounds = torch.arange(heads + 1, dtype=torch.int32, device=x.device) * rows
+        with in_turn(x):
+            flat = array_of(x.reshape(-1, k).contiguous())
+            made = ops.gemm(flat, packed, n, group_rows=array_of(bounds), **how)
+            return tensor_of(made).view(heads, rows, n)
+
+    @staticmethod
+    @backward_pass
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        x, weight = (each.to(matmul_dtype(ctx.saved_tensors[0])) for each in ctx.saved_tensors)
+        grad = grad.to(x.dtype)
+        return grad @ weight, grad.transpose(1, 2) @ x, None
+
+
+class _LatentAttention(torch.autograd.Function):
+    """Attention of queries for latents [heads, rows, rank] over qkv [rows, heads·(nope + rope) +
+    rank + rope]: q, the latent, then the key. Returns [heads, rows, rank]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        qkv: Tensor,
+        weight: Tensor,
+        rope: tuple[Tensor, Tensor],
+        rows: Sequences,
+        heads: Heads,
+        how: How,
+    ) -> Tensor:
+        norms = None, vector_of("kv_a_norm", weight, qkv, queries.shape[2])
+        out = _attended(qkv, norms, rope, rows, heads, how, queries=queries)
+        ctx.save_for_backward(queries, qkv, weight, *rope)
+        ctx.rows, ctx.heads = rows, heads
+        return out.transpose(0, 1)
+
+    @staticmethod
+    @backward_pass
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        queries, qkv, weight, *rope = ctx.saved_tensors
+        rows, heads, dtype = ctx.rows, ctx.heads, matmul_dtype(qkv)
+        cos, sin = _angles(rope, rows)
+        rank, turned = queries.shape[2], 2 * cos.shape[2]
+
+        def made(queries: Tensor, qkv: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            q_width = qkv.shape[1] - heads.head_dim
+            q, latent, key = torch.split(qkv, [q_width, rank, turned], 1)
+            q = rotated(q.view(len(q), heads.num_heads, -1)[..., -turned:], cos, sin)
+            v = F.rms_norm(latent, [rank], weight, heads.eps)[:, None]
+            k = torch.cat([rotated(key[:, None], cos, sin), v], -1)
+            return torch.cat([q, queries.transpose(0, 1)], -1), k, v
+
+        qkvs, pull = differentiated(made, queries, qkv, weight)
+        q, k, v, grad = (x.to(dtype) for x in (*qkvs, grad.transpose(0, 1)))
+        by_qkvs, _ = attention_gradients(q, k, v, grad, None, rows, heads)
+        return *pull(*(x.float() for x in by_qkvs)), None, None, None, None
+
+
+def latent_attention(
+    x: Tensor,
+    weights: Latent,
+    rope: tuple[Tensor, Tensor],
+    rows: Sequences,
+    heads: Heads,
+    *,
+    interleaved: bool,
+    how: How,
+) -> Tensor:
+    """Returns causal latent attention over packed sequences x [rows, hidden], [rows, num_heads ·
+    v]. heads: with one kv head, and with the head_dim of the cache. rope: as in `attention`.
+    interleaved: rope turns neighbours in the rows of q_b and kv_a, else halves."""
+    turned, rank = 2 * rope[0].shape[1], len(weights.kv_a_norm)
+    q_b, kv_a, low = weights.q_b, weights.kv_a, x
+    q_dim = len(q_b) // heads.num_heads
+    if interleaved:
+        q_b = pairs_apart(q_b, q_dim, turned, q_dim - turned)
+        kv_a = pairs_apart(kv_a, len(kv_a), turned, rank)
+    if weights.q_a is not None and weights.q_a_norm is not None:
+        low = rms_norm(linear(x, weights.q_a, how=how), weights.q_a_norm, LATENT_EPS, how=how)
+    q = linear(low, q_b, how=how)
+    qkv = torch.cat([q, linear(x, kv_a, how=how)], 1)
+    kv_b, nope = weights.kv_b.view(heads.num_heads, -1, rank), q_dim - turned
+    k_b, v_b = kv_b[:, :nope], kv_b[:, nope:]
+    q_nope = q.view(len(q), heads.num_heads, q_dim)[..., :nope].transpose(0, 1)
+    queries = _PerHead.apply(q_nope, k_b.transpose(1, 2), how)  # type: ignore[no-untyped-call]
+    attended = _LatentAttention.apply(  # type: ignore[no-untyped-call]
+        queries, qkv, weights.kv_a_norm, rope, rows, heads, how
+    )
+    out = _PerHead.apply(attended, v_b, how)  # type: ignore[no-untyped-call]
+    return out.transpose(0, 1).flatten(1)  # type: ignore[no-any-return]

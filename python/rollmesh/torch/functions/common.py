@@ -51,14 +51,13 @@ def vector_of(name: str, weight: Tensor | None, x: Tensor, width: int) -> Any:
     return weight_array(vector)
 
 
-def width_of(name: str, weights: Sequence[Tensor], k: int) -> int:
+def check_width(name: str, weights: Sequence[Tensor], k: int) -> None:
     for weight in weights:
         if packing.check_weight(name, weight).shape[1] != k:
             raise ShapeError(
                 f"{name}: expected {k} columns, as the activations have, got shape "
                 f"{tuple(weight.shape)}"
             )
-    return sum(len(weight) for weight in weights)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:

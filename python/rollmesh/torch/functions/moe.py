@@ -65,14 +65,15 @@ class _Moe(torch.autograd.Function):
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         bias: Any,
-        packed: Any,
         top_k: int,
         by: Scoring,
         gating: Gating,
         how: How,
     ) -> tuple[Tensor, Tensor]:
         experts, width = len(router), down.shape[2]
-        packed_router, packed_gate_up, packed_down = packed
+        packed_router = packing.pack_rows([router], x.dtype, how)
+        packed_gate_up = packing.pack_experts_gate_up(gate_up, x.dtype, how)
+        packed_down = packing.pack_experts(down, x.dtype, how)
         with in_turn(x):
             routing = ops.router(
                 array_of(x), packed_router, experts, top_k, bias=bias, **by._asdict(),
@@ -140,7 +141,7 @@ class _Moe(torch.autograd.Function):
         by_gate_up_bias = _sums(by_both, groups, len(router)) if ctx.has_gate_up_bias else None
         by_down_bias = None if down_bias is None else _sums(scaled, groups, len(router))
         biases = by_logit_bias, by_gate_up_bias, by_down_bias
-        return by_x, by_router, by_gate_up, by_down, *biases, *[None] * 6
+        return by_x, by_router, by_gate_up, by_down, *biases, *[None] * 5
 
 
 def _sums(rows: Tensor, groups: list[tuple[int, slice]], experts: int) -> Tensor:
@@ -192,7 +193,6 @@ def moe(
     activation: str = "silu",
     alpha: float = 1.702,
     limit: float = 7.0,
-    packed: tuple[Any, Any, Any] | None = None,
     how: How | None = None,
 ) -> Routed:
     """The mixture of experts: router [experts, hidden], gate_up [experts, 2n, hidden] with the rows
@@ -202,7 +202,6 @@ def moe(
     down_bias [experts, hidden] are added to the products. The arguments from renormalize to min_sum
     are those of ops.router; activation, alpha and limit are those of ops.gemm_swiglu."""
     x = rows_of("x", x)
-    how = how or how_for(x)
     experts, hidden = len(packing.check_weight("router", router)), x.shape[1]
     width = packing.check_weight("down", down, 3).shape[2]
     packing.check_weight("gate_up", gate_up, 3)
@@ -222,13 +221,8 @@ def moe(
                 f"{tuple(bias.shape)}"
             )
         chosen_by = array_of(bias.contiguous())
-    packed = packed or (
-        packing.pack_rows([router], x.dtype, how),
-        packing.pack_experts_gate_up(gate_up, x.dtype, how),
-        packing.pack_experts(down, x.dtype, how),
-    )
     by = Scoring(renormalize, score, num_groups, top_groups, route_scale, min_sum)
     biases = logit_bias, gate_up_bias, down_bias
     gating = Gating(activation, alpha, limit)
-    args = (x, router, gate_up, down, *biases, chosen_by, packed, top_k, by, gating, how)
-    return Routed(*_Moe.apply(*args))  # type: ignore[no-untyped-call]
+    args = (x, router, gate_up, down, *biases, chosen_by, top_k, by, gating)
+    return Routed(*_Moe.apply(*args, how or how_for(x)))  # type: ignore[no-untyped-call]
