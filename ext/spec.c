@@ -52,7 +52,7 @@ static const rm_attribute model_fields[] = {
     SPEC_AS(I64, linear_value_head_dim, delta_v_dim),
     SPEC_AS(I64, linear_conv_kernel_dim, delta_kernel),
 };
-// Attributes of EngineValues.
+// Attributes of ModelSpec.engine_values().
 static const rm_attribute fields[] = {
     SPEC(BOOL, sigmoid_scores),      SPEC(I32, qk_norm),           SPEC(I32, wq_rows),
     SPEC(BOOL, rope_neighbours),     SPEC(I32, activation),        SPEC(F32, rope_scale),
