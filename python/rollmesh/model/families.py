@@ -11,45 +11,42 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollmesh.model.family import HIDDEN_BY_HEADS, Experts, Family
-from rollmesh.model.family_factors import (
+from rollmesh.model.family_rules import (
     afmoe_factors,
-    gemma_factors,
-    granite_factors,
-    hunyuan_moe_top_k,
-    olmoe_heads,
-    rope_is_given,
-)
-from rollmesh.model.family_layers import (
     delta_net_sizes,
-    early_even_windows,
     ernie_layers,
     every,
     first_layers_dense,
+    from_a_layer_on,
+    gemma3_ropes,
+    gemma_factors,
+    gpt_oss_ropes,
+    granite_factors,
+    hunyuan_moe_top_k,
+    hunyuan_ropes,
     hybrid_layers,
     latent_layers,
     layers_with_rope,
+    olmo3_ropes,
+    olmoe_heads,
     one_switched_window,
     one_window,
     patterned_windows,
+    phi3_ropes,
     rope_in_windows,
+    rope_is_given,
     shared_experts,
     silu_in_delta_nets,
     sparse_layers,
-    windows_from_a_layer_on,
-    windows_where,
-    windows_without_rope,
-)
-from rollmesh.model.family_ropes import (
-    gemma3_ropes,
-    gpt_oss_ropes,
-    hunyuan_ropes,
-    olmo3_ropes,
-    phi3_ropes,
+    switched_windows_where,
     text_ropes,
+    windows_where,
+    without_rope,
 )
 from rollmesh.model.reader import MAX_WIDTH
 
 _QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
+_QWEN_WINDOWS = switched_windows_where(from_a_layer_on(28))
 _QWEN_MOE = (
     "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts "
     "num_local_experts norm_topk_prob mlp_only_layers"
@@ -248,7 +245,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=32,
         attention_bias=True,
         o_bias=False,
-        windows=windows_from_a_layer_on,
+        windows=_QWEN_WINDOWS,
         fixed={"attention_bias": True},
     ),
     "qwen3": Family(
@@ -260,7 +257,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=32,
         qk_norm="head",
         wq_rows="halves",
-        windows=windows_from_a_layer_on,
+        windows=_QWEN_WINDOWS,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -282,7 +279,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=4,
         rope_theta=2000000.0,
         tied=True,
-        windows=windows_without_rope,
+        windows=switched_windows_where(without_rope, None),
         rope_layers=layers_with_rope,
     ),
     "olmo2": _OLMO2,
@@ -316,7 +313,7 @@ FAMILIES: dict[str, Family] = {
         bias_key="qkv_bias",
         attention_bias=True,
         o_bias=False,
-        windows=early_even_windows,
+        windows=switched_windows_where(lambda c, i: i % 2 == 0 and not from_a_layer_on(28)(c, i)),
         moe_layers=sparse_layers,
         experts=Experts(
             top_k=4,
@@ -443,7 +440,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=32,
         max_position_embeddings=2048,
         qk_norm="head",
-        windows=windows_where(lambda c, i: i >= c.integer("max_window_layers", 0, default=62)),
+        windows=windows_where(from_a_layer_on(62)),
         moe_layers=first_layers_dense(0),
         experts=replace(
             _DEEPSEEK,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollmesh.model.family_layers import LayerKinds, PerLayer, attention_layers, every, none
-from rollmesh.model.family_ropes import Ropes
+from rollmesh.model.family_rules import LayerKinds, PerLayer, Ropes, attention_layers, every, none
 from rollmesh.model.reader import Reader
 
 HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the config has none

@@ -23,7 +23,7 @@ from rollmesh.model import rope as _rope
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES, MULTIMODAL, SAME_AS
 from rollmesh.model.family import LAYER_KINDS, Experts, Family
-from rollmesh.model.family_layers import num_experts
+from rollmesh.model.family_rules import num_experts
 from rollmesh.model.reader import MAX_LAYERS, Reader, key_name, without
 from rollmesh.runtime.arguments import choice
 from rollmesh.runtime.messages import listed, plain, shown
