@@ -347,9 +347,10 @@ def _latent(
 ) -> dict[str, Any]:
     """Returns the sizes of latent attention. Keys that repeat some of them must agree."""
     sizes = {key: c.integer(key, default=n) for key, n in defaults.items() if key != "q_lora_rank"}
+    rope = c.integer("qk_rope_head_dim", 2, _rope.MAX_HEAD_DIM // 2, sizes["qk_rope_head_dim"])
+    c.integer("kv_lora_rank", 1, _rope.MAX_HEAD_DIM - rope, sizes["kv_lora_rank"])
     without = "q_lora_rank" in c.values and not c.given("q_lora_rank")
     rank = 0 if without else c.integer("q_lora_rank", default=defaults["q_lora_rank"])
-    rope = sizes["qk_rope_head_dim"]
     repeated = {
         "head_dim": rope,
         "qk_head_dim": sizes["qk_nope_head_dim"] + rope,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -297,7 +297,44 @@ class ModelSpec:
     def from_dict(values: Mapping[str, Any]) -> ModelSpec:
         """Creates a spec from to_dict's values. Fields that a later version added may be missing.
         Raises ConfigError, which names the field."""
-        return _from_dict(values)
+        known = fields_of(ConfigError, "spec", ModelSpec, values)
+        c = Reader(
+            {**{f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}, **known}
+        )
+        of_type: dict[Any, Callable[[str], Any]] = {
+            "int": lambda name: c.integer(name, int(name in _AT_LEAST_1)),
+            "bool": lambda name: c.boolean(name, False),
+            "float": lambda name: c.positive(name, 1.0),
+            "float | None": lambda name: c.positive(name, 1.0) if c.given(name) else None,
+        }
+        read = {f.name: of_type[f.type](f.name) for f in fields(ModelSpec) if f.type in of_type}
+        read |= {key: choice(key, c.values[key], words) for key, words in _CHOICES.items()}
+        layers = read["num_hidden_layers"]
+        for key in ("is_moe_layer", "rope_layers"):
+            read[key] = tuple_of(
+                key, c.values[key], layers, "a bool", lambda value: isinstance(value, bool)
+            )
+        whole = f"an integer in [0, {MAX_POSITION}]"
+        read["sliding_windows"] = tuple_of(
+            "sliding_windows",
+            c.values["sliding_windows"],
+            layers,
+            whole,
+            lambda value: type(value) is int and 0 <= value <= MAX_POSITION,
+        )
+        read["layer_kinds"] = layer_kinds(c.values["layer_kinds"], layers)
+        eos = c.values["eos_token_ids"]
+        if not isinstance(eos, (list, tuple)):
+            raise ConfigError(f"eos_token_ids: expected a list of token ids, got {shown(eos)}")
+        read["eos_token_ids"] = eos_ids(eos, read["vocab_size"])
+        for key in ("rope_settings", "local_rope_settings"):
+            if c.given(key) or key == "rope_settings":
+                read[key] = _rope_from_dict(
+                    c.values[key], read["head_dim"], read["max_position_embeddings"]
+                )
+        spec = ModelSpec(**read)
+        _check_layers(spec)
+        return spec
 
 
 # ----------------------------------------------------------------------- reading a dict of a spec
@@ -311,52 +348,6 @@ _CHOICES = {
 
 # Integers of a spec that the engine does not check in every model; the other ones may be 0 here.
 _AT_LEAST_1 = ("max_position_embeddings", "n_group", "topk_group")
-
-
-def _from_dict(values: Any) -> ModelSpec:
-    known = fields_of(ConfigError, "spec", ModelSpec, values)
-    c = Reader(
-        {**{f.name: f.default for f in fields(ModelSpec) if f.default is not MISSING}, **known}
-    )
-    read: dict[str, Any] = {
-        f.name: c.integer(f.name, int(f.name in _AT_LEAST_1))
-        for f in fields(ModelSpec)
-        if f.type == "int"
-    }
-    read |= {key: choice(key, c.values[key], words) for key, words in _CHOICES.items()}
-    read |= {f.name: c.boolean(f.name, False) for f in fields(ModelSpec) if f.type == "bool"}
-    read |= {f.name: c.positive(f.name, 1.0) for f in fields(ModelSpec) if f.type == "float"}
-    read |= {
-        f.name: c.positive(f.name, 1.0) if c.given(f.name) else None
-        for f in fields(ModelSpec)
-        if f.type == "float | None"
-    }
-    layers = read["num_hidden_layers"]
-    for key in ("is_moe_layer", "rope_layers"):
-        read[key] = tuple_of(
-            key, c.values[key], layers, "a bool", lambda value: isinstance(value, bool)
-        )
-    whole = f"an integer in [0, {MAX_POSITION}]"
-    read["sliding_windows"] = tuple_of(
-        "sliding_windows",
-        c.values["sliding_windows"],
-        layers,
-        whole,
-        lambda value: type(value) is int and 0 <= value <= MAX_POSITION,
-    )
-    read["layer_kinds"] = layer_kinds(c.values["layer_kinds"], layers)
-    eos = c.values["eos_token_ids"]
-    if not isinstance(eos, (list, tuple)):
-        raise ConfigError(f"eos_token_ids: expected a list of token ids, got {shown(eos)}")
-    read["eos_token_ids"] = eos_ids(eos, read["vocab_size"])
-    for key in ("rope_settings", "local_rope_settings"):
-        if c.given(key) or key == "rope_settings":
-            read[key] = _rope_from_dict(
-                c.values[key], read["head_dim"], read["max_position_embeddings"]
-            )
-    spec = ModelSpec(**read)
-    _check_layers(spec)
-    return spec
 
 
 def _rope_from_dict(values: Any, head_dim: int, max_positions: int) -> _rope.Rope:

@@ -328,7 +328,7 @@ class _PerHead(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: How) -> Tensor:
         ctx.save_for_backward(x, weight)
         (heads, rows, k), n = x.shape, weight.shape[1]
-        packed = packing.pack_experts(weight, x.dtype, how)
+        packed = packing.pack_rows([[matrix] for matrix in weight], x.dtype, how)
         bounds = torch.arange(heads + 1, dtype=torch.int32, device=x.device) * rows
         with in_turn(x):
             flat = array_of(x.reshape(-1, k).contiguous())

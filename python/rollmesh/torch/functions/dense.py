@@ -43,7 +43,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, how: How, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
-        packed, n = packing.pack_rows(weights, x.dtype, how), sum(map(len, weights))
+        packed, n = packing.pack_rows([weights], x.dtype, how), sum(map(len, weights))
         return call_op(ops.gemm, x, packed, n, bias=vector_of("bias", bias, x, n), **how)
 
     @staticmethod
@@ -195,7 +195,7 @@ class _Swiglu(torch.autograd.Function):
         if both is not None:
             ctx.activation, options["gate_up"] = activation, array_of(both)
             ctx.save_for_backward(x, gate, up, both)
-        packed = packing.pack_gate_up(gate, up, x.dtype, how)
+        packed = packing.pack_gate_up([(gate, up)], x.dtype, how)
         return call_op(ops.gemm_swiglu, x, packed, len(gate), **options)
 
     @staticmethod

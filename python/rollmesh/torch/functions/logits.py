@@ -69,7 +69,7 @@ class Shape(NamedTuple):
 class _LmHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, shape: Shape, how: How) -> Tensor:
-        packed = packing.pack_rows([weight], x.dtype, how)
+        packed = packing.pack_rows([[weight]], x.dtype, how)
         with in_turn(x):
             head = ops.lm_head(array_of(x), packed, len(weight), **shape._asdict(), **how)
             check_flags("logits", head.row_flags)
@@ -125,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.zeros_like(logprobs)
         kept: list[Tensor] = []
-        packed = packing.pack_rows([weight], x.dtype, how)
+        packed = packing.pack_rows([[weight]], x.dtype, how)
         for at in _chunks(len(x), vocab):
             with in_turn(x):
                 head = ops.lm_head(

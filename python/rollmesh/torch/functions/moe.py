@@ -71,9 +71,9 @@ class _Moe(torch.autograd.Function):
         how: How,
     ) -> tuple[Tensor, Tensor]:
         experts, width = len(router), down.shape[2]
-        packed_router = packing.pack_rows([router], x.dtype, how)
-        packed_gate_up = packing.pack_experts_gate_up(gate_up, x.dtype, how)
-        packed_down = packing.pack_experts(down, x.dtype, how)
+        packed_router = packing.pack_rows([[router]], x.dtype, how)
+        packed_gate_up = packing.pack_gate_up([both.chunk(2) for both in gate_up], x.dtype, how)
+        packed_down = packing.pack_rows([[matrix] for matrix in down], x.dtype, how)
         with in_turn(x):
             routing = ops.router(
                 array_of(x), packed_router, experts, top_k, bias=bias, **by._asdict(),
