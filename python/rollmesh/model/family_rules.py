@@ -14,15 +14,17 @@ from rollmesh.runtime.messages import shown
 
 # ------------------------------------------------------------------------------- rules for layers
 # A rule is a function of the config and of its number of layers.
-PerLayer = Callable[[Reader, int], tuple[int, ...]]
+Numbers = tuple[int, ...]  # one of each layer
+PerLayer = Callable[[Reader, int], Numbers]
+HasWindow = Callable[[Reader, int], bool]  # by the config and the index of a layer
 LayerKinds = Callable[[Reader, int], tuple[str, ...]]
 
 
-def none(c: Reader, layers: int) -> tuple[int, ...]:
+def none(c: Reader, layers: int) -> Numbers:
     return (0,) * layers
 
 
-def every(c: Reader, layers: int) -> tuple[int, ...]:
+def every(c: Reader, layers: int) -> Numbers:
     return (1,) * layers
 
 
@@ -93,9 +95,7 @@ def _layer_types(
     return tuple(types)
 
 
-def _windows(
-    c: Reader, layers: int, has_window: Callable[[int], bool], window: int
-) -> tuple[int, ...]:
+def _windows(c: Reader, layers: int, has_window: Callable[[int], bool], window: int) -> Numbers:
     """The windows of layer_types, else a window in the layers for which has_window holds."""
     types = _layer_types(c, layers)
     if types is None:
@@ -108,12 +108,12 @@ def _windows(
     return tuple(window if t == "sliding_attention" else 0 for t in types)
 
 
-def from_a_layer_on(default: int) -> Callable[[Reader, int], bool]:
+def from_a_layer_on(default: int) -> HasWindow:
     """Layers from max_window_layers on."""
     return lambda c, i: i >= c.integer("max_window_layers", 0, default=default)
 
 
-def one_switched_window(c: Reader, layers: int) -> tuple[int, ...]:
+def one_switched_window(c: Reader, layers: int) -> Numbers:
     """Qwen3-MoE: all layers or none."""
     window, types = _switched_window(c, 4096), _layer_types(c, layers)
     if types is not None and set(types) != {"sliding_attention" if window else "full_attention"}:
@@ -130,7 +130,7 @@ def one_window(default: int | None) -> PerLayer:
 
 
 def windows_where(
-    has_window: Callable[[Reader, int], bool],
+    has_window: HasWindow,
     default: int | None = 4096,
     read: Callable[[Reader, int | None], int] = _window,
 ) -> PerLayer:
@@ -138,9 +138,7 @@ def windows_where(
     return lambda c, layers: _windows(c, layers, lambda i: has_window(c, i), read(c, default))
 
 
-def switched_windows_where(
-    has_window: Callable[[Reader, int], bool], default: int | None = 4096
-) -> PerLayer:
+def switched_windows_where(has_window: HasWindow, default: int | None = 4096) -> PerLayer:
     """The same where use_sliding_window is on; else full attention."""
     return windows_where(has_window, default, _switched_window)
 
@@ -151,7 +149,7 @@ def rope_in_windows(windows: PerLayer) -> PerLayer:
     return lambda c, layers: tuple(int(w > 0 or not _window(c, 4096)) for w in windows(c, layers))
 
 
-def layers_with_rope(c: Reader, layers: int) -> tuple[int, ...]:
+def layers_with_rope(c: Reader, layers: int) -> Numbers:
     """SmolLM3: no_rope_layers has a 1 where rope turns q and k; else all but every
     no_rope_layer_interval-th do."""
     given = c.values.get("no_rope_layers")
@@ -190,7 +188,7 @@ def num_experts(
     return both[0] if both else c.integer(key, low, default=default)
 
 
-def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
+def sparse_layers(c: Reader, layers: int) -> Numbers:
     """Qwen: every decoder_sparse_step-th layer, except for those in mlp_only_layers."""
     step, dense = (
         c.integer("decoder_sparse_step", default=1),
@@ -211,7 +209,7 @@ def sparse_layers(c: Reader, layers: int) -> tuple[int, ...]:
 def first_layers_dense(default: int, key: str = "first_k_dense_replace") -> PerLayer:
     """GLM-4-MoE: experts as mlp_layer_types says, else from the layer on that `key` names."""
 
-    def rule(c: Reader, layers: int) -> tuple[int, ...]:
+    def rule(c: Reader, layers: int) -> Numbers:
         types = _layer_types(c, layers, "mlp_layer_types", ("dense", "sparse"))
         first = c.integer(key, 0, default=default)
         return tuple(int(types[i] == "sparse" if types else i >= first) for i in range(layers))
@@ -219,7 +217,7 @@ def first_layers_dense(default: int, key: str = "first_k_dense_replace") -> PerL
     return rule
 
 
-def ernie_layers(c: Reader, layers: int) -> tuple[int, ...]:
+def ernie_layers(c: Reader, layers: int) -> Numbers:
     """ERNIE-4.5: every moe_layer_interval-th layer from moe_layer_start_index to
     moe_layer_end_index."""
     step, start = (

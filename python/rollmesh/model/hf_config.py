@@ -28,6 +28,8 @@ from rollmesh.model.reader import MAX_LAYERS, Reader, key_name, without
 from rollmesh.runtime.arguments import choice
 from rollmesh.runtime.messages import listed, plain, shown
 
+Values = dict[str, Any]  # by key of a config, or by field of a ModelSpec
+
 
 def _keys(words: str) -> frozenset[str]:
     return frozenset(words.split())
@@ -35,41 +37,45 @@ def _keys(words: str) -> frozenset[str]:
 
 # Read here, for every family.
 _USED = _keys(
-    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim hidden_act "
-    "max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_scaling "
-    "rope_theta partial_rotary_factor "
-    "original_max_position_embeddings eos_token_id is_causal"
+    """
+    model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim hidden_act
+    max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters rope_scaling
+    rope_theta partial_rotary_factor
+    original_max_position_embeddings eos_token_id is_causal
+    """
 )
 
 # Keys of transformers 4.30 to 5.24 without effect on the logits of inference: bookkeeping, output
 # formats, training, how parts are computed and placed, generation.
 _IRRELEVANT = _keys(
-    "transformers_version architectures dtype torch_dtype _name_or_path name_or_path "
-    "_commit_hash _auto_class _post_init_done output_hidden_states output_attentions "
-    "_output_attentions output_router_logits return_dict use_return_dict tie_last_hidden_states "
-    "id2label label2id num_labels problem_type pad_token_id bos_token_id sep_token_id "
-    "decoder_start_token_id tokenizer_class prefix task_specific_params finetuning_task "
-    "custom_pipelines cross_attention_hidden_size is_decoder is_llama_config "
-    "keys_to_ignore_at_inference ignore_keys_at_rope_validation max_sequence_length output_past "
-    "transformers.js_config unsloth_version unsloth_fixed attention_dropout initializer_range "
-    "router_aux_loss_coef gradient_checkpointing loss_type tie_encoder_decoder "
-    "_attn_implementation attn_implementation _attn_implementation_internal "
-    "_attn_implementation_autoset _flash_attn_2_enabled _experts_implementation "
-    "experts_implementation _experts_implementation_internal chunk_size_feed_forward "
-    "pretraining_tp base_model_tp_plan base_model_pp_plan base_model_ep_plan "
-    "base_model_fsdp_plan distributed_config _pre_quantization_dtype torchscript use_bfloat16 "
-    "tf_legacy_loss xla_device use_cache cache_implementation output_scores output_logits "
-    "return_dict_in_generate do_sample temperature top_k top_p min_p typical_p epsilon_cutoff "
-    "eta_cutoff max_length max_new_tokens min_length min_new_tokens max_time stop_strings "
-    "early_stopping num_beams num_beam_groups diversity_penalty length_penalty "
-    "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits constraints "
-    "num_return_sequences penalty_alpha forced_bos_token_id forced_eos_token_id "
-    "forced_decoder_ids remove_invalid_values exponential_decay_length_penalty suppress_tokens "
-    "begin_suppress_tokens sequence_bias guidance_scale low_memory num_assistant_tokens "
-    "num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
-    "target_lookbehind prompt_lookup_num_tokens"
+    """
+    transformers_version architectures dtype torch_dtype _name_or_path name_or_path
+    _commit_hash _auto_class _post_init_done output_hidden_states output_attentions
+    _output_attentions output_router_logits return_dict use_return_dict tie_last_hidden_states
+    id2label label2id num_labels problem_type pad_token_id bos_token_id sep_token_id
+    decoder_start_token_id tokenizer_class prefix task_specific_params finetuning_task
+    custom_pipelines cross_attention_hidden_size is_decoder is_llama_config
+    keys_to_ignore_at_inference ignore_keys_at_rope_validation max_sequence_length output_past
+    transformers.js_config unsloth_version unsloth_fixed attention_dropout initializer_range
+    router_aux_loss_coef gradient_checkpointing loss_type tie_encoder_decoder
+    _attn_implementation attn_implementation _attn_implementation_internal
+    _attn_implementation_autoset _flash_attn_2_enabled _experts_implementation
+    experts_implementation _experts_implementation_internal chunk_size_feed_forward
+    pretraining_tp base_model_tp_plan base_model_pp_plan base_model_ep_plan
+    base_model_fsdp_plan distributed_config _pre_quantization_dtype torchscript use_bfloat16
+    tf_legacy_loss xla_device use_cache cache_implementation output_scores output_logits
+    return_dict_in_generate do_sample temperature top_k top_p min_p typical_p epsilon_cutoff
+    eta_cutoff max_length max_new_tokens min_length min_new_tokens max_time stop_strings
+    early_stopping num_beams num_beam_groups diversity_penalty length_penalty
+    repetition_penalty encoder_repetition_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids force_words_ids renormalize_logits constraints
+    num_return_sequences penalty_alpha forced_bos_token_id forced_eos_token_id
+    forced_decoder_ids remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens sequence_bias guidance_scale low_memory num_assistant_tokens
+    num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind
+    target_lookbehind prompt_lookup_num_tokens
+    """
 )
 
 _UNSUPPORTED = {
@@ -100,7 +106,7 @@ _READ = frozenset[str]().union(*map(_keys_of, FAMILIES.values()))
 _PLAIN = (type(None), bool, int, float, str, list, tuple, Mapping)
 
 
-def checked_config(config: Any, ignore: Collection[str]) -> dict[str, Any]:
+def checked_config(config: Any, ignore: Collection[str]) -> Values:
     """Returns the config of a text model of a family, without the keys in `ignore` and with the
     ends of generation_config.json. Refuses unsupported and unknown options."""
     if not isinstance(ignore, (tuple, list, set, frozenset)) or not all(
@@ -139,7 +145,7 @@ def _generation_eos(folder: Path) -> list[Any]:
     return _ids_of(_read_object(file).get("eos_token_id")) if file.is_file() else []
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
+def _as_dict(config: Any) -> Values:
     if isinstance(config, Mapping):
         return dict(config)
     if callable(getattr(config, "to_dict", None)):
@@ -160,7 +166,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return _read_object(path / "config.json")
 
 
-def text_config(values: dict[str, Any]) -> dict[str, Any]:
+def text_config(values: Values) -> Values:
     """Returns the config of a multimodal model's text model, with the other keys of the multimodal
     model's config. Returns any other config as it is."""
     text, kind = values.get("text_config"), values.get("model_type")
@@ -181,7 +187,7 @@ def text_config(values: dict[str, Any]) -> dict[str, Any]:
     return {**text, **others}
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def _read_object(file: Path) -> Values:
     try:
         values = json.loads(file.read_text("utf-8"))
     except OSError as error:
@@ -238,7 +244,7 @@ def _refuse_unknown(
         raise error
 
 
-def spec_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def spec_fields(values: Mapping[str, Any]) -> Values:
     """Returns the fields of the ModelSpec of a checked config. Raises ConfigError."""
     c, family = Reader(values), FAMILIES[values["model_type"]]
     act_key = family.activation_key
@@ -252,7 +258,7 @@ def spec_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     kv_heads = c.values.get("num_key_value_heads", family.num_key_value_heads)
     head_dim = 0 if "head_dim" in c.values else family.head_dim  # None is HIDDEN_BY_HEADS
     head_dim = c.integer("head_dim") if c.given("head_dim") else head_dim or hidden // heads
-    latent: dict[str, Any] = {}
+    latent: Values = {}
     if family.latent is not None:
         latent = _latent(c, family.latent, heads, kv_heads)
         head_dim = latent.pop("qk_rope_head_dim")
@@ -342,9 +348,7 @@ def by_keys(message: str, family: Family) -> str:
     return re.sub(rf"\b({'|'.join(keys)})\b", lambda name: keys[name[0]], message)
 
 
-def _latent(
-    c: Reader, defaults: Mapping[str, int], heads: int, kv_heads: int | None
-) -> dict[str, Any]:
+def _latent(c: Reader, defaults: Mapping[str, int], heads: int, kv_heads: int | None) -> Values:
     """Returns the sizes of latent attention. Keys that repeat some of them must agree."""
     sizes = {key: c.integer(key, default=n) for key, n in defaults.items() if key != "q_lora_rank"}
     rope = c.integer("qk_rope_head_dim", 2, _rope.MAX_HEAD_DIM // 2, sizes["qk_rope_head_dim"])
@@ -376,7 +380,7 @@ def _latent_scale(latent: Mapping[str, int], rope: _rope.Rope, rope_dim: int) ->
     return float((latent["qk_nope_head_dim"] + rope_dim) ** -0.5 * mscale * mscale)
 
 
-_NO_EXPERTS: dict[str, Any] = {
+_NO_EXPERTS: Values = {
     "num_experts": 0,
     "num_experts_per_tok": 0,
     "moe_intermediate_size": 0,
@@ -384,7 +388,7 @@ _NO_EXPERTS: dict[str, Any] = {
 }
 
 
-def _experts(c: Reader, experts: Experts) -> dict[str, Any]:
+def _experts(c: Reader, experts: Experts) -> Values:
     """The fields of a model with experts."""
     groups, top_groups = experts.groups or (1, 1)
     n_group = c.integer("n_group", default=groups) if experts.groups else 1

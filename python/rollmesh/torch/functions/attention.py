@@ -33,6 +33,7 @@ from rollmesh.torch.functions.common import (
 from rollmesh.torch.functions.dense import linear, rms_norm
 from rollmesh.torch.sequences import PAGE, Sequences
 
+Rope = tuple[Tensor, Tensor]  # cos and sin, [positions, n]
 LATENT_EPS = 1e-6  # of the norms of latents, as in transformers
 SHORT = 256  # tokens of the longest sequence up to which scores are stored
 SCORES_AT_ONCE = 1 << 24  # float32 numbers
@@ -70,7 +71,7 @@ def rope_table(
     positions: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
+) -> Rope:
     """(cos, sin) [positions, head_dim / 2], as `attention` takes them. frequencies: from
     ModelSpec.rope. They are not inference tensors: later passes of any kind may use them."""
     inv_freq, scale = frequencies
@@ -90,7 +91,7 @@ def pairs_apart(weight: Tensor, head_dim: int, turned: int, first: int = 0) -> T
 def _attended(
     qkv: Tensor,
     norms: tuple[Any, Any],
-    rope: tuple[Tensor, Tensor],
+    rope: Rope,
     rows: Sequences,
     heads: Heads,
     how: How,
@@ -141,7 +142,7 @@ class _Attention(torch.autograd.Function):
         qkv: Tensor,
         q_weight: Tensor | None,
         k_weight: Tensor | None,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         rows: Sequences,
         heads: Heads,
         sinks: Tensor | None,
@@ -283,7 +284,7 @@ def attention(
     qkv: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
-    rope: tuple[Tensor, Tensor],
+    rope: Rope,
     rows: Sequences,
     heads: Heads,
     *,
@@ -353,7 +354,7 @@ class _LatentAttention(torch.autograd.Function):
         queries: Tensor,
         qkv: Tensor,
         weight: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         rows: Sequences,
         heads: Heads,
         how: How,
@@ -389,7 +390,7 @@ class _LatentAttention(torch.autograd.Function):
 def latent_attention(
     x: Tensor,
     weights: Latent,
-    rope: tuple[Tensor, Tensor],
+    rope: Rope,
     rows: Sequences,
     heads: Heads,
     *,
