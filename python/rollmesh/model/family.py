@@ -87,7 +87,7 @@ class Family:
     rope_layers: PerLayer = every  # 1 where rope turns q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
-    # What a checkpoint calls a parameter instead, by its kind (csrc/model/params.c).
+    # Names of parameters in checkpoints that differ from a Llama's, by kind (csrc/model/params.c).
     names: dict[str, str] = field(default_factory=dict)
     rope_neighbours: bool = False  # rope turns neighbours of a head, else halves of a head
     activation: str | None = None  # of all MLPs, whatever hidden_act is; None: hidden_act names it

@@ -395,7 +395,7 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
             raise
 
     def _change(self, row: _Row, parts: list[memoryview]) -> Change | None:
-        """Returns None if the tensor is unchanged."""
+        """Returns the change of a tensor, or None if the tensor is unchanged."""
         if row.kind == "same" and row.entry.sum != self._now.sums[row.entry.name]:
             raise FormatError(
                 f"{row.entry.name}: expected checksum {row.entry.sum}, the base has "
