@@ -53,7 +53,7 @@ static const rm_attribute model_fields[] = {
     SPEC_AS(linear_value_head_dim, delta_v_dim),
     SPEC_AS(linear_conv_kernel_dim, delta_kernel),
 };
-// Attributes of EngineValues.
+// Attributes of ModelSpec.engine_values().
 static const rm_attribute fields[] = {
     SPEC_BOOL(sigmoid_scores),
     SPEC(qk_norm),

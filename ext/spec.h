@@ -5,6 +5,6 @@
 
 #include "model/spec.h"
 
-// Converts an object with the attributes of rollmesh.model.spec.EngineValues, and those of its
-// ModelSpec. Owned: rm_spec_destroy. NULL with the exception set.
+// Converts what ModelSpec.engine_values of rollmesh.model.spec returns. Owned: rm_spec_destroy. NULL
+// with the exception set.
 rm_spec *rm_spec_from_python(PyObject *object);

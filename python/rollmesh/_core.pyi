@@ -1,12 +1,12 @@
 # The C extension: ext/. Generator and rollmesh.ops are its public faces; every name here is private
 # to the package. All attributes are read-only.
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.model.spec import EngineValues
 from rollmesh.runtime.engine_views import (
     Finish,
     Floats,
@@ -132,7 +132,7 @@ class SyncEntry:
 class Engine:
     def __new__(
         cls,
-        spec: EngineValues,
+        spec: SimpleNamespace,
         options: Any,  # rollmesh.options.EngineOptions
         ends: tuple[int, Comm | None, Comm | None, Comm | None] | None = None,
     ) -> Engine: ...
@@ -248,14 +248,14 @@ class Engine:
     def sync_state(self) -> tuple[int | None, int]: ...
 
 # int64 [world][8 ranges][first, n], in the order of placement.h.
-def placement(spec: EngineValues, tp: int, dp: int, ep: int, /) -> NDArray[np.int64]: ...
+def placement(spec: SimpleNamespace, tp: int, dp: int, ep: int, /) -> NDArray[np.int64]: ...
 
 # [(kind, name, shape)] of the tensors of a checkpoint, without routers' biases.
-def parameters(spec: EngineValues, /) -> list[tuple[str, str, tuple[int, ...]]]: ...
+def parameters(spec: SimpleNamespace, /) -> list[tuple[str, str, tuple[int, ...]]]: ...
 
 # {kind: bytes} that this rank stores, in one version.
 def parameter_bytes(
-    spec: EngineValues, tp: int, dp: int, ep: int, rank: int, bfloat16: bool, /
+    spec: SimpleNamespace, tp: int, dp: int, ep: int, rank: int, bfloat16: bool, /
 ) -> dict[str, int]: ...
 
 # {name: (least, most)} of the engine's integer options.

@@ -10,46 +10,43 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollmesh.model.family import Experts, Family
-from rollmesh.model.family_factors import (
+from rollmesh.model.family import HIDDEN_BY_HEADS, Experts, Family
+from rollmesh.model.family_rules import (
     afmoe_factors,
-    gemma_factors,
-    granite_factors,
-    hunyuan_moe_top_k,
-    olmoe_heads,
-    rope_is_given,
-)
-from rollmesh.model.family_layers import (
     delta_net_sizes,
-    early_even_windows,
     ernie_layers,
     every,
     first_layers_dense,
+    from_a_layer_on,
+    gemma3_ropes,
+    gemma_factors,
+    gpt_oss_ropes,
+    granite_factors,
+    hunyuan_moe_top_k,
+    hunyuan_ropes,
     hybrid_layers,
     latent_layers,
     layers_with_rope,
+    olmo3_ropes,
+    olmoe_heads,
     one_switched_window,
     one_window,
     patterned_windows,
+    phi3_ropes,
     rope_in_windows,
+    rope_is_given,
     shared_experts,
     silu_in_delta_nets,
     sparse_layers,
-    windows_from_a_layer_on,
-    windows_where,
-    windows_without_rope,
-)
-from rollmesh.model.family_ropes import (
-    gemma3_ropes,
-    gpt_oss_ropes,
-    hunyuan_ropes,
-    olmo3_ropes,
-    phi3_ropes,
+    switched_windows_where,
     text_ropes,
+    windows_where,
+    without_rope,
 )
 from rollmesh.model.reader import MAX_WIDTH
 
 _QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
+_QWEN_WINDOWS = switched_windows_where(from_a_layer_on(28))
 _QWEN_MOE = (
     "decoder_sparse_step moe_intermediate_size num_experts_per_tok num_experts "
     "num_local_experts norm_topk_prob mlp_only_layers"
@@ -58,27 +55,21 @@ _GEMMA = (
     "attention_bias hidden_activation query_pre_attn_scalar final_logit_softcapping "
     "sliding_window layer_types"
 )
-_GEMMA_NAMES = (
-    ("post_attn_norm", "post_attention_layernorm.weight"),
-    ("pre_mlp_norm", "pre_feedforward_layernorm.weight"),
-)
 _AFMOE_WINDOWS = patterned_windows(1024, 4, "global_attn_every_n_layers")
 _GRANITE = "embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 
 
-def _mlp(kind: str, module: str) -> tuple[tuple[str, str], ...]:
+def _mlp(kind: str, module: str) -> dict[str, str]:
     """The names of the weights of an MLP: a shared expert, or an expert."""
-    return tuple(
-        (f"{kind}_{part}", f"{module}.{part}_proj.weight") for part in ("gate", "up", "down")
-    )
+    return {f"{kind}_{part}": f"{module}.{part}_proj.weight" for part in ("gate", "up", "down")}
 
 
-_MIXTRAL = (
-    ("router", "block_sparse_moe.gate.weight"),
-    ("expert_gate", "block_sparse_moe.experts.#.w1.weight"),
-    ("expert_down", "block_sparse_moe.experts.#.w2.weight"),
-    ("expert_up", "block_sparse_moe.experts.#.w3.weight"),
-)
+_MIXTRAL = {
+    "router": "block_sparse_moe.gate.weight",
+    "expert_gate": "block_sparse_moe.experts.#.w1.weight",
+    "expert_down": "block_sparse_moe.experts.#.w2.weight",
+    "expert_up": "block_sparse_moe.experts.#.w3.weight",
+}
 # The router and experts of DeepSeek-V3, as in GLM-4-MoE.
 _DEEPSEEK_KEYS = (
     "moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts num_local_experts "
@@ -106,9 +97,20 @@ _GLM = Family(
     rms_norm_eps=1.5625e-7,
     eos_token_id=(151329, 151336, 151338),
     partial_rotary_factor=0.5,
-    attention_bias=lambda c: c.boolean("attention_bias", True),
+    attention_bias=True,
     o_bias=False,
     rope_neighbours=True,
+)
+_ERNIE = Family(
+    "Ernie4_5ForCausalLM",
+    head_dim=128,
+    num_key_value_heads=2,
+    max_position_embeddings=131072,
+    rope_theta=500000.0,
+    rms_norm_eps=1e-5,
+    tied=True,
+    rope_neighbours=True,
+    fixed={"use_bias": False},
 )
 _OLMO2 = Family(
     "Olmo2ForCausalLM",
@@ -119,7 +121,26 @@ _OLMO2 = Family(
     qk_norm="whole",
     norm_before=False,
     norm_after=True,
-    names=(("post_attn_norm", "post_attention_layernorm.weight"),),
+    names={"post_attn_norm": "post_attention_layernorm.weight"},
+)
+_GEMMA2 = Family(
+    "Gemma2ForCausalLM",
+    f"{_GEMMA} attn_logit_softcapping",
+    eos_token_id=1,
+    head_dim=256,
+    num_key_value_heads=4,
+    max_position_embeddings=8192,
+    tied=True,
+    hidden_act="gelu_pytorch_tanh",
+    activation_key="hidden_activation",
+    norm_after=True,
+    zero_centered_norms=True,
+    windows=patterned_windows(4096, 2),
+    factors=gemma_factors(50.0, 30.0),
+    names={
+        "post_attn_norm": "post_attention_layernorm.weight",
+        "pre_mlp_norm": "pre_feedforward_layernorm.weight",
+    },
 )
 _QWEN3_5 = Family(
     "Qwen3_5ForCausalLM",
@@ -132,24 +153,18 @@ _QWEN3_5 = Family(
     partial_rotary_factor=0.25,
     qk_norm="head",
     zero_centered_norms=True,
-    attention_bias=False,
-    o_bias=False,
     attention_gate=True,
     gate_in_q=True,
-    names=(  # of the parts of q_proj
-        ("q", "self_attn.q_proj.query.weight"),
-        ("attn_gate", "self_attn.q_proj.gate.weight"),
-    ),
+    names={  # of the parts of q_proj
+        "q": "self_attn.q_proj.query.weight",
+        "attn_gate": "self_attn.q_proj.gate.weight",
+    },
     wq_rows="halves",
     layer_kinds=hybrid_layers,
     ropes=text_ropes,
     factors=delta_net_sizes,
     check=silu_in_delta_nets,
-    fixed=(
-        ("attention_bias", False),
-        ("attn_output_gate", True),
-        ("mamba_ssm_dtype", "float32"),
-    ),
+    fixed={"attention_bias": False, "attn_output_gate": True, "mamba_ssm_dtype": "float32"},
 )
 _QWEN3_5_EXPERTS = Experts(
     number=("num_experts", 1, 256),
@@ -171,10 +186,10 @@ _HUNYUAN = Family(
     qk_norm="head",
     qk_norm_last=True,
     ropes=hunyuan_ropes,
-    names=(
-        ("q_norm", "self_attn.query_layernorm.weight"),
-        ("k_norm", "self_attn.key_layernorm.weight"),
-    ),
+    names={
+        "q_norm": "self_attn.query_layernorm.weight",
+        "k_norm": "self_attn.key_layernorm.weight",
+    },
 )
 
 _LATENT = {
@@ -192,8 +207,6 @@ _DEEPSEEK_V3 = Family(
     num_key_value_heads=128,
     max_position_embeddings=4096,
     eos_token_id=1,
-    attention_bias=False,
-    o_bias=False,
     rope_neighbours=True,
     layer_kinds=latent_layers,
     latent=_LATENT,
@@ -204,12 +217,12 @@ _DEEPSEEK_V3 = Family(
         groups=(8, 4),
         scaling_default=2.5,
     ),
-    fixed=(
-        ("attention_bias", False),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("moe_layer_freq", 1),
-    ),
+    fixed={
+        "attention_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
 )
 
 FAMILIES: dict[str, Family] = {
@@ -221,8 +234,6 @@ FAMILIES: dict[str, Family] = {
         "sliding_window",
         num_key_value_heads=8,
         max_position_embeddings=131072,
-        attention_bias=False,
-        o_bias=False,
         windows=one_window(4096),
         wq_rows="neighbours",
     ),
@@ -234,8 +245,8 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=32,
         attention_bias=True,
         o_bias=False,
-        windows=windows_from_a_layer_on,
-        fixed=(("attention_bias", True),),
+        windows=_QWEN_WINDOWS,
+        fixed={"attention_bias": True},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -246,7 +257,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=32,
         qk_norm="head",
         wq_rows="halves",
-        windows=windows_from_a_layer_on,
+        windows=_QWEN_WINDOWS,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -268,7 +279,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=4,
         rope_theta=2000000.0,
         tied=True,
-        windows=windows_without_rope,
+        windows=switched_windows_where(without_rope, None),
         rope_layers=layers_with_rope,
     ),
     "olmo2": _OLMO2,
@@ -288,8 +299,6 @@ FAMILIES: dict[str, Family] = {
         max_position_embeddings=131072,
         rope_theta=1000000.0,
         rms_norm_eps=1e-5,
-        attention_bias=False,
-        o_bias=False,
         windows=one_window(None),
         moe_layers=every,
         experts=Experts(top_k=2, width="intermediate_size", renormalize=True),
@@ -301,9 +310,10 @@ FAMILIES: dict[str, Family] = {
         f"qkv_bias shared_expert_intermediate_size {_QWEN} {_QWEN_MOE}",
         eos_token_id=None,
         num_key_value_heads=16,
-        attention_bias=lambda c: c.boolean("qkv_bias", True),
+        bias_key="qkv_bias",
+        attention_bias=True,
         o_bias=False,
-        windows=early_even_windows,
+        windows=switched_windows_where(lambda c, i: i % 2 == 0 and not from_a_layer_on(28)(c, i)),
         moe_layers=sparse_layers,
         experts=Experts(
             top_k=4,
@@ -338,7 +348,7 @@ FAMILIES: dict[str, Family] = {
         _GLM,
         architecture="Glm4ForCausalLM",
         norm_after=True,
-        names=(("post_mlp_norm", "post_mlp_layernorm.weight"),),
+        names={"post_mlp_norm": "post_mlp_layernorm.weight"},
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
@@ -362,7 +372,7 @@ FAMILIES: dict[str, Family] = {
         head_dim=128,
         num_key_value_heads=8,
         max_position_embeddings=524288,
-        attention_bias=lambda c: c.boolean("attention_bias", True),
+        attention_bias=True,
         o_bias="attention_out_bias",
     ),
     "minimax_m2": Family(
@@ -376,8 +386,6 @@ FAMILIES: dict[str, Family] = {
         eos_token_id=200020,
         partial_rotary_factor=1.0,
         qk_norm="whole",
-        attention_bias=False,
-        o_bias=False,
         moe_layers=every,
         experts=Experts(
             number=("num_experts", 1, 256),
@@ -387,18 +395,15 @@ FAMILIES: dict[str, Family] = {
             score_func="sigmoid",
             router_bias=True,
         ),
-        names=(
-            *_MIXTRAL,
-            ("router_bias", "block_sparse_moe.e_score_correction_bias"),
-        ),
-        fixed=(
-            ("attn_type_list", 1),
-            ("qk_norm_type", "per_layer"),
-            ("scoring_func", "sigmoid"),
-            ("shared_intermediate_size", 0),
-            ("use_qk_norm", True),
-            ("use_routing_bias", True),
-        ),
+        names=_MIXTRAL | {"router_bias": "block_sparse_moe.e_score_correction_bias"},
+        fixed={
+            "attn_type_list": 1,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -412,8 +417,7 @@ FAMILIES: dict[str, Family] = {
         rope_theta=150000.0,
         ropes=gpt_oss_ropes,
         rms_norm_eps=1e-5,
-        attention_bias=lambda c: c.boolean("attention_bias", True),
-        o_bias=lambda c: c.boolean("attention_bias", True),
+        attention_bias=True,
         windows=windows_where(lambda c, i: i % 2 == 0, 128),
         moe_layers=every,
         experts=Experts(
@@ -423,7 +427,7 @@ FAMILIES: dict[str, Family] = {
             renormalize=True,
             bias=True,
         ),
-        names=(("router", "mlp.router.weight"), ("router_logit_bias", "mlp.router.bias")),
+        names={"router": "mlp.router.weight", "router_logit_bias": "mlp.router.bias"},
         activation="swiglu_oai",
         sinks=True,
         mxfp4=True,
@@ -436,7 +440,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=32,
         max_position_embeddings=2048,
         qk_norm="head",
-        windows=windows_where(lambda c, i: i >= c.integer("max_window_layers", 0, default=62)),
+        windows=windows_where(from_a_layer_on(62)),
         moe_layers=first_layers_dense(0),
         experts=replace(
             _DEEPSEEK,
@@ -458,7 +462,7 @@ FAMILIES: dict[str, Family] = {
         o_bias=False,
         moe_layers=every,
         experts=_DEEPSEEK,
-        fixed=(("first_k_dense_replace", 0), ("use_qk_norm", False)),
+        fixed={"first_k_dense_replace": 0, "use_qk_norm": False},
     ),
     "hy_v3": Family(
         "HYV3ForCausalLM",
@@ -483,10 +487,7 @@ FAMILIES: dict[str, Family] = {
             scaling_default=2.826,
             shared_width=shared_experts("num_shared_experts"),
         ),
-        names=(
-            ("router", "mlp.router.gate.weight"),
-            *_mlp("shared", "mlp.shared_mlp"),
-        ),
+        names={"router": "mlp.router.gate.weight"} | _mlp("shared", "mlp.shared_mlp"),
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM",
@@ -497,11 +498,9 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         norm_before=False,
         norm_after=True,
-        attention_bias=False,
-        o_bias=False,
         windows=_EXAONE_WINDOWS,
         rope_layers=rope_in_windows(_EXAONE_WINDOWS),
-        names=(("post_attn_norm", "post_attention_layernorm.weight"),),
+        names={"post_attn_norm": "post_attention_layernorm.weight"},
     ),
     "exaone_moe": Family(
         "ExaoneMoeForCausalLM",
@@ -513,8 +512,6 @@ FAMILIES: dict[str, Family] = {
         max_position_embeddings=2048,
         rms_norm_eps=1e-5,
         qk_norm="head",
-        attention_bias=False,
-        o_bias=False,
         windows=_EXAONE_WINDOWS,
         rope_layers=rope_in_windows(_EXAONE_WINDOWS),
         moe_layers=first_layers_dense(1),
@@ -525,32 +522,18 @@ FAMILIES: dict[str, Family] = {
             shared_width=shared_experts("num_shared_experts"),
         ),
     ),
-    "flex_olmo": Family(
-        "FlexOlmoForCausalLM",
-        "attention_bias num_experts num_local_experts num_experts_per_tok norm_topk_prob",
+    "flex_olmo": replace(
+        _OLMO2,
+        architecture="FlexOlmoForCausalLM",
+        keys="attention_bias num_experts num_local_experts num_experts_per_tok norm_topk_prob",
         eos_token_id=100257,
         max_position_embeddings=4096,
         rope_theta=500000.0,
-        qk_norm="whole",
-        norm_before=False,
-        norm_after=True,
+        rms_norm_eps=1e-6,
         moe_layers=every,
         experts=Experts(number=("num_experts", 1, 7), top_k=5, width="intermediate_size"),
-        names=(("post_attn_norm", "post_attention_layernorm.weight"),),
     ),
-    "ernie4_5": Family(
-        "Ernie4_5ForCausalLM",
-        head_dim=128,
-        num_key_value_heads=2,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        rms_norm_eps=1e-5,
-        tied=True,
-        attention_bias=False,
-        o_bias=False,
-        rope_neighbours=True,
-        fixed=(("use_bias", False),),
-    ),
+    "ernie4_5": _ERNIE,
     "cwm": Family(
         "CwmForCausalLM",
         "sliding_window layer_types",
@@ -560,24 +543,17 @@ FAMILIES: dict[str, Family] = {
         max_position_embeddings=131072,
         rope_theta=1000000.0,
         rms_norm_eps=1e-5,
-        attention_bias=False,
-        o_bias=False,
         windows=windows_where(lambda c, i: i % 4 != 0, 8192),
         check=rope_is_given,
     ),
-    "ernie4_5_moe": Family(
-        "Ernie4_5_MoeForCausalLM",
-        "moe_intermediate_size moe_k moe_num_experts moe_num_shared_experts moe_norm_min "
+    "ernie4_5_moe": replace(
+        _ERNIE,
+        architecture="Ernie4_5_MoeForCausalLM",
+        keys="moe_intermediate_size moe_k moe_num_experts moe_num_shared_experts moe_norm_min "
         "moe_layer_start_index moe_layer_end_index moe_layer_interval",
-        "moe_capacity num_nextn_predict_layers",
+        inert="moe_capacity num_nextn_predict_layers",
+        head_dim=HIDDEN_BY_HEADS,
         num_key_value_heads=4,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        rms_norm_eps=1e-5,
-        tied=True,
-        attention_bias=False,
-        o_bias=False,
-        rope_neighbours=True,
         moe_layers=ernie_layers,
         experts=Experts(
             number=("moe_num_experts", 1, 64),
@@ -588,8 +564,8 @@ FAMILIES: dict[str, Family] = {
             min_sum=True,
             shared_width=shared_experts("moe_num_shared_experts", 2),
         ),
-        names=(("router_bias", "mlp.moe_statics.e_score_correction_bias"),),
-        fixed=(("use_bias", False), ("moe_use_aux_free", True)),
+        names={"router_bias": "mlp.moe_statics.e_score_correction_bias"},
+        fixed=_ERNIE.fixed | {"moe_use_aux_free": True},
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -599,8 +575,6 @@ FAMILIES: dict[str, Family] = {
         rms_norm_eps=1e-5,
         eos_token_id=32000,
         partial_rotary_factor=1.0,
-        attention_bias=False,
-        o_bias=False,
         windows=one_window(None),
         ropes=phi3_ropes,
     ),
@@ -609,45 +583,20 @@ FAMILIES: dict[str, Family] = {
         "sliding_window layer_types",
         num_key_value_heads=8,
         max_position_embeddings=131072,
-        attention_bias=False,
-        o_bias=False,
         windows=windows_where(lambda c, i: True),
     ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        f"{_GEMMA} attn_logit_softcapping",
-        eos_token_id=1,
-        head_dim=256,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-        tied=True,
-        hidden_act="gelu_pytorch_tanh",
-        activation_key="hidden_activation",
-        norm_after=True,
-        zero_centered_norms=True,
-        windows=patterned_windows(4096, 2),
-        factors=gemma_factors(50.0, 30.0),
-        names=_GEMMA_NAMES,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        f"{_GEMMA} sliding_window_pattern rope_local_base_freq",
-        "_sliding_window_pattern",
-        eos_token_id=1,
-        head_dim=256,
-        num_key_value_heads=4,
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2,
+        architecture="Gemma3ForCausalLM",
+        keys=f"{_GEMMA} sliding_window_pattern rope_local_base_freq",
+        inert="_sliding_window_pattern",
         max_position_embeddings=131072,
         rope_theta=1000000.0,
-        tied=True,
-        hidden_act="gelu_pytorch_tanh",
-        activation_key="hidden_activation",
         qk_norm="head",
-        norm_after=True,
-        zero_centered_norms=True,
         windows=patterned_windows(4096, 6, "sliding_window_pattern"),
         factors=gemma_factors(None, None),
         ropes=gemma3_ropes,
-        names=_GEMMA_NAMES,
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -667,10 +616,8 @@ FAMILIES: dict[str, Family] = {
             renormalize=True,
         ),
         factors=granite_factors,
-        names=(
-            ("router", "block_sparse_moe.router.layer.weight"),
-            *_mlp("expert", "block_sparse_moe.experts.#"),
-        ),
+        names={"router": "block_sparse_moe.router.layer.weight"}
+        | _mlp("expert", "block_sparse_moe.experts.#"),
     ),
     "afmoe": Family(
         "AfmoeForCausalLM",
@@ -697,13 +644,13 @@ FAMILIES: dict[str, Family] = {
             shared_width=shared_experts("num_shared_experts", 2),
         ),
         factors=afmoe_factors,
-        names=(
-            ("post_attn_norm", "post_attention_layernorm.weight"),
-            ("pre_mlp_norm", "pre_mlp_layernorm.weight"),
-            ("post_mlp_norm", "post_mlp_layernorm.weight"),
-            ("router", "mlp.router.gate.weight"),
-            ("router_bias", "mlp.expert_bias"),
-        ),
+        names={
+            "post_attn_norm": "post_attention_layernorm.weight",
+            "pre_mlp_norm": "pre_mlp_layernorm.weight",
+            "post_mlp_norm": "post_mlp_layernorm.weight",
+            "router": "mlp.router.gate.weight",
+            "router_bias": "mlp.expert_bias",
+        },
     ),
     "qwen3_next": replace(
         _QWEN3_5,
@@ -721,8 +668,8 @@ FAMILIES: dict[str, Family] = {
             renormalize="norm_topk_prob",
             renormalize_default=True,
         ),
-        names=(*_QWEN3_5.names, *_mlp("shared", "mlp.shared_expert")),
-        fixed=(("attention_bias", False),),
+        names=_QWEN3_5.names | _mlp("shared", "mlp.shared_expert"),
+        fixed={"attention_bias": False},
     ),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": replace(
@@ -732,7 +679,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=2,
         moe_layers=every,
         experts=_QWEN3_5_EXPERTS,
-        names=(*_QWEN3_5.names, *_mlp("shared", "mlp.shared_expert")),
+        names=_QWEN3_5.names | _mlp("shared", "mlp.shared_expert"),
     ),
     "hunyuan_v1_dense": _HUNYUAN,
     "deepseek_v3": _DEEPSEEK_V3,
@@ -751,7 +698,7 @@ FAMILIES: dict[str, Family] = {
             scaling_default=1.8,
         ),
         latent=_LATENT | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
-        fixed=(*_DEEPSEEK_V3.fixed, ("first_k_dense_replace", 1)),
+        fixed=_DEEPSEEK_V3.fixed | {"first_k_dense_replace": 1},
     ),
     "hunyuan_v1_moe": replace(
         _HUNYUAN,
@@ -766,11 +713,7 @@ FAMILIES: dict[str, Family] = {
             shared_width=lambda c: c.integer("intermediate_size"),
         ),
         factors=hunyuan_moe_top_k,
-        names=(
-            *_HUNYUAN.names,
-            ("router", "mlp.gate.wg.weight"),
-            *_mlp("shared", "mlp.shared_mlp"),
-        ),
+        names=_HUNYUAN.names | {"router": "mlp.gate.wg.weight"} | _mlp("shared", "mlp.shared_mlp"),
     ),
 }
 # model_types without a class in transformers, and the family that their checkpoints' code computes.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollmesh.model.family_layers import LayerKinds, PerLayer, attention_layers, every, none
-from rollmesh.model.family_ropes import Ropes
+from rollmesh.model.family_rules import LayerKinds, PerLayer, Ropes, attention_layers, every, none
 from rollmesh.model.reader import Reader
 
-Switch = str | bool | Callable[[Reader], bool]
 HIDDEN_BY_HEADS = 0  # head_dim is hidden_size // num_attention_heads where the config has none
 
 
@@ -77,10 +75,9 @@ class Family:
     ungated: bool = False  # dense MLPs have no gate
     norm_before: bool = True  # norms of a block's input
     norm_after: bool = False  # norms of a block's output, before it is added
-    attention_bias: Switch = (
-        "attention_bias"  # q, k and v have biases: the key of this option, or a bool, or a rule
-    )
-    o_bias: Switch = "attention_bias"  # likewise for o
+    bias_key: str = "attention_bias"  # whether q, k and v have biases; read if it is among `keys`
+    attention_bias: bool = False  # the same where the config does not tell
+    o_bias: str | bool | None = None  # the key for o, or a bool; None: o has one if q, k and v have
     layer_kinds: LayerKinds = attention_layers  # of LAYER_KINDS
     windows: PerLayer = none  # positions of each layer's sliding window; 0: full attention
     # Returns the configs from which rope tables are read, each with the path of its keys inside the
@@ -90,9 +87,8 @@ class Family:
     rope_layers: PerLayer = every  # 1 where rope rotates q and k
     moe_layers: PerLayer = none  # 1 where a layer is a mixture of experts
     experts: Experts = Experts()
-    names: tuple[
-        tuple[str, str], ...
-    ] = ()  # (kind of csrc/model/params.c, what a checkpoint calls it instead)
+    # Names of parameters in checkpoints that differ from a Llama's, by kind (csrc/model/params.c).
+    names: dict[str, str] = field(default_factory=dict)
     rope_neighbours: bool = False  # rope rotates neighbours of a head, else halves of a head
     activation: str | None = None  # of all MLPs, whatever hidden_act is; None: hidden_act names it
     sinks: bool = False  # attention has a sink for each head
@@ -111,13 +107,19 @@ class Family:
     delta_alternates: bool = False  # in_proj_qkvz has the rows of one key head after another
     # Returns further fields of ModelSpec, such as factors and caps.
     factors: Callable[[Reader], dict[str, Any]] = lambda c: {}
-    check: Callable[[Reader, int], None] | None = (
-        None  # raises ConfigError by a rule of this family, from its config and head_dim
-    )
-    # (key, value): transformers' code computes this value for every value in the config. Another
-    # value, also one in a list, is refused.
-    fixed: tuple[tuple[str, Any], ...] = ()
+    # Raises ConfigError by a rule of this family, from its config and head_dim.
+    check: Callable[[Reader, int], None] = lambda c, head_dim: None
+    # Values by key that transformers' code computes for every value in the config. Another value,
+    # also one in a list, is refused.
+    fixed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_experts(self) -> bool:
         return self.moe_layers is not none
+
+    def biases(self, c: Reader) -> tuple[bool, bool]:
+        """Returns whether q, k and v have biases, and whether o has one."""
+        given = self.attention_bias
+        if self.bias_key in self.keys.split():
+            given = c.boolean(self.bias_key, given)
+        return given, given if self.o_bias is None else c.switch(self.o_bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rollmesh.errors import ConfigError
@@ -80,11 +80,9 @@ class Reader:
             raise ConfigError(f"{key}: expected a float32 of at least 2**-126, got {value}")
         return value
 
-    def switch(self, key: str | bool | Callable[[Reader], bool], default: bool = False) -> bool:
-        """Returns a key's value or its default, a constant, or the result of a rule."""
-        if isinstance(key, str):
-            return self.boolean(key, default)
-        return key if isinstance(key, bool) else key(self)
+    def switch(self, key: str | bool, default: bool = False) -> bool:
+        """Returns a key's value or its default, or a constant."""
+        return key if isinstance(key, bool) else self.boolean(key, default)
 
     def given(self, key: str) -> bool:
         return self.values.get(key) is not None

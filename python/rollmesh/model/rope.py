@@ -28,7 +28,9 @@ from rollmesh.errors import ConfigError
 from rollmesh.runtime.arguments import MAX_FLOAT32, boolean, choice
 from rollmesh.runtime.messages import listed, plain, shown
 
+Config = Mapping[str, Any]
 F32 = NDArray[np.float32]
+Frequencies = tuple[F32, float]  # of the elements of a head, and the factor on cos and sin
 Pair = tuple[F32, F32]  # an unevaluated sum: a float and what rounding it lost
 
 VECTOR = 16  # elements that torch's vector loop takes at a time
@@ -39,15 +41,8 @@ ROPE_TABLES = (
 )  # of configs of transformers 4 and 5; the first one that is not empty counts
 KEYS = frozenset(
     {
-        *(
-            "rope_type",
-            "type",
-            "rope_theta",
-            "partial_rotary_factor",
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-        ),
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
+        *("original_max_position_embeddings", "attention_factor"),
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),  # yarn
         *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),  # longrope, llama3
     }
@@ -88,7 +83,7 @@ class Rope:
             else self.max_positions
         )
 
-    def frequencies(self, max_model_len: int) -> tuple[F32, float]:
+    def frequencies(self, max_model_len: int) -> Frequencies:
         """(inv_freq float32 [head_dim / 2], the factor on cos and sin) for contexts up to
         max_model_len."""
         settings = (
@@ -103,18 +98,13 @@ class Rope:
             TypeError,
         ) as error:  # of math's functions: a double does not hold it
             raise ConfigError(f"{settings} gives no finite frequencies: {error}") from error
-        if not (
-            np.isfinite(inv_freq).all()
-            and (inv_freq >= 0).all()
-            and math.isfinite(scale)
-            and scale > 0
-        ):
+        if not (np.isfinite(inv_freq).all() and (inv_freq >= 0).all() and 0 < scale < math.inf):
             raise ConfigError(f"{settings} gives no finite frequencies")
         return inv_freq, scale
 
 
 # ---------------------------------------------------------------------------------- float32 power
-def _fma(a: F32, b: F32, c: F32) -> F32:
+def _fma(a: F32, b: F32, c: F32 | np.float32) -> F32:
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
@@ -160,7 +150,7 @@ def _divide(n: Pair, d: Pair) -> Pair:
 def _polynomial(x: F32, *coefficients: float) -> F32:
     value = np.full_like(x, coefficients[0])
     for c in coefficients[1:]:
-        value = _fma(value, x, np.full_like(x, c))
+        value = _fma(value, x, np.float32(c))
     return value
 
 
@@ -190,10 +180,10 @@ def _exp_pair(x: Pair) -> F32:
     high, more = _two_sum(high, n * np.float32(-1.428606765330187045e-06))
     low = (lost + x[1]) + more
     s: Pair = (high + low, (high - (high + low)) + low)
-    high_terms = 0.00136324646882712841033936, 0.00836596917361021041870117
     u = _polynomial(
         s[0],
-        *high_terms,
+        0.00136324646882712841033936,
+        0.00836596917361021041870117,
         0.0416710823774337768554688,
         0.166665524244308471679688,
         0.499999850988388061523438,
@@ -223,15 +213,15 @@ def _inverse(x: F32) -> F32:
     return np.float32(1) / x
 
 
-def _default(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
+def _default(rope: Rope, p: Config, length: int) -> Frequencies:
     return _inverse(_positions_powers(rope.theta, rope.head_dim, rope.head_dim)), 1.0
 
 
-def _linear(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
+def _linear(rope: Rope, p: Config, length: int) -> Frequencies:
     return _default(rope, p, length)[0] / np.float32(p["factor"]), 1.0
 
 
-def _proportional(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
+def _proportional(rope: Rope, p: Config, length: int) -> Frequencies:
     """The first part of the head is rotated; the rest stands still (frequency 0)."""
     angles = int(p["partial_rotary_factor"] * rope.head_dim // 2)
     inv_freq = np.zeros(rope.head_dim // 2, np.float32)
@@ -239,7 +229,7 @@ def _proportional(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, f
     return inv_freq / np.float32(p["factor"]), 1.0
 
 
-def _dynamic(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
+def _dynamic(rope: Rope, p: Config, length: int) -> Frequencies:
     """NTK scaling. Beyond max_position_embeddings transformers' length is a tensor, and its
     arithmetic float32."""
     factor, exponent = p["factor"], rope.head_dim / (rope.head_dim - 2)
@@ -259,7 +249,7 @@ def mscale(scale: float, weight: float = 1.0) -> float:
     return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
 
 
-def _yarn(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
+def _yarn(rope: Rope, p: Config, length: int) -> Frequencies:
     dim, original = rope.head_dim, p["original_max_position_embeddings"]
     factor = rope.max_positions / original if p["factor"] is None else p["factor"]
 
@@ -284,7 +274,7 @@ def _yarn(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
     return _inverse(f32(factor) * powers) * (f32(1) - keep) + _inverse(powers) * keep, float(scale)
 
 
-def _longrope(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
+def _longrope(rope: Rope, p: Config, length: int) -> Frequencies:
     original = p["original_max_position_embeddings"]
     factor = rope.max_positions / original if p.get("factor") is None else p["factor"]
     scale = p.get("attention_factor")
@@ -296,7 +286,7 @@ def _longrope(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float
     )
 
 
-def _llama3(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
+def _llama3(rope: Rope, p: Config, length: int) -> Frequencies:
     f32, low, high, original = (
         np.float32,
         p["low_freq_factor"],
@@ -313,18 +303,13 @@ def _llama3(rope: Rope, p: Mapping[str, Any], length: int) -> tuple[F32, float]:
 
 
 # type → (function, the parameters it must have)
-TYPES: dict[
-    str, tuple[Callable[[Rope, Mapping[str, Any], int], tuple[F32, float]], tuple[str, ...]]
-] = {
+TYPES: dict[str, tuple[Callable[[Rope, Config, int], Frequencies], tuple[str, ...]]] = {
     "default": (_default, ()),
     "linear": (_linear, ("factor",)),
     "dynamic": (_dynamic, ("factor",)),
-    "yarn": (_yarn, ("factor", "original_max_position_embeddings")),
-    "longrope": (_longrope, ("short_factor", "long_factor", "original_max_position_embeddings")),
-    "llama3": (
-        _llama3,
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    ),
+    "yarn": (_yarn, ("factor",)),
+    "longrope": (_longrope, ("short_factor", "long_factor")),
+    "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
     "proportional": (_proportional, ()),
 }
 
@@ -345,8 +330,8 @@ def number(name: str, value: Any, low: float, *, strict: bool = False) -> float:
 
 
 def _factors(name: str, value: Any, count: int) -> tuple[float, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) != count:
-        seen = len(value) if isinstance(value, (list, tuple)) else shown(value)
+    seen = len(value) if isinstance(value, (list, tuple)) else shown(value)
+    if seen != count:
         raise ConfigError(
             f"{name}: expected {count} entries, half of the elements of a head that rope turns, "
             f"got {seen}"
@@ -374,7 +359,7 @@ def _checked(name: str, key: str, value: Any, head_dim: int) -> Any:
     return number(f"{name}.{key}", value, 0, strict=not key.startswith(("mscale", "partial")))
 
 
-def table_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def table_of(config: Config) -> tuple[str, Config]:
     name = next((name for name in ROPE_TABLES if config.get(name)), ROPE_TABLES[-1])
     table = config.get(name) or {}
     if not isinstance(table, Mapping):
@@ -382,7 +367,7 @@ def table_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return name, table
 
 
-def unknown_keys(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
+def unknown_keys(config: Config, path: str = "") -> list[tuple[str, Any]]:
     """Keys of the rope table that no rope type reads, as (table.key, value). None and False switch
     a key off. path: of the table inside the config's table, for example ".full_attention"."""
     name, table = table_of(config)
@@ -396,7 +381,7 @@ def unknown_keys(config: Mapping[str, Any], path: str = "") -> list[tuple[str, A
 
 
 def from_config(
-    config: Mapping[str, Any],
+    config: Config,
     head_dim: int,
     max_positions: int,
     default_theta: float,
@@ -446,14 +431,12 @@ def from_config(
             "whole heads"
         )
     if rope_type in ("llama3", "yarn", "longrope"):
-        if config.get("original_max_position_embeddings") is not None:
-            p["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-        else:
-            p.setdefault("original_max_position_embeddings", max_positions)
+        key = "original_max_position_embeddings"
+        beside = config.get(key)
+        p[key] = p.get(key, max_positions) if beside is None else beside
     if rope_type == "proportional":
         p.setdefault("factor", 1.0)
-    needed = TYPES[rope_type][1]
-    if missing := [key for key in needed if key not in p]:
+    if missing := [key for key in TYPES[rope_type][1] if key not in p]:
         raise ConfigError(f"rope_type={rope_type!r} needs {', '.join(missing)}")
     p = {key: _checked(name, key, value, head_dim) for key, value in p.items()}
     _check_rules(rope_type, theta, head_dim, p)
@@ -462,7 +445,7 @@ def from_config(
     return rope
 
 
-def _check_rules(rope_type: str, theta: float, head_dim: int, p: Mapping[str, Any]) -> None:
+def _check_rules(rope_type: str, theta: float, head_dim: int, p: Config) -> None:
     if rope_type not in ("yarn", "longrope") and p.get("factor", 1.0) is None:
         raise ConfigError(f"rope_type={rope_type!r} needs a factor, not None")
     if rope_type == "dynamic" and head_dim <= 2:

@@ -34,6 +34,8 @@ class _Rule(Enum):
 # A rule of a field is a _Rule, the only value allowed, or a dict for another dataclass: its classes
 # by name with the rules of their fields. The class None allows the value None.
 _Fields = Mapping[str, Any]
+Values = dict[str, Any]  # by field, or by key of a config
+Faults = list[str]  # what is refused
 READ, ANY = _Rule.READ, _Rule.ANY
 
 
@@ -171,9 +173,7 @@ BEYOND_HF = (
 )
 
 
-def _read(
-    value: Any, where: str, classes: Mapping[str | None, _Fields], faults: list[str]
-) -> dict[str, Any]:
+def _read(value: Any, where: str, classes: Mapping[str | None, _Fields], faults: Faults) -> Values:
     """Returns the values that are read, by field; those of another dataclass as such a dict, with
     None instead of a class. where: the dataclass as a user would write it. Adds what is refused to
     `faults`."""
@@ -188,7 +188,7 @@ def _read(
     # Every module has these two fields: how its values are drawn, and how it is sharded.
     rules = {"param_init": ANY, "sharding_config": ANY, **classes[name]}
     fields = {field.name: field for field in dataclasses.fields(value)}
-    read: dict[str, Any] = {}
+    read: Values = {}
     for field, rule in rules.items():
         if rule is ANY:
             continue
@@ -215,14 +215,14 @@ def _read(
     return read
 
 
-def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def hf_config(model: Any) -> tuple[Values, Values]:
     """Returns the config as transformers has it, and the fields of ModelSpec that such a config
     lacks. model: torchtitan's Qwen3Model.Config, Qwen35Model.Config or Llama3Model.Config, or its
     ModelSpec."""
     kind = type(model)
     if kind.__qualname__ == "ModelSpec" and kind.__module__.split(".")[0] == "torchtitan":
         model = model.model
-    faults: list[str] = []
+    faults: Faults = []
     root = _read(model, "model", _ROOTS, faults)
     name = type(model).__qualname__.removesuffix("Model.Config")
     block = f"{name}TransformerBlock"
@@ -266,14 +266,14 @@ def hf_config(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return values, {field: values.pop(field) for field in BEYOND_HF if field in values}
 
 
-def _want(where: str, value: Any, wanted: Any, faults: list[str]) -> None:
+def _want(where: str, value: Any, wanted: Any, faults: Faults) -> None:
     if value != wanted:
         faults.append(f"{where}: expected {wanted!r}, got {shown(value)}")
 
 
-def _alike(layers: list[dict[str, Any]], faults: list[str]) -> dict[str, Any]:
+def _alike(layers: list[Values], faults: Faults) -> Values:
     """Returns the values of all layers. Layers with experts and dense ones have different keys."""
-    values: dict[str, Any] = {}
+    values: Values = {}
     first: dict[str, int] = {}
     for i, layer in enumerate(layers):
         for key, value in layer.items():
@@ -287,7 +287,7 @@ def _alike(layers: list[dict[str, Any]], faults: list[str]) -> dict[str, Any]:
     return values
 
 
-def _size(values: dict[str, Any], where: str, field: str) -> int:
+def _size(values: Values, where: str, field: str) -> int:
     """Returns a size from which others are computed."""
     size = values[field]
     if not isinstance(size, int) or size < 1:
@@ -295,7 +295,7 @@ def _size(values: dict[str, Any], where: str, field: str) -> int:
     return size
 
 
-def _layer(layer: dict[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+def _layer(layer: Values, where: str, faults: Faults) -> Values:
     eps = layer["attention_norm"]["eps"]
     _want(f"{where}.ffn_norm.eps", layer["ffn_norm"]["eps"], eps, faults)
     kind = "delta_net" if layer.get("delta_net") else "attention"
@@ -314,7 +314,7 @@ def _layer(layer: dict[str, Any], where: str, faults: list[str]) -> dict[str, An
     }
 
 
-def _delta_net(net: dict[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+def _delta_net(net: Values, where: str, faults: Faults) -> Values:
     sizes = {"linear_conv_kernel_dim": net["conv_kernel_size"]}
     for name in ("key", "value"):
         of_head, part = _size(net, where, f"{name}_head_dim"), f"in_proj_{name[0]}"
@@ -325,7 +325,7 @@ def _delta_net(net: dict[str, Any], where: str, faults: list[str]) -> dict[str, 
     return sizes
 
 
-def _attention(attention: dict[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+def _attention(attention: Values, where: str, faults: Faults) -> Values:
     heads, kv_heads = attention["n_heads"], attention["n_kv_heads"]
     if "dim" in attention and attention["head_dim"] is None:
         attention["head_dim"] = _size(attention, where, "dim") // _size(attention, where, "n_heads")
@@ -343,9 +343,7 @@ def _attention(attention: dict[str, Any], where: str, faults: list[str]) -> dict
     return values
 
 
-def _rope(
-    rope: dict[str, Any], where: str, head_dim: int, is_llama: bool, faults: list[str]
-) -> dict[str, Any]:
+def _rope(rope: Values, where: str, head_dim: int, is_llama: bool, faults: Faults) -> Values:
     """torchtitan's yarn only rotates; it lacks Hugging Face's factor on cos and sin."""
     _want(f"{where}.dim", rope["dim"], head_dim, faults)
     values = {"rope_theta": rope["theta"], "max_position_embeddings": rope["max_seq_len"]}
@@ -375,7 +373,7 @@ def _rope(
     return values
 
 
-def _experts(moe: dict[str, Any], where: str, faults: list[str]) -> dict[str, Any]:
+def _experts(moe: Values, where: str, faults: Faults) -> Values:
     router, experts = moe["router"], moe["routed_experts"]
     score, scale = router["score_func"], router["route_scale"]
     if score not in ("softmax", "sigmoid"):

@@ -28,8 +28,8 @@ from rollmesh.errors import (
 )
 from rollmesh.model.adapters import refuse_adapter
 from rollmesh.model.families import FAMILIES
+from rollmesh.model.hf_config import text_config
 from rollmesh.model.reader import without
-from rollmesh.model.spec import text_config
 from rollmesh.run.config import Config
 from rollmesh.run.data import load_tokenizer
 from rollmesh.run.files import expect_file, library_errors

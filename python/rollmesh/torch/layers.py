@@ -14,8 +14,7 @@ from rollmesh.errors import ConfigError, LimitError
 from rollmesh.model.families import FAMILIES
 from rollmesh.torch import functions
 from rollmesh.torch.functions import DeltaHeads, Heads, How
-from rollmesh.torch.functions.attention import pairs_apart
-from rollmesh.torch.functions.latent import EPS, Latent
+from rollmesh.torch.functions.attention import LATENT_EPS, Latent, Rope, pairs_apart
 from rollmesh.torch.lora import base_of, weight_of
 from rollmesh.torch.sequences import Sequences
 
@@ -101,14 +100,12 @@ class Layers:
             kind: name.split(".", 3)[-1].removesuffix(".weight")
             for kind, name, _ in _core.parameters(spec.engine_values(1))
         }
-        self._ropes: dict[tuple[torch.device, bool], tuple[Tensor, Tensor]] = {}
+        self._ropes: dict[tuple[torch.device, bool], Rope] = {}
 
     def how(self, x: Tensor) -> How:
         return functions.how_for(x, self.isa, self.threads)
 
-    def rope(
-        self, rows: Sequences, device: torch.device, local: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def rope(self, rows: Sequences, device: torch.device, local: bool = False) -> Rope:
         longest, most = int(rows.lengths.max()), self.max_model_len
         if most is None:
             most = self.spec.max_position_embeddings
@@ -179,7 +176,7 @@ class Layers:
         return functions.linear(attended, weight_of(o), bias=base_of(o).bias, how=how)
 
     def attend_latent(
-        self, attention: Any, index: int, x: Tensor, rope: Any, rows: Sequences, how: How
+        self, attention: Any, index: int, x: Tensor, rope: Rope, rows: Sequences, how: How
     ) -> Tensor:
         has_low = self.spec.q_lora_rank > 0
         weights = Latent(
@@ -190,7 +187,7 @@ class Layers:
             attention.kv_a_layernorm.weight,
             weight_of(attention.kv_b_proj),
         )
-        heads = self.heads[index]._replace(eps=EPS)
+        heads = self.heads[index]._replace(eps=LATENT_EPS)
         interleaved = self.spec.rope_neighbours
         return functions.latent_attention(
             x, weights, rope, rows, heads, interleaved=interleaved, how=how

@@ -3,7 +3,8 @@ weight sync converts them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -73,29 +74,21 @@ def pack(groups: Sequence[Sequence[Piece]], rows: int, dtype: torch.dtype, how: 
     return out
 
 
-def pack_rows(weights: Sequence[Tensor], dtype: torch.dtype, how: Any) -> Any:
-    """Matrices [n, k] stacked in one, such as q, k and v."""
-    pieces, row = [], 0
-    for weight in weights:
-        pieces.append((check_weight("weight", weight), PACKED, row))
-        row += len(weight)
-    return pack([pieces], row, dtype, how)
+def pack_rows(groups: Iterable[Sequence[Tensor]], dtype: torch.dtype, how: Any) -> Any:
+    """One matrix for each group, which has the group's matrices [n, k] stacked, such as q, k and v.
+    Several groups are for a grouped gemm."""
+    stacked = []
+    for weights in groups:
+        starts = accumulate(map(len, weights), initial=0)
+        pieces = zip(weights, starts, strict=False)
+        stacked.append([(check_weight("weight", weight), PACKED, row) for weight, row in pieces])
+    return pack(stacked, sum(map(len, weights)), dtype, how)
 
 
-def pack_gate_up(gate: Tensor, up: Tensor, dtype: torch.dtype, how: Any) -> Any:
-    """gate and up [n, k], as gemm_swiglu takes them."""
-    both = (check_weight("gate", gate), GATE, 0), (check_weight("up", up), UP, 0)
-    return pack([both], 2 * round_up(len(gate), 16), dtype, how)
-
-
-def pack_experts(weight: Tensor, dtype: torch.dtype, how: Any) -> Any:
-    """[experts, n, k], for a grouped gemm."""
-    groups = [[(matrix, PACKED, 0)] for matrix in check_weight("weight", weight, 3)]
-    return pack(groups, weight.shape[1], dtype, how)
-
-
-def pack_experts_gate_up(weight: Tensor, dtype: torch.dtype, how: Any) -> Any:
-    """[experts, 2n, k], the rows of gate before those of up, for a grouped gemm_swiglu."""
-    halves = (matrix.chunk(2) for matrix in check_weight("weight", weight, 3))
-    groups = [((gate, GATE, 0), (up, UP, 0)) for gate, up in halves]
-    return pack(groups, 2 * round_up(weight.shape[1] // 2, 16), dtype, how)
+def pack_gate_up(pairs: Iterable[Sequence[Tensor]], dtype: torch.dtype, how: Any) -> Any:
+    """One matrix for each pair of gate and up [n, k], as gemm_swiglu takes them."""
+    interleaved = [
+        ((check_weight("gate", gate), GATE, 0), (check_weight("up", up), UP, 0))
+        for gate, up in pairs
+    ]
+    return pack(interleaved, 2 * round_up(len(interleaved[0][0][0]), 16), dtype, how)

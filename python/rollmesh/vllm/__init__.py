@@ -21,7 +21,7 @@ import os
 
 from rollmesh.errors import PluginError
 from rollmesh.model.families import FAMILIES
-from rollmesh.model.family_layers import hybrid_layers
+from rollmesh.model.family_rules import hybrid_layers
 
 # The releases of vLLM that rollmesh supports, the newest and the one before. A release is added
 # after tests/vllm/test_vllm_*.py have passed in its environment, which `VLLM=… .ci/vllm` makes.

@@ -9,6 +9,7 @@ the entries keep its tensors until they are copied. Every other mapping is read 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,7 +46,7 @@ STEP_AFTER_S = 0.004
 PART_BYTES = 8 << 20
 # Most time for steps at once, also after a source that took long: a deadline and Ctrl-C wait.
 MOST_STEPS_S = 0.05
-Faults = dict[type[Error], list[str]]
+Faults = defaultdict[type[Error], list[str]]
 # Lets requests take steps for some seconds; None: they wait.
 LetStep = Callable[[float], None] | None
 
@@ -105,14 +106,14 @@ class Plan:
                 f"parameters, got {len(source)}"
             )
         keeps = holds_tensors(source)
-        faults: Faults = {}
+        faults: Faults = defaultdict(list)
         spelled: dict[int, str] = {}  # index of a parameter → its name in the source
         for name, tensor in entries_of(source):
             self._maybe_step()
             try:
                 for index in self.entry(name).params:
                     if index in spelled:
-                        faults.setdefault(DuplicateKeyError, []).append(
+                        faults[DuplicateKeyError].append(
                             f"{manifest[index][0]} as {plain(spelled[index])} and as {plain(name)}"
                         )
                         break
@@ -122,7 +123,7 @@ class Plan:
                     if not keeps:
                         entry.release()
             except Error as error:
-                faults.setdefault(type(error), []).append(str(error))
+                faults[type(error)].append(str(error))
         if self._strict:
             missing = [
                 name
@@ -139,7 +140,7 @@ class Plan:
     def push_mapping(self, source: Mapping[str, Any], deadline: float | None) -> None:
         """Copies every entry. Raises NonFiniteError or TiedWeightError, which list all offending
         tensors; these errors are found only when the values are read."""
-        faults: Faults = {}
+        faults: Faults = defaultdict(list)
         for batch in self._batches(source, deadline):
             try:
                 self._copy(batch)
@@ -150,7 +151,7 @@ class Plan:
                 try:
                     self._copy([entry])
                 except (NonFiniteError, TiedWeightError) as error:
-                    faults.setdefault(type(error), []).append(str(error))
+                    faults[type(error)].append(str(error))
                     entry.release()
         _raise_faults(faults)
 
@@ -186,7 +187,7 @@ class Plan:
         of the iterator; if the iterator does not end, all ranks stop at the same entry. Lists all
         tensors with non-finite or wrong tied values, as push_mapping does."""
         fault: Exception | None = None
-        faults: Faults = {}
+        faults: Faults = defaultdict(list)
         limit = self._most_entries()
         try:
             for count, entry in enumerate(entries):
@@ -199,7 +200,7 @@ class Plan:
                     if fault is None:
                         self.push_entries([entry], deadline)
                 except (NonFiniteError, TiedWeightError) as error:
-                    faults.setdefault(type(error), []).append(str(error))
+                    faults[type(error)].append(str(error))
                 except Exception as error:  # noqa: BLE001 (raised once all ranks know)
                     fault = error
         except ALONE:
@@ -232,7 +233,8 @@ def check_deadline(deadline: float | None, name: object) -> None:
 def _raise_faults(faults: Faults) -> None:
     """Raises one error that lists all faults of one class and counts those of the other classes.
     Faults of names come before faults of tensors."""
-    for kind in (UnexpectedKeyError, DuplicateKeyError, MissingKeyError, *faults):
+    kinds: list[type[Error]] = [UnexpectedKeyError, DuplicateKeyError, MissingKeyError, *faults]
+    for kind in kinds:
         if kind not in faults:
             continue
         names = faults[kind]

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, TypeVar
 
 from rollmesh.distributed.peers import PUSHES
@@ -382,13 +381,8 @@ class Sync:
         self.require_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
             self._abort(error)
         elif self.closed is None:
             self.commit()

@@ -13,7 +13,7 @@ import vllm_support
 from marks import full
 
 from rollmesh.model.families import FAMILIES
-from rollmesh.model.family_layers import attention_layers
+from rollmesh.model.family_rules import attention_layers
 
 family_models = importlib.import_module("family_models")
 SIZES = {

@@ -8,8 +8,7 @@ Activations are [rows, width] tensors of bfloat16 or float32. Rows of several se
 other; only attention and delta_net have to know which (`Sequences`). Weights are the trainer's own,
 in any float dtype: an op converts them to the activations' dtype as a weight sync does, and their
 gradients have their own dtype. So a bfloat16 forward pass works on float32 masters; the rounding of
-a weight counts as the identity. A function packs the weights that it is given, or takes `packed=`,
-what rollmesh.torch.packing made of them.
+a weight counts as the identity. Each call packs the weights that it is given.
 
 A backward pass is torch's: matmuls of what the forward pass saved, in its dtype where this
 processor has the instructions, else in float32; norms, softmax and activations in float32. Its bits
@@ -18,7 +17,13 @@ are torch's, not the contract's.
 NumericsError: keys, values or logits that are not finite, which a generator would refuse too.
 """
 
-from rollmesh.torch.functions.attention import Heads, attention, rope_table
+from rollmesh.torch.functions.attention import (
+    Heads,
+    Latent,
+    attention,
+    latent_attention,
+    rope_table,
+)
 from rollmesh.torch.functions.common import How, how_for
 from rollmesh.torch.functions.delta import DeltaHeads, delta_net
 from rollmesh.torch.functions.dense import (
@@ -32,7 +37,6 @@ from rollmesh.torch.functions.dense import (
     sigmoid_gate,
     swiglu,
 )
-from rollmesh.torch.functions.latent import Latent, latent_attention
 from rollmesh.torch.functions.logits import TokenLogprobs, lm_head, token_logprobs
 from rollmesh.torch.functions.moe import Routed, moe
 

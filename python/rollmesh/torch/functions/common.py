@@ -51,14 +51,13 @@ def vector_of(name: str, weight: Tensor | None, x: Tensor, width: int) -> Any:
     return weight_array(vector)
 
 
-def width_of(name: str, weights: Sequence[Tensor], k: int) -> int:
+def check_width(name: str, weights: Sequence[Tensor], k: int) -> None:
     for weight in weights:
         if packing.check_weight(name, weight).shape[1] != k:
             raise ShapeError(
                 f"{name}: expected {k} columns, as the activations have, got shape "
                 f"{tuple(weight.shape)}"
             )
-    return sum(len(weight) for weight in weights)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
@@ -123,13 +122,27 @@ def norm(
     return lambda: normed * factors, pull
 
 
-aten = torch.ops.aten
-# An activation, and the gradient of its argument for (the gradient of its value, its argument).
-ACTIVATIONS: dict[str, tuple[Any, ...]] = {
-    "silu": (F.silu, aten.silu_backward),
-    "gelu_tanh": tuple(partial(f, approximate="tanh") for f in (F.gelu, aten.gelu_backward)),
-    "gelu": (F.gelu, aten.gelu_backward),
-    "relu2": (lambda x: x.relu().square(), lambda grad, x: 2 * grad * x.relu()),
+def differentiated(
+    function: Callable[..., Any], *inputs: Tensor | None, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Callable[..., Gradients]]:
+    """Returns function(*inputs), computed in `dtype`, and a function that maps the gradients of its
+    results to those of the inputs."""
+    leaves = [x if x is None else x.detach().to(dtype).requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        made = function(*leaves)
+
+    def pull(*grads: Tensor) -> Gradients:
+        found = iter(torch.autograd.grad(made, [x for x in leaves if x is not None], grads))
+        return tuple(None if x is None else next(found) for x in leaves)
+
+    return made, pull
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu2": lambda x: x.relu().square(),
 }
 
 
@@ -138,22 +151,11 @@ def gated(
 ) -> tuple[Tensor, Pull]:
     """Returns activation(gate) · up in float32, and a function that maps its gradient to those of
     gate and up. alpha, limit: of "swiglu_oai"."""
-    gate, up = gate_up.float().chunk(2, 1)
-    if activation == "swiglu_oai":
-        return _swiglu_oai(gate, up, alpha, limit)
-    activate, slope = ACTIVATIONS[activation]
-    made = activate(gate)
-    return made * up, lambda grad: (slope(grad * up, gate), grad * made)
 
+    def made(gate: Tensor, up: Tensor) -> Tensor:
+        if activation == "swiglu_oai":
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+            return gate * (gate * alpha).sigmoid() * up
+        return ACTIVATIONS[activation](gate) * up
 
-def _swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> tuple[Tensor, Pull]:
-    is_free, is_inside = gate <= limit, up.abs() <= limit
-    gate, wide = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-    share = (gate * alpha).sigmoid()
-    made = gate * share
-
-    def pull(grad: Tensor) -> Gradients:
-        slope = share * (1 + alpha * gate * (1 - share))
-        return grad * wide * slope * is_free, grad * made * is_inside
-
-    return made * wide, pull
+    return differentiated(made, *gate_up.chunk(2, 1))

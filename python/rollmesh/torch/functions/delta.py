@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from rollmesh.torch.functions.common import (
     Gradients,
     How,
     backward_pass,
+    differentiated,
     how_for,
     rows_of,
     vector_of,
@@ -84,15 +86,12 @@ class _DeltaNet(torch.autograd.Function):
         grid = ctx.rows.grid()
         each = max(1, STEPS_AT_ONCE // grid.shape[1])
         parts = zip(*(torch.split(grid.pad(t), each) for t in (x, grad)), strict=True)
-        weights = [weight.detach().float().requires_grad_() for weight in weights]
-        by_x, by_weights = [], [torch.zeros_like(weight) for weight in weights]
+        by_x, by_weights = [], [torch.zeros_like(w, dtype=torch.float32) for w in weights]
         for part, grad_of_part in parts:
-            leaf = part.float().requires_grad_()
-            with torch.enable_grad():
-                out = _computed(ctx.heads, leaf, *weights)
-            made = torch.autograd.grad(out, [leaf, *weights], grad_of_part.float())
-            by_x.append(made[0])
-            for total, by_weight in zip(by_weights, made[1:], strict=True):
+            _, pull = differentiated(partial(_computed, ctx.heads), part, *weights)
+            of_x, *of_weights = pull(grad_of_part.float())
+            by_x.append(of_x)
+            for total, by_weight in zip(by_weights, of_weights, strict=True):
                 total += by_weight
         return grid.pick(torch.cat(by_x)), *by_weights, None, None, None
 

@@ -19,6 +19,8 @@ from rollmesh.torch.functions.common import (
     Gradients,
     How,
     backward_pass,
+    check_width,
+    differentiated,
     gated,
     how_for,
     linear_gradients,
@@ -26,7 +28,6 @@ from rollmesh.torch.functions.common import (
     norm,
     rows_of,
     vector_of,
-    width_of,
 )
 
 
@@ -40,38 +41,34 @@ def embedding(ids: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 class Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, packed: Any, how: How, n: int, *weights: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, how: How, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
+        packed, n = packing.pack_rows([weights], x.dtype, how), sum(map(len, weights))
         return call_op(ops.gemm, x, packed, n, bias=vector_of("bias", bias, x, n), **how)
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, *weights = ctx.saved_tensors
-        needs_x, needs_bias, _, _, _, *needs_weights = ctx.needs_input_grad
+        needs_x, needs_bias, _, *needs_weights = ctx.needs_input_grad
         parts = torch.split(grad.to(matmul_dtype(x)), [len(weight) for weight in weights], 1)
         by_x, *by_weights = linear_gradients(x, weights, parts, [needs_x, *needs_weights])
         by_bias = grad.float().sum(0) if needs_bias else None
-        return by_x, by_bias, None, None, None, *by_weights
+        return by_x, by_bias, None, *by_weights
 
 
 def linear(
     x: Tensor,
     *weights: Tensor,
     bias: Tensor | None = None,
-    packed: Any = None,
     how: How | None = None,
 ) -> Tensor:
     """x [rows, k] times the transposes of one or more weights [n, k], side by side: [rows, Σ n].
     One call for q, k and v is bit-identical to three calls."""
     x = rows_of("x", x)
-    how = how or how_for(x)
-    n = width_of("weight", weights, x.shape[1])
-    packed = packing.pack_rows(weights, x.dtype, how) if packed is None else packed
+    check_width("weight", weights, x.shape[1])
     return Linear.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, bias, packed, how, n, *weights
+        x, bias, how or how_for(x), *weights
     )
 
 
@@ -116,6 +113,10 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, how=how), total
 
 
+def _scaled(x: Tensor, gate: Tensor) -> Tensor:
+    return gate.sigmoid() * x
+
+
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -138,10 +139,8 @@ class _Add(torch.autograd.Function):
         if not saved:
             scaled = grad if ctx.scale is None else grad * ctx.scale
             return grad, scaled, None, None, None
-        x, gate = saved
-        share, wide = gate.float().sigmoid(), grad.float()
-        by_gate = (wide * x.float()).sum(1, keepdim=True) * share * (1 - share)
-        return grad, wide * share, by_gate, None, None
+        _, pull = differentiated(_scaled, *saved)
+        return grad, *pull(grad.float()), None, None
 
 
 def add(
@@ -190,14 +189,13 @@ def decoder_layer(
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, packed: Any, activation: str, how: How
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, activation: str, how: How) -> Tensor:
         both = x.new_empty(len(x), 2 * len(gate)) if any(ctx.needs_input_grad) else None
         options: Any = {"activation": activation, **how}
         if both is not None:
             ctx.activation, options["gate_up"] = activation, array_of(both)
             ctx.save_for_backward(x, gate, up, both)
+        packed = packing.pack_gate_up([(gate, up)], x.dtype, how)
         return call_op(ops.gemm_swiglu, x, packed, len(gate), **options)
 
     @staticmethod
@@ -206,7 +204,7 @@ class _Swiglu(torch.autograd.Function):
         x, gate, up, both = ctx.saved_tensors
         _, pull = gated(both, ctx.activation)
         made = linear_gradients(x, (gate, up), pull(grad.float()), ctx.needs_input_grad[:3])
-        return *made, None, None, None
+        return *made, None, None
 
 
 def swiglu(
@@ -215,57 +213,41 @@ def swiglu(
     up: Tensor,
     *,
     activation: str = "silu",
-    packed: Any = None,
     how: How | None = None,
 ) -> Tensor:
     """activation(x · gate) · (x · up), [rows, n], with gate and up [n, k]. activation: as in
     ops.gemm_swiglu."""
     x = rows_of("x", x)
-    how = how or how_for(x)
-    width_of("gate or up", (gate, up), x.shape[1])
+    check_width("gate or up", (gate, up), x.shape[1])
     if len(gate) != len(up):
         raise ShapeError(f"up: expected {len(gate)} rows, as gate has, got {len(up)}")
-    packed = packing.pack_gate_up(gate, up, x.dtype, how) if packed is None else packed
     return _Swiglu.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, gate, up, packed, activation, how
+        x, gate, up, activation, how or how_for(x)
     )
 
 
-class _Activate(torch.autograd.Function):
+class _Elementwise(torch.autograd.Function):
+    """An op, and torch's function for its backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, how: How) -> Tensor:
-        ctx.activation = activation
-        ctx.save_for_backward(x)
-        return call_op(ops.activate, x, activation, **how)
+    def forward(ctx: Any, op: Any, function: Any, options: How, *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return call_op(op, *inputs, **options)
 
     @staticmethod
     @backward_pass
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        (x,) = ctx.saved_tensors
-        _, pull = ACTIVATIONS[ctx.activation]
-        return pull(grad.float(), x.float()), None, None
-
-
-class _SigmoidGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, how: How) -> Tensor:
-        ctx.save_for_backward(x, gate)
-        return call_op(ops.sigmoid_gate, x, array_of(gate), **how)
-
-    @staticmethod
-    @backward_pass
-    def backward(ctx: Any, grad: Tensor) -> Gradients:
-        x, gate = ctx.saved_tensors
-        share, wide = gate.float().sigmoid(), grad.float()
-        return wide * share, wide * x.float() * share * (1 - share), None
+        _, pull = differentiated(ctx.function, *ctx.saved_tensors)
+        return None, None, None, *pull(grad.float())
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor, *, how: How | None = None) -> Tensor:
     """sigmoid(gate) · x, [rows, n]."""
     x = rows_of("x", x)
     gate = rows_of("gate", gate, x.shape[1])
-    return _SigmoidGate.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, gate, how or how_for(x)
+    return _Elementwise.apply(  # type: ignore[no-any-return, no-untyped-call]
+        ops.sigmoid_gate, _scaled, how or how_for(x), x, gate
     )
 
 
@@ -273,6 +255,7 @@ def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:
     """activation(x), [rows, n]: that of an MLP without a gate. activation: as in
     ops.gemm_swiglu."""
     x = rows_of("x", x)
-    return _Activate.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, activation, how or how_for(x)
+    options = {"activation": activation, **(how or how_for(x))}
+    return _Elementwise.apply(  # type: ignore[no-any-return, no-untyped-call]
+        ops.activate, ACTIVATIONS.get(activation), options, x
     )

@@ -27,11 +27,11 @@ from rollmesh.torch.functions.common import (
     Gradients,
     How,
     backward_pass,
+    check_width,
     how_for,
     linear_gradients,
     matmul_dtype,
     rows_of,
-    width_of,
 )
 
 LOGITS_AT_ONCE = (
@@ -68,7 +68,8 @@ class Shape(NamedTuple):
 
 class _LmHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, shape: Shape, packed: Any, how: How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shape: Shape, how: How) -> Tensor:
+        packed = packing.pack_rows([[weight]], x.dtype, how)
         with in_turn(x):
             head = ops.lm_head(array_of(x), packed, len(weight), **shape._asdict(), **how)
             check_flags("logits", head.row_flags)
@@ -82,7 +83,7 @@ class _LmHead(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, weight, *logits = ctx.saved_tensors
         grad = ctx.shape.pull(grad, logits[0] if logits else grad).to(matmul_dtype(x))
-        return *linear_gradients(x, [weight], [grad], ctx.needs_input_grad[:2]), None, None, None
+        return *linear_gradients(x, [weight], [grad], ctx.needs_input_grad[:2]), None, None
 
 
 def lm_head(
@@ -91,16 +92,13 @@ def lm_head(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    packed: Any = None,
     how: How | None = None,
 ) -> Tensor:
     """Logits of x [rows, hidden], float32 [rows, vocab]. scale, softcap: as in ops.lm_head."""
     x = rows_of("x", x)
-    how = how or how_for(x)
-    width_of("weight", [weight], x.shape[1])
-    packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
+    check_width("weight", [weight], x.shape[1])
     return _LmHead.apply(  # type: ignore[no-any-return, no-untyped-call]
-        x, weight, Shape(scale, softcap), packed, how
+        x, weight, Shape(scale, softcap), how or how_for(x)
     )
 
 
@@ -117,7 +115,6 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         kept_tokens: Tensor | None,
         options: tuple[float, bool, Shape],
-        packed: Any,
         how: How,
     ) -> tuple[Tensor, Tensor]:
         vocab, (temperature, wants_entropy, ctx.shape) = len(weight), options
@@ -128,6 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(x), dtype=torch.float32, device=x.device)
         entropy = torch.zeros_like(logprobs)
         kept: list[Tensor] = []
+        packed = packing.pack_rows([[weight]], x.dtype, how)
         for at in _chunks(len(x), vocab):
             with in_turn(x):
                 head = ops.lm_head(
@@ -197,7 +195,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 part = (g.t() @ x[at].to(dtype)).to(weight.dtype)
                 by_weight = part if by_weight is None else by_weight.add_(part)
-        return by_x, by_weight, None, None, None, None, None
+        return by_x, by_weight, None, None, None, None
 
 
 def _among(logits: Tensor, targets: Tensor, kept_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -238,7 +236,6 @@ def token_logprobs(
     entropy: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
-    packed: Any = None,
     how: How | None = None,
 ) -> TokenLogprobs:
     """The logprob of one token a row under softmax(x · weight / temperature): at temperature 1 a
@@ -250,8 +247,7 @@ def token_logprobs(
     Logits are made in chunks, and those that need more than 1 GiB are not kept for the backward
     pass but computed again."""
     x = rows_of("x", x)
-    how = how or how_for(x)
-    width_of("weight", [weight], x.shape[1])
+    check_width("weight", [weight], x.shape[1])
     if not is_real(temperature) or not MIN_FLOAT32 <= temperature <= MAX_FLOAT32:
         raise RequestError(
             "temperature: expected a finite number above 0, a normal float32, got "
@@ -264,10 +260,9 @@ def token_logprobs(
     if kept_tokens is not None:
         kept_tokens = _check_kept(kept_tokens, targets, len(weight))
     entropy = boolean("entropy", entropy)
-    packed = packing.pack_rows([weight], x.dtype, how) if packed is None else packed
     options = float(temperature), entropy, Shape(scale, softcap)
     logprobs, of_row = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        x, weight, targets.int().contiguous(), kept_tokens, options, packed, how
+        x, weight, targets.int().contiguous(), kept_tokens, options, how or how_for(x)
     )
     return TokenLogprobs(logprobs, of_row if entropy else None)
 

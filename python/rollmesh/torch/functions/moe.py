@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rollmesh import ops
 from rollmesh.errors import ShapeError
@@ -16,6 +18,7 @@ from rollmesh.torch.functions.common import (
     Gradients,
     How,
     backward_pass,
+    differentiated,
     gated,
     how_for,
     matmul_dtype,
@@ -62,14 +65,15 @@ class _Moe(torch.autograd.Function):
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         bias: Any,
-        packed: Any,
         top_k: int,
         by: Scoring,
         gating: Gating,
         how: How,
     ) -> tuple[Tensor, Tensor]:
         experts, width = len(router), down.shape[2]
-        packed_router, packed_gate_up, packed_down = packed
+        packed_router = packing.pack_rows([[router]], x.dtype, how)
+        packed_gate_up = packing.pack_gate_up([both.chunk(2) for both in gate_up], x.dtype, how)
+        packed_down = packing.pack_rows([[matrix] for matrix in down], x.dtype, how)
         with in_turn(x):
             routing = ops.router(
                 array_of(x), packed_router, experts, top_k, bias=bias, **by._asdict(),
@@ -131,19 +135,13 @@ class _Moe(torch.autograd.Function):
             by_sent[at] = by_both[at] @ gate_up[e].to(dtype)
         rows = by_sent.index_select(0, place.flatten().long()).view(*ids.shape, x.shape[1])
         by_x = rows.float().sum(1)
-        logits = x.float() @ router.float().t()
-        if logit_bias is not None:
-            logits += logit_bias.float()
-        by_logits = _router_gradients(logits, ids.long(), gates, by_gates, ctx.by)
-        by_x.addmm_(by_logits, router.float())
-        biases: list[Any] = [None] * 3
-        if logit_bias is not None:
-            biases[0] = by_logits.sum(0)
-        if ctx.has_gate_up_bias:
-            biases[1] = _sums(by_both, groups, len(router))
-        if down_bias is not None:
-            biases[2] = _sums(scaled, groups, len(router))
-        return by_x, by_logits.t() @ x.float(), by_gate_up, by_down, *biases, *[None] * 6
+        _, pull = differentiated(partial(_gates, ctx.by, ids.long()), x, router, logit_bias)
+        by_rows, by_router, by_logit_bias = pull(by_gates)
+        by_x += by_rows
+        by_gate_up_bias = _sums(by_both, groups, len(router)) if ctx.has_gate_up_bias else None
+        by_down_bias = None if down_bias is None else _sums(scaled, groups, len(router))
+        biases = by_logit_bias, by_gate_up_bias, by_down_bias
+        return by_x, by_router, by_gate_up, by_down, *biases, *[None] * 5
 
 
 def _sums(rows: Tensor, groups: list[tuple[int, slice]], experts: int) -> Tensor:
@@ -163,20 +161,16 @@ def _biases(name: str, bias: Tensor | None, x: Tensor, shape: tuple[int, int]) -
     return weight_array(bias.detach().to(x.dtype).contiguous())
 
 
-def _router_gradients(
-    logits: Tensor, ids: Tensor, gates: Tensor, by_gates: Tensor, by: Scoring
+def _gates(
+    by: Scoring, ids: Tensor, x: Tensor, router: Tensor, logit_bias: Tensor | None
 ) -> Tensor:
-    """Returns the gradient of the router's logits. The choice of experts has no gradient."""
-    is_softmax = by.score == "softmax"
-    scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-    by_chosen = by_gates * by.route_scale
+    """Returns the gates of the chosen experts. The choice has no gradient."""
+    logits = F.linear(x, router, logit_bias)
+    scores = logits.softmax(-1) if by.score == "softmax" else logits.sigmoid()
+    chosen = scores.gather(1, ids)
     if by.renormalize:
-        total = scores.gather(1, ids).sum(1, keepdim=True)
-        by_total = (by_gates * gates).sum(1, keepdim=True)
-        by_chosen -= by_total.masked_fill_(total < by.min_sum, 0)
-        by_chosen /= total.clamp(min=by.min_sum)
-    shares = torch.zeros_like(scores).scatter_(1, ids, by_chosen) * scores
-    return shares - scores * (shares.sum(1, keepdim=True) if is_softmax else shares)
+        chosen = chosen / chosen.sum(1, keepdim=True).clamp(min=by.min_sum)
+    return chosen * by.route_scale
 
 
 def moe(
@@ -199,7 +193,6 @@ def moe(
     activation: str = "silu",
     alpha: float = 1.702,
     limit: float = 7.0,
-    packed: tuple[Any, Any, Any] | None = None,
     how: How | None = None,
 ) -> Routed:
     """The mixture of experts: router [experts, hidden], gate_up [experts, 2n, hidden] with the rows
@@ -209,7 +202,6 @@ def moe(
     down_bias [experts, hidden] are added to the products. The arguments from renormalize to min_sum
     are those of ops.router; activation, alpha and limit are those of ops.gemm_swiglu."""
     x = rows_of("x", x)
-    how = how or how_for(x)
     experts, hidden = len(packing.check_weight("router", router)), x.shape[1]
     width = packing.check_weight("down", down, 3).shape[2]
     packing.check_weight("gate_up", gate_up, 3)
@@ -229,13 +221,8 @@ def moe(
                 f"{tuple(bias.shape)}"
             )
         chosen_by = array_of(bias.contiguous())
-    packed = packed or (
-        packing.pack_rows([router], x.dtype, how),
-        packing.pack_experts_gate_up(gate_up, x.dtype, how),
-        packing.pack_experts(down, x.dtype, how),
-    )
     by = Scoring(renormalize, score, num_groups, top_groups, route_scale, min_sum)
     biases = logit_bias, gate_up_bias, down_bias
     gating = Gating(activation, alpha, limit)
-    args = (x, router, gate_up, down, *biases, chosen_by, packed, top_k, by, gating, how)
-    return Routed(*_Moe.apply(*args))  # type: ignore[no-untyped-call]
+    args = (x, router, gate_up, down, *biases, chosen_by, top_k, by, gating)
+    return Routed(*_Moe.apply(*args, how or how_for(x)))  # type: ignore[no-untyped-call]

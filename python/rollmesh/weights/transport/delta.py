@@ -251,6 +251,9 @@ class _Row(NamedTuple):
         return math.prod(self.entry.shape)
 
 
+Change = tuple[_Row, Any, Array]  # the places (None: all of them) and the XOR of a tensor
+
+
 class Header(NamedTuple):
     run: str
     base: int | None
@@ -365,12 +368,12 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
         _require_sum(row.entry, array)
         return array
 
-    def _change_all(self, changes: list[tuple[_Row, Any, Array]], then: Kept) -> None:
+    def _change_all(self, changes: list[Change], then: Kept) -> None:
         """XORs the changes into the arrays. After an error, undoes the changes made so far."""
-        begun: list[tuple[_Row, Any, Array]] = []
+        begun: list[Change] = []
         before = self._now
 
-        def flip(change: tuple[_Row, Any, Array]) -> None:
+        def flip(change: Change) -> None:
             entry = change[0].entry
             begun.append(change)
             _flip(before.arrays[entry.name], *change[1:])
@@ -391,9 +394,8 @@ class DeltaDecoder(Mapping[str, Any], LentSource):
                 self._now = before
             raise
 
-    def _change(self, row: _Row, parts: list[memoryview]) -> tuple[_Row, Any, Array] | None:
-        """Returns the places (None: all of them) and the XOR of a tensor, or None if the tensor is
-        unchanged."""
+    def _change(self, row: _Row, parts: list[memoryview]) -> Change | None:
+        """Returns the change of a tensor, or None if the tensor is unchanged."""
         if row.kind == "same" and row.entry.sum != self._now.sums[row.entry.name]:
             raise FormatError(
                 f"{row.entry.name}: expected checksum {row.entry.sum}, the base has "
