@@ -233,7 +233,7 @@ RM_INLINE void *rm_delta_window(const rm_delta_net_args *a, float *state) {
 RM_INLINE rm_delta_run rm_delta_run_at(const rm_delta_net_args *a, int64_t first, int64_t head) {
   const rm_delta_run run = {a,
                             head,
-                            (a->head0 + head) / a->group,
+                            (uint32_t)(a->head0 + head) / (uint32_t)a->group,
                             first,
                             rm_delta_columns(a->n_k_heads, a->n_v_heads, a->k_dim, a->v_dim),
                             2 * a->k_dim + a->v_dim,

@@ -40,7 +40,8 @@ __device__ void put_normed(const rm_delta_run &of, int64_t row, const float *o) 
   float partial = 0.0f;
 #pragma unroll 1
   for (int j = rm_lane() % RM_LANES; j < v_dim; j += RM_LANES) partial = fmaf(o[j], o[j], partial);
-  const float scale = rm_rms_scale(rm_tree16_lanes(partial), v_dim, a.eps);
+  // rm_rms_scale with an int: a 64-bit n would spill registers.
+  const float scale = 1.0f / sqrtf(rm_tree16_lanes(partial) / static_cast<float>(v_dim) + a.eps);
 #pragma unroll 1
   for (int j = rm_lane(); j < v_dim; j += RM_WARP) {
     const float z = rm_get(DTYPE, a.x, row * of.columns + rm_delta_z(&of) + j);
