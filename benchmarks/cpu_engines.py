@@ -71,8 +71,7 @@ class Rollmesh(Engine):
             max_model_len=args.length,
             max_num_seqs=args.sequences, kv_cache_gib=args.kv_gib,
         )  # fmt: skip
-        self.generator.sync_weights(rm.sources.SafetensorsFolder(folder))
-        self.layers = self.generator.spec.num_hidden_layers
+        self.generator.sync_weights(rm.sources.SafetensorsFolder(folder), cast=True)
 
     def run(self, prompts: list[list[int]], tokens: int, **params: Any) -> tuple[float, list[Any]]:
         sampling = self.rm.SamplingParams(
@@ -93,8 +92,8 @@ class Rollmesh(Engine):
                 "the context was not cached"
             )
         answer: Answer = {"seconds": seconds / steps, "isa": after["isa"], "experts": 0.0}
-        if self.config["model_type"] == "qwen3_moe":
-            # [sequences, steps, layers, k]
+        if self.generator.spec.num_experts:
+            # [sequences, steps, layers with experts, k]
             chosen = np.stack([output.outputs[0].routed_experts[context:] for output in outputs])
             counts = [
                 np.unique(chosen[:, step, layer]).size

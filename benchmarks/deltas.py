@@ -48,8 +48,7 @@ class Row:
 
 class Trainer:
     def __init__(self, shape: str, layers: int, rate: float):
-        chosen = SHAPES[shape]
-        model = make_trainer(chosen, torch.float32)
+        model = make_trainer(SHAPES[shape].config(), torch.float32)
         self.names = [name for name in dict(model.named_parameters()) if _layer_of(name) < layers]
         self.weights = [
             parameter.detach()

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import rollmesh as rm
 from benchmarks import machine
@@ -72,7 +72,7 @@ class Rollmesh:
         self.shape = shape
         self.rng = np.random.default_rng(1)
         self.generator = rm.Generator(
-            rm.ModelSpec.from_hf(shape.config()),
+            shape.spec,
             threads=threads,
             max_model_len=1024,
             max_num_seqs=max(sizes, default=1),
@@ -91,7 +91,8 @@ class Rollmesh:
     def _decode(self, size: int, steps: int) -> float:
         generator = self.generator
         prompts = [
-            self.rng.integers(0, self.shape.vocab, PAGE + 1, dtype=np.int32) for _ in range(size)
+            self.rng.integers(0, self.shape.spec.vocab_size, PAGE + 1, dtype=np.int32)
+            for _ in range(size)
         ]
         params = rm.SamplingParams(max_tokens=steps, ignore_eos=True, seed=7)
         generator.generate(prompts, rm.SamplingParams(max_tokens=1), use_tqdm=False)
@@ -105,7 +106,7 @@ class Rollmesh:
                 f"not {steps} steps of pure decode but {n_steps}: the prompts were not cached, or "
                 "the batch was split"
             )
-        if self.shape.n_experts:
+        if self.shape.spec.num_experts:
             # [sequences, steps, layers, k]
             chosen = np.stack([output.outputs[0].routed_experts[PAGE:] for output in outputs])
             sets = [
@@ -117,7 +118,7 @@ class Rollmesh:
         return seconds / n_steps
 
     def _prefill(self, tokens: int) -> float:
-        prompt = self.rng.integers(0, self.shape.vocab, tokens, dtype=np.int32)
+        prompt = self.rng.integers(0, self.shape.spec.vocab_size, tokens, dtype=np.int32)
         begin = time.perf_counter()
         self.generator.generate(
             [prompt], rm.SamplingParams(max_tokens=1, ignore_eos=True, seed=7), use_tqdm=False
@@ -137,16 +138,16 @@ class Transformers:
     def measure(self, point: Point, steps: int) -> float:
         phase, size = point
         if phase == "prefill":
-            prompt = torch.randint(self.shape.vocab, (1, size))
+            prompt = torch.randint(self.shape.spec.vocab_size, (1, size))
             begin = time.perf_counter()
             self.model(prompt, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
             return time.perf_counter() - begin
         cache = self.model(
-            torch.randint(self.shape.vocab, (1, PAGE)), use_cache=True, logits_to_keep=1
+            torch.randint(self.shape.spec.vocab_size, (1, PAGE)), use_cache=True, logits_to_keep=1
         ).past_key_values
         cache.batch_repeat_interleave(size)
         # Different tokens, so that a MoE routes them differently.
-        tokens = torch.randint(self.shape.vocab, (size, 1))
+        tokens = torch.randint(self.shape.spec.vocab_size, (size, 1))
         begin = time.perf_counter()
         for _ in range(steps):
             tokens = (
@@ -157,18 +158,19 @@ class Transformers:
         return (time.perf_counter() - begin) / steps
 
 
-def make_trainer(shape: Shape, dtype: torch.dtype) -> torch.nn.Module:
-    """transformers' model of the shape with random weights (σ = 0.02), without the minutes that its
-    own initialisation takes."""
-    config = (Qwen3MoeConfig if shape.n_experts else Qwen3Config)(
-        **{k: v for k, v in shape.config().items() if k != "model_type"}
-    )
+def make_trainer(values: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Returns transformers' model of a config with random weights (σ = 0.02), without the minutes
+    that its own initialisation takes."""
+    config = AutoConfig.for_model(**values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     rope = type(model.model.rotary_emb)(config)  # its buffers are computed, not loaded
     model.to_empty(device="cpu")
     model.model.rotary_emb = rope
     model.tie_weights()
+    for name, buffer in model.named_buffers():
+        if "rotary_emb" not in name:  # the routers' biases
+            buffer.zero_()
     noise = (torch.randn(1 << 22, generator=torch.Generator().manual_seed(1)) * 0.02).to(dtype)
     with torch.no_grad():
         for i, (name, parameter) in enumerate(model.named_parameters()):
@@ -185,14 +187,14 @@ def make_trainer(shape: Shape, dtype: torch.dtype) -> torch.nn.Module:
 def measure_shape(
     shape: Shape, points: list[Point], args: argparse.Namespace, limits: machine.Limits
 ) -> list[Row]:
-    trainer = make_trainer(shape, torch.bfloat16)
+    trainer = make_trainer(shape.config(), torch.bfloat16)
     decode_sizes = [size for phase, size in points if phase == "decode"]
     ours = Rollmesh(shape, trainer, args.threads, decode_sizes)
     engines: list[Engine] = [ours]
     if "bfloat16" in args.peers:
         engines.append(Transformers(shape, trainer, torch.bfloat16))
     if "float32" in args.peers:
-        full = make_trainer(shape, torch.float32)
+        full = make_trainer(shape.config(), torch.float32)
         full.load_state_dict(trainer.state_dict())
         engines.append(Transformers(shape, full, torch.float32))
     if "bfloat16" not in args.peers:

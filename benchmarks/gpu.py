@@ -40,7 +40,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ class Served:
         self.run, self.shape = run, shape
         positions = sequences * (length + 2 * PAGE)
         self.generator = rm.Generator(
-            rm.ModelSpec.from_hf(shape.config()),
+            shape.spec,
             device="cuda",
             isa=family,
             max_num_seqs=sequences,
@@ -171,7 +171,10 @@ def decode_step(
 ) -> tuple[float, float]:
     """Seconds of a step, and the different experts that it chose, summed over the layers."""
     generator, shape = served.generator, served.shape
-    prompts = [rng.integers(0, shape.vocab, context + 1, dtype=np.int32) for _ in range(sequences)]
+    prompts = [
+        rng.integers(0, shape.spec.vocab_size, context + 1, dtype=np.int32)
+        for _ in range(sequences)
+    ]
     generator.generate(prompts, rm.SamplingParams(max_tokens=1), use_tqdm=False)
     before = generator.metrics()["steps"]
     begin = time.perf_counter()
@@ -186,7 +189,7 @@ def decode_step(
             "cached, or the batch was split"
         )
     touched = 0.0
-    if shape.n_experts:
+    if shape.spec.num_experts:
         # [sequences, steps, layers, k]
         chosen = np.stack([output.outputs[0].routed_experts[context:] for output in outputs])
         sets = [
@@ -228,7 +231,7 @@ def decode(run: Run) -> None:
                 limit = max(
                     run.limits.memory_gb_s, 2 * max(copies) if run.limits.read_gb_s is None else 0.0
                 )
-                what = f"{shape.name} layers={shape.layers} sequences={n} context={options.context}"
+                what = f"{shape.label} sequences={n} context={options.context}"
                 run.add(
                     Row(
                         "decode",
@@ -253,7 +256,7 @@ def bits(run: Run) -> None:
     for shape, family in pairs(run.options):
         rng, most, length = np.random.default_rng(5), max(run.options.company), 6 * PAGE
         prompts = [
-            rng.integers(0, shape.vocab, int(rng.integers(1, 4 * PAGE)), dtype=np.int32)
+            rng.integers(0, shape.spec.vocab_size, int(rng.integers(1, 4 * PAGE)), dtype=np.int32)
             for _ in range(most)
         ]
         params = [rm.SamplingParams(max_tokens=PAGE, ignore_eos=True, seed=i) for i in range(most)]
@@ -267,7 +270,7 @@ def bits(run: Run) -> None:
                     for one, other in zip(alone, among)
                     for a, b in zip(one, other)
                 )
-                what = f"{shape.name} layers={shape.layers} sequences={n}: {differing} differ"
+                what = f"{shape.label} sequences={n}: {differing} differ"
                 run.add(Row("bits", what, family, time.perf_counter() - begin, None, "", None))
                 run.differing += differing
 
@@ -293,7 +296,7 @@ def prefill(run: Run) -> None:
             for tokens in options.prefill:
 
                 def measure(tokens: int = tokens, served: Served = served) -> float:
-                    prompt = rng.integers(0, served.shape.vocab, tokens, dtype=np.int32)
+                    prompt = rng.integers(0, served.shape.spec.vocab_size, tokens, dtype=np.int32)
                     begin = time.perf_counter()
                     served.generator.generate(
                         [prompt],
@@ -304,10 +307,7 @@ def prefill(run: Run) -> None:
 
                 measure()  # the first one loads the kernels
                 seconds = run.best(measure)
-                what = (
-                    f"{shape.name} layers={shape.layers} tokens={tokens}: "
-                    f"{tokens / seconds:.0f} tokens/s"
-                )
+                what = f"{shape.label} tokens={tokens}: {tokens / seconds:.0f} tokens/s"
                 rate = shape.prefill_flops(tokens) / seconds * 1e-9
                 run.add(
                     Row("prefill", what, family, seconds, rate, "GFLOP/s", run.limits.gemm_gflop_s)
@@ -319,14 +319,14 @@ def sync(run: Run) -> None:
     """From the third sync on both the serving and the staging block exist; the best of those syncs
     counts."""
     for shape, family in pairs(run.options):
-        spec = rm.ModelSpec.from_hf(shape.config())
+        spec = shape.spec
         settings = {"max_model_len": 64, "kv_cache_gib": 0.1} | run.options.set
         with rm.Generator(spec, device="cuda", isa=family, **settings) as generator:
             manifest = generator.manifest()
             weights = DeviceWeights(run.card, manifest)
             seconds, copies = sync_times(run, generator, weights.tensors)
             weights.drop()
-            what = f"{shape.name} layers={shape.layers} {weights.bytes / 1e9:.2f} GB of the device"
+            what = f"{shape.label} {weights.bytes / 1e9:.2f} GB of the device"
             run.add(
                 Row(
                     "sync",
@@ -341,10 +341,7 @@ def sync(run: Run) -> None:
             if weights.bytes > run.options.host_bytes:
                 continue
             seconds, _ = sync_times(run, generator, host_weights(manifest))
-            what = (
-                f"{shape.name} layers={shape.layers} {weights.bytes / 1e9:.2f} GB of the host, "
-                "not pinned"
-            )
+            what = f"{shape.label} {weights.bytes / 1e9:.2f} GB of the host, not pinned"
             run.add(
                 Row(
                     "sync",
@@ -388,7 +385,7 @@ def start(run: Run) -> None:
         ]
         command += [
             "--layers",
-            f"{shape.name}={shape.layers}",
+            f"{shape.name}={shape.spec.num_hidden_layers}",
             *(["--smoke"] if run.options.smoke else []),
         ]
         for name, value in run.options.set.items():
@@ -401,7 +398,7 @@ def start(run: Run) -> None:
         made = stages.pop("made")
         times = {name: at - began for name, at in stages.items()}
         told = ", ".join(f"{name} {at:.2f} s" for name, at in times.items())
-        what = f"{shape.name} layers={shape.layers}, without {made:.2f} s of making weights"
+        what = f"{shape.label}, without {made:.2f} s of making weights"
         run.add(Row("start", what, family, times["token"] - made, None, "", None))
         print(f"           {told}", flush=True)
 
@@ -411,7 +408,7 @@ def first(card: Card, options: argparse.Namespace) -> None:
     make."""
     shape, family = pairs(options)[0]
     stages = {"imported": time.time()}
-    spec = rm.ModelSpec.from_hf(shape.config())
+    spec = shape.spec
     settings = {"max_model_len": 256, "kv_cache_gib": 0.1} | options.set
     generator = rm.Generator(spec, device="cuda", isa=family, **settings)
     stages["created"] = time.time()
@@ -517,7 +514,7 @@ def ops(run: Run) -> None:
 def pairs(options: argparse.Namespace) -> list[tuple[Shape, str]]:
     shapes = SMOKE_SHAPES if options.smoke else CARD_SHAPES
     chosen = [
-        replace(shapes[name], layers=options.layers.get(name, shapes[name].layers))
+        shapes[name].with_layers(options.layers.get(name, shapes[name].spec.num_hidden_layers))
         for name in options.shapes or shapes
     ]
     return [(shape, family) for shape in chosen for family in options.families]

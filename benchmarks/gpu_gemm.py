@@ -46,14 +46,15 @@ class Finding:
 
 def shapes_of(shape: Shape) -> dict[str, vendor_gemm.Shape]:
     """Returns the gemms of one rank; for a MoE only those of attention."""
-    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    spec = shape.spec
+    heads, kv = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
     found = {
-        "qkv": vendor_gemm.Shape(heads + 2 * kv, shape.hidden),
-        "o": vendor_gemm.Shape(shape.hidden, heads),
+        "qkv": vendor_gemm.Shape(heads + 2 * kv, spec.hidden_size),
+        "o": vendor_gemm.Shape(spec.hidden_size, heads),
     }
-    if not shape.n_experts:
-        found["gate_up"] = vendor_gemm.Shape(shape.intermediate, shape.hidden, swiglu=True)
-        found["down"] = vendor_gemm.Shape(shape.hidden, shape.intermediate)
+    if not spec.num_experts:
+        found["gate_up"] = vendor_gemm.Shape(spec.intermediate_size, spec.hidden_size, swiglu=True)
+        found["down"] = vendor_gemm.Shape(spec.hidden_size, spec.intermediate_size)
     return found
 
 

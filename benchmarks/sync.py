@@ -120,7 +120,7 @@ def peak_of(call: Callable[[], rm.SyncReport]) -> tuple[rm.SyncReport, float, fl
 def trainer(shape: Shape, pipe: Connection) -> None:
     """The other process: publishes a version for each word that it receives and answers with the
     seconds."""
-    state_dict = make_trainer(shape, torch.bfloat16).state_dict()
+    state_dict = make_trainer(shape.config(), torch.bfloat16).state_dict()
     with SharedWriter() as writer:
         pipe.send(writer.address)
         while pipe.recv():
@@ -204,9 +204,9 @@ def main() -> None:
         )
     args = parser.parse_args()
     peer = Memcpy(args.threads, args.gib)
-    state_dict = make_trainer(SHAPES[args.shape], torch.bfloat16).state_dict()
+    state_dict = make_trainer(SHAPES[args.shape].config(), torch.bfloat16).state_dict()
     mesh = rm.Mesh(tp=args.tp, dp=args.dp, ep=args.ep)
-    spec = rm.ModelSpec.from_hf(SHAPES[args.shape].config())
+    spec = SHAPES[args.shape].spec
     generator = rm.Generator(
         spec, mesh=mesh, threads=args.threads, max_model_len=256, kv_cache_gib=0.1
     )

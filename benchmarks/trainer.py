@@ -48,21 +48,21 @@ import rollmesh as rm
 import rollmesh.torch
 from benchmarks.machine import describe
 from benchmarks.options import THREADS, whole
-from benchmarks.shapes import Shape
+from benchmarks.shapes import Shape, qwen3
 from rollmesh._core import usable_cores
 from rollmesh.run.models import checkpoint_layers
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {
-    "dense": Shape("dense", 64, 2, 4, 2, 16, 512, 128),
-    "moe": Shape("moe", 64, 2, 4, 2, 16, 512, 64, n_experts=8, top_k=2),
+    "dense": qwen3("dense", 64, 2, 4, 2, 16, 512, 128),
+    "moe": qwen3("moe", 64, 2, 4, 2, 16, 512, 64, n_experts=8, top_k=2),
 }
 COST = {  # (model, sequences, tokens of each)
-    "debug MoE": (Shape("debug", 64, 2, 4, 2, 16, 128, 64, n_experts=8, top_k=2), 512, 12),
-    "0.6B-shaped, 4 layers": (Shape("stack", 1024, 4, 16, 8, 128, 16384, 3072), 8, 128),
+    "debug MoE": (qwen3("debug", 64, 2, 4, 2, 16, 128, 64, n_experts=8, top_k=2), 512, 12),
+    "0.6B-shaped, 4 layers": (qwen3("stack", 1024, 4, 16, 8, 128, 16384, 3072), 8, 128),
 }
 LONG = "16 layers, 2 sequences of 1,024 tokens"
-PEAK = COST | {LONG: (Shape("deep", 256, 16, 4, 2, 64, 2048, 768), 2, 1024)}
+PEAK = COST | {LONG: (qwen3("deep", 256, 16, 4, 2, 64, 2048, 768), 2, 1024)}
 DTYPES = ("float32", "bfloat16")
 # The forward pass of the trainer, and the handling of differences from the generator in the loss.
 ARMS = {
@@ -81,9 +81,11 @@ def model_of(shape: Shape, dtype: str = "float32") -> Any:
     torch.manual_seed(0)
     values = shape.config()
     config = AutoConfig.for_model(
-        values.pop("model_type"), **values, initializer_range=0.1 if shape.hidden < 256 else 0.02
+        values.pop("model_type"),
+        **values,
+        initializer_range=0.1 if shape.spec.hidden_size < 256 else 0.02,
     )
-    experts = {"experts_implementation": "grouped_mm"} if shape.n_experts else {}
+    experts = {"experts_implementation": "grouped_mm"} if shape.spec.num_experts else {}
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **experts).eval()
 
 
@@ -137,19 +139,20 @@ def same(wanted: int, threads: int) -> int:
                 rng = np.random.default_rng(round_)
                 model = rollmesh.torch.patch(model_of(shape), dtype=dtype, threads=threads)
                 with rm.Generator(
-                    rm.ModelSpec.from_hf(shape.config()), dtype=dtype, isa=isa, threads=threads,
+                    shape.spec, dtype=dtype, isa=isa, threads=threads,
                     max_model_len=1024, max_num_seqs=64,
                     max_num_batched_tokens=256, kv_cache_gib=0.004,
                 ) as generator:  # fmt: skip
                     rollmesh.torch.push(model, generator)
-                    rows = list(drawn(generator, rng, shape.vocab))
+                    rows = list(drawn(generator, rng, shape.spec.vocab_size))
                     for (_, start, recorded), found in zip(
                         rows, trainers(model, [row[0] for row in rows]), strict=True
                     ):
                         differ += int((found[start - 1 :] != recorded).sum())
                         generated += len(recorded)
                     sequences = [
-                        rng.integers(0, shape.vocab, n) for n in rng.integers(200, 1000, 400)
+                        rng.integers(0, shape.spec.vocab_size, n)
+                        for n in rng.integers(200, 1000, 400)
                     ]
                     for found, recorded in zip(
                         trainers(model, sequences),
@@ -375,7 +378,7 @@ def peak(name: str, dtype: str, patched: bool, checkpointed: bool) -> None:
         rollmesh.torch.patch(model)
     if checkpointed:
         checkpoint_layers(model)
-    ids = torch.randint(0, shape.vocab, (sequences, tokens))
+    ids = torch.randint(0, shape.spec.vocab_size, (sequences, tokens))
     for _ in range(2):
         start = time.perf_counter()
         step_of(model, ids, patched)
@@ -411,7 +414,10 @@ def cost(rounds: int, threads: int) -> None:
     )
     for name, (shape, sequences, tokens) in COST.items():
         ids = torch.randint(
-            0, shape.vocab, (sequences, tokens), generator=torch.Generator().manual_seed(1)
+            0,
+            shape.spec.vocab_size,
+            (sequences, tokens),
+            generator=torch.Generator().manual_seed(1),
         )
         best: dict[str, float] = {}
         for dtype in DTYPES:

@@ -27,39 +27,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.options import THREADS, whole
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks.shapes import SHAPES, qwen3
 from rollmesh._core import usable_cores
 
-SMALL = Shape(
-    "moe-230m",
-    hidden=1024,
-    layers=4,
-    heads=16,
-    kv_heads=8,
-    head_dim=64,
-    vocab=32768,
-    intermediate=384,
-    n_experts=32,
-    top_k=4,
-)
-TINY = replace(
-    SMALL,
-    name="moe-tiny",
-    hidden=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocab=512,
-    intermediate=32,
-    n_experts=8,
-    top_k=2,
-)
+SMALL = qwen3("moe-230m", 1024, 4, 16, 8, 64, 32768, intermediate=384, n_experts=32, top_k=4)
+TINY = qwen3("moe-tiny", 64, 2, 4, 2, 16, 512, intermediate=32, n_experts=8, top_k=2)
 MODELS = {shape.name: shape for shape in (SMALL, TINY, *SHAPES.values())}
 MAX_MODEL_LEN = 1024
 # (sequences, length of each prompt, tokens to generate) → the generated tokens
@@ -248,38 +224,18 @@ class Engine:
 
 
 # ---------------------------------------------------------------------------------------- the run
-def checkpoint(model: dict[str, Any], folder: Path) -> str:
-    """Writes config.json of Qwen3 or Qwen3-MoE and random weights with the names of a checkpoint,
-    bfloat16 if the config has no dtype."""
+def checkpoint(config: dict[str, Any], folder: Path) -> str:
+    """Writes config.json and random weights with the names of a checkpoint, all of one dtype:
+    bfloat16 if the config has none."""
     import torch
-    from safetensors.torch import save_file
+    from transformers.utils.logging import disable_progress_bar
 
-    import rollmesh as rm
+    from benchmarks.generate import make_trainer
 
-    moe = model["model_type"] == "qwen3_moe"
-    config = {
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "attention_bias": False,
-        **model,
-    }
-    config["architectures"] = ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"]
-    config |= {"decoder_sparse_step": 1, "mlp_only_layers": []} if moe else {}
-    (folder / "config.json").write_text(json.dumps(config))
-    with rm.Generator(
-        rm.ModelSpec.from_hf(config), max_model_len=16, kv_cache_gib=0.01, threads=1
-    ) as generator:
-        wanted = {name: info.shape for name, info in generator.manifest().items() if info.required}
-    noise, dtype = torch.Generator().manual_seed(1), getattr(torch, config["dtype"])
-    weights = {}
-    for name, sizes in wanted.items():
-        if name.endswith("norm.weight"):
-            weights[name] = torch.ones(sizes, dtype=dtype)
-        else:
-            weights[name] = (torch.randn(sizes, generator=noise) * 0.05).to(dtype)
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    dtype = getattr(torch, config.get("dtype", "bfloat16"))
+    disable_progress_bar()
+    model = make_trainer(config, dtype)
+    model.to(dtype).save_pretrained(folder, max_shard_size="1TB")
     return str(folder)
 
 

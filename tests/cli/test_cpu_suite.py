@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import cpu, cpu_gguf, machine
 from benchmarks.cpu_report import Row, as_json, markdown, picture, verdict
 from benchmarks.machine import Limits
-from benchmarks.shapes import SMOKE_SHAPES
+from benchmarks.shapes import CPU_SHAPES, CPU_SMOKE_SHAPES, SMOKE_SHAPES
 
 LIMITS = Limits(
     threads=2,
@@ -35,6 +35,7 @@ LIMITS = Limits(
     amx_gflop_s=1000.0,
 )
 DENSE, MOE = SMOKE_SHAPES["dense-tiny"], SMOKE_SHAPES["moe-tiny"]
+HYBRID, LATENT = CPU_SMOKE_SHAPES["hybrid-tiny"], CPU_SMOKE_SHAPES["latent-tiny"]
 ABOUT = {
     "processor": "A & B",
     "cores": "2",
@@ -94,6 +95,49 @@ def test_many_sequences_need_their_products(isa: str, bound: str, rate: float) -
 def test_of_a_moe_the_chosen_experts_count() -> None:
     one, more = decoded(1, 0, "amx", 4.0, MOE)[0], decoded(1, 0, "amx", 6.0, MOE)[0]
     assert more - one == pytest.approx(2 * 2 * 3 * 64 * 32 / 10e9)
+
+
+def test_a_hybrid_reads_and_writes_its_states() -> None:
+    # 64 wide, 151 tokens, MLPs of 96; 3 delta nets with 2 heads of 16 × 16, 1 layer with attention
+    # and its gate, 4 and 2 heads of 32
+    projections = 64 * 16 * 2 * (4 + 1)  # q, k, v, z and the output
+    delta_net = projections + 2 * 64 * 2 + 3 * 2 * 16 * 4  # a and b, the convolution
+    attention = 64 * 32 * (2 * 4 + 2 * 2 + 4)
+    weights = 151 * 64 + 3 * delta_net + attention + 4 * 3 * 64 * 96
+    state = 3 * 2 * 16 * 16
+    assert (HYBRID.parameters, HYBRID.kv_elements) == (weights, 2 * 2 * 32)
+    seconds, bound = decoded(3, 0, "amx", shape=HYBRID)
+    least = 2 * (weights + 3 * 2 * 2 * 32) + 3 * 2 * 4 * state
+    assert (bound, seconds) == ("memory", pytest.approx(least / 10e9))
+    flops = 2 * weights + 7 * state + 4 * 4 * 32 * 2
+    assert decoded(64, 0, "avx2", shape=HYBRID) == (pytest.approx(64 * flops / 100e9), "FMA")
+    pairs = 100 * 101 // 2
+    body = 2 * (weights - 151 * 64) + 7 * state
+    assert HYBRID.prefill_flops(100) == 2 * 151 * 64 + 100 * body + pairs * 4 * 4 * 32
+
+
+def test_latent_attention_reads_one_row_for_all_heads() -> None:
+    # 64 wide, 151 tokens, 3 layers of 4 heads: q of 16 + 16, a latent of 32, values of 16; a dense
+    # MLP of 96; 8 experts of 32, 2 a token, 2 shared ones; lm_head apart
+    attention = 64 * 4 * 32 + 64 * 48 + 4 * 32 * (16 + 16) + 4 * 16 * 64
+    expert = 3 * 64 * 32
+    shared = 3 * attention + 3 * 64 * 96 + 2 * (8 * 64 + 2 * expert)
+    assert LATENT.parameters == 2 * 151 * 64 + shared + 2 * 8 * expert
+    assert LATENT.kv_elements == 3 * (32 + 16)
+    seconds, bound = decoded(1, 99, "amx", 4.0, LATENT)
+    least = 151 * 64 + shared + 4 * expert + 100 * 3 * 48
+    assert (bound, seconds) == ("memory", pytest.approx(2 * least / 10e9))
+    flops = 2 * (shared + 2 * 2 * expert) * 100 + 2 * 151 * 64
+    absorbed = 2 * 3 * 4 * (48 + 32) * 100 * 101 // 2
+    assert LATENT.prefill_flops(100) == flops + absorbed
+
+
+def test_the_caches_hold_all_positions_and_states() -> None:
+    assert DENSE.cache_bytes(4, 96) == 96 * 2 * 2 * 2 * (32 + 16)  # K rows are padded to 32
+    hybrid = CPU_SHAPES["hybrid-0.8b"]
+    state = 18 * 16 * (4 * 128 * 128 + 3 * 3 * 128 * 2)
+    assert hybrid.cache_bytes(64, 32) == 2 * 65 * state
+    assert hybrid.cache_bytes(1, 1 << 20) == 2 * (1 << 20) * 6 * 2 * 2 * 256 * 2
 
 
 def test_a_prefill_needs_its_products_and_takes_the_rate_that_is_there() -> None:
@@ -252,23 +296,25 @@ def test_json_and_picture() -> None:
         assert bar in words
 
 
-def test_weights_for_llama_cpp_have_its_names() -> None:
+def numbered(names: list[str], shape: tuple[int, ...] = (2, 4)) -> dict[str, Any]:
+    """Returns tensors that contain their places in the list."""
     import numpy as np
 
-    names = [
-        f"model.layers.0.{name}.weight"
-        for name in cpu_gguf.NAMES
-        if "mlp" not in name or name == "mlp.gate"
-    ]
-    names += ["model.embed_tokens.weight", "model.norm.weight"]
+    return {name: np.full(shape, i, np.uint16) for i, name in enumerate(names)}
+
+
+def test_weights_for_llama_cpp_have_its_names() -> None:
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    of_layer = ["input_layernorm.weight", "post_attention_layernorm.weight", "mlp.gate.weight"]
+    of_layer += ["self_attn.q_proj.weight", "self_attn.q_norm.weight"]
+    names += [f"model.layers.0.{name}" for name in of_layer]
     names += [
         f"model.layers.0.mlp.experts.{i}.{part}_proj.weight"
         for i in range(3)
         for part in ("gate", "up", "down")
     ]
-    found = cpu_gguf.renamed(
-        {name: np.full((2, 4), i, np.uint16) for i, name in enumerate(names)}, 1, 3
-    )
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_local_experts": 3}
+    found = cpu_gguf.renamed(numbered(names), config)
     assert found["blk.0.ffn_up_exps.weight"].shape == (3, 2, 4)
     assert found["blk.0.ffn_up_exps.weight"][1, 0, 0] == names.index(
         "model.layers.0.mlp.experts.1.up_proj.weight"
@@ -276,7 +322,49 @@ def test_weights_for_llama_cpp_have_its_names() -> None:
     assert found["blk.0.attn_q_norm.weight"][0, 0] == names.index(
         "model.layers.0.self_attn.q_norm.weight"
     )
+    assert "blk.0.ffn_norm.weight" in found
     assert len(found) == len(names) - 9 + 3
+
+
+def test_a_hybrid_for_llama_cpp_has_its_names_and_numbers() -> None:
+    import numpy as np
+
+    names = [*cpu_gguf.NAMES, "mlp.gate_proj.weight"]
+    weights = numbered([f"model.layers.0.{name}" for name in names if "self_attn" not in name])
+    weights |= numbered(["model.embed_tokens.weight", "model.norm.weight"])
+    config = {"model_type": "qwen3_5_text", "num_hidden_layers": 1}
+    del weights["model.layers.0.mlp.gate.weight"]
+    found = cpu_gguf.renamed(weights, config)
+    assert "blk.0.post_attention_norm.weight" in found
+    assert "blk.0.ffn_norm.weight" not in found
+    ones = np.full(2, 0x3F80, np.uint16)
+    assert cpu_gguf.in_float32("blk.0.attn_norm.weight", ones, True).tolist() == [2.0, 2.0]
+    assert cpu_gguf.in_float32("blk.0.ssm_norm.weight", ones, True).tolist() == [1.0, 1.0]
+    assert cpu_gguf.in_float32("blk.0.attn_norm.weight", ones, False).tolist() == [1.0, 1.0]
+    assert cpu_gguf.in_float32("blk.0.ssm_a", ones, True)[0] == pytest.approx(-np.e)
+    convolution = np.full((6, 1, 4), 0x3F80, np.uint16)
+    assert cpu_gguf.in_float32("blk.0.ssm_conv1d.weight", convolution, True).shape == (6, 4)
+    assert cpu_gguf.in_float32("blk.0.ssm_out.weight", np.ones((2, 2), np.uint16), True) is None
+
+
+def test_latent_attention_for_llama_cpp_is_split_by_head() -> None:
+    import numpy as np
+
+    # 2 heads of 3 rows for keys and 1 for values; the latent has 5 elements
+    latent = np.arange(2 * 4 * 5, dtype=np.uint16).reshape(8, 5)
+    weights = numbered(["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+    weights["model.layers.0.self_attn.kv_b_proj.weight"] = latent
+    config = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "qk_nope_head_dim": 3,
+    }
+    found = cpu_gguf.renamed(weights, config)
+    assert found["output.weight"][0, 0] == 2
+    assert found["blk.0.attn_k_b.weight"].shape == (2, 5, 3)
+    assert found["blk.0.attn_k_b.weight"][1, :, 2].tolist() == latent[6].tolist()
+    assert found["blk.0.attn_v_b.weight"].tolist() == [[latent[3].tolist()], [latent[7].tolist()]]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +413,7 @@ def test_a_run_of_tiny_models(tmp_path: Path) -> None:
         f"{row['shape']} {row['point']}": row
         for row in json.loads((tmp_path / "out.json").read_text())["rows"]
     }
-    for shape in ("dense-tiny", "moe-tiny"):
+    for shape in ("dense-tiny", "moe-tiny", "hybrid-tiny", "latent-tiny"):
         for point in ("decode 8", "prefill 512"):
             row = rows[f"{shape} {point}"]
             assert row["fraction"] > 0

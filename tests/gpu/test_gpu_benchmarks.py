@@ -62,11 +62,8 @@ def test_every_part_runs_on_the_simulated_device(simt_library: Path, tmp_path: P
             continue
         n = int(row["what"].partition("sequences=")[2].split()[0])
         kv = n * (16 + 1 + 1.5) * shape.kv_elements
-        experts = (
-            [0.0]
-            if not shape.n_experts
-            else [shape.layers * shape.top_k, shape.layers * min(shape.n_experts, n * shape.top_k)]
-        )
+        layers, top_k = sum(shape.spec.is_moe_layer), shape.spec.num_experts_per_tok
+        experts = [layers * top_k, layers * min(shape.spec.num_experts, n * top_k)]
         least, most = (
             (shape.decode_elements(touched) + kv) * 2e-9 for touched in (experts[0], experts[-1])
         )
