@@ -73,6 +73,10 @@ needs_vllm = pytest.mark.skipif(not WORKS, reason="needs vllm and rollmesh's ext
             r"\[generator\] comm_timeout: expected 1800.0 where .*, got 5.0",
         ),
         (
+            ["generator.engine=vllm", "generator.state_interval=32"],
+            r"\[generator\] state_interval: expected 0 where .*, got 32",
+        ),
+        (
             ["generator.engine=vllm", "generator.comm=shm"],
             r'\[generator\] comm: expected "auto" or "threads" where .* engine is "vllm" .*, '
             r'got "shm"',

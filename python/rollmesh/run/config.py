@@ -161,7 +161,7 @@ class GeneratorTable:
     threads: int = number(0, at_least=0, at_most=MAX_THREADS)  # 0: one per usable core
     max_model_len: int = number(4096, at_least=2)
     max_num_seqs: int = same("max_num_seqs")
-    state_interval: int = same("state_interval")  # vllm always uses 0
+    state_interval: int = same("state_interval")
     kv_cache_gib: float = number(1.0, above=0)
     tp: int = number(1, at_least=1)
     dp: int = number(1, at_least=1)

@@ -219,6 +219,7 @@ def _check_vllm(c: Config) -> None:
         "generator.comm": ("auto", "threads"),
         "generator.comm_timeout": (type(g).comm_timeout,),
         "generator.ep": sorted({1, g.dp * g.tp}),
+        "generator.state_interval": (0,),
         "rollout.top_k": (0,),
         "sync.inflight": ("wait",),
     }
