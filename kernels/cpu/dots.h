@@ -25,14 +25,6 @@ enum {
   MOST_ROWS = 8, // of a register block, on any instruction set
 };
 
-// Bytes that weights are fetched ahead for few rows. avx512f runs on Intel's Xeons, whose memory
-// takes longer to answer than that of a Zen: one row reads 7 % more a second.
-#if defined(__AVX512F__) && !defined(__AVX512BF16__)
-enum { NEAR = 2048 };
-#else
-enum { NEAR = 1024 };
-#endif
-
 // A k block of 16 columns in memory: packed tiles, or V, whose rows of pairs are `step` elements
 // apart, with 16 positions in `half[0]` and 16 in `half[1]` (which may be in different pages).
 typedef struct k_block {
@@ -75,7 +67,7 @@ VEC fetch fetch_all(rm_dtype dtype, const void *from, int near) {
   return fetch_lines(from, tile_bytes(dtype), near);
 }
 VEC fetch fetch_near(rm_dtype dtype, const void *w) {
-  return fetch_all(dtype, (const char *)w + NEAR, 1);
+  return fetch_all(dtype, (const char *)w + RM_NEAR, 1);
 }
 // The part of the lines that rows [r, r + n) of `rows` fetch. Fetches are spread evenly, since a
 // processor has only a few memory requests in flight.

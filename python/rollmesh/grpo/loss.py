@@ -46,9 +46,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollmesh.run.config import CorrectionTable, LossTable
-from rollmesh.runtime.engine_views import Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +120,7 @@ def grpo_loss(
     return loss, {"loss": loss.detach(), **sums}
 
 
-def mismatch(trainer: Floats, generator: Floats) -> dict[str, float]:
+def mismatch(trainer: NDArray[np.float32], generator: NDArray[np.float32]) -> dict[str, float]:
     """Returns the metrics of the differences. Both are float32 [tokens], in the same order."""
     d = trainer.astype(np.float64) - generator.astype(np.float64)
     return {
@@ -133,8 +133,8 @@ def mismatch(trainer: Floats, generator: Floats) -> dict[str, float]:
 
 
 def corrections(
-    trainer: Floats,
-    generator: Floats,
+    trainer: NDArray[np.float32],
+    generator: NDArray[np.float32],
     lengths: list[int],
     table: CorrectionTable,
 ) -> dict[str, float]:

@@ -37,9 +37,8 @@ def _by_answer(compare: Callable[[str, str], float]) -> RewardFunction:
     ) -> list[float]:
         for wanted in answer or [None]:  # empty if the rows do not have the column
             if not isinstance(wanted, str):
-                raise TypeError(
-                    f"expected text in the column answer of each prompt, got {shown(wanted)}"
-                )
+                got = shown(wanted)
+                raise TypeError(f"expected text in the column answer of each prompt, got {got}")
         return [float(compare(text_of(c), a)) for c, a in zip(completions, answer, strict=True)]
 
     return reward

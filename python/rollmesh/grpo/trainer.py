@@ -33,7 +33,6 @@ from rollmesh.run.models import (
 from rollmesh.run.routing_replay import replay, routers
 from rollmesh.run.samples import Batch, Completion, Rollout, make_batch
 from rollmesh.run.seeds import seed_of
-from rollmesh.runtime.engine_views import Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +98,7 @@ class Trainer:
         model = self.model if model is None else model
         return self.forward.logprobs(model, batch, entropy, on_policy, self.version)
 
-    def logprobs_of(self, rollout: Rollout) -> Floats:
+    def logprobs_of(self, rollout: Rollout) -> NDArray[np.float32]:
         """Returns the logprobs of all tokens of a rollout, without gradient, [tokens]. The weights
         must be those that generated them."""
         import torch
@@ -112,7 +111,7 @@ class Trainer:
                     parts.append(self.logprobs(batch, on_policy=True)[0])
         return torch.cat(parts).cpu().numpy()
 
-    def score(self, sequences: list[NDArray[np.int32]]) -> list[Floats]:
+    def score(self, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """Returns float32 [len - 1] per sequence at temperature 1, for Generator.self_test."""
         import torch
 
@@ -122,7 +121,7 @@ class Trainer:
 
     def learn(
         self, rollout: Rollout, advantages: NDArray[np.float64], step: int
-    ) -> tuple[dict[str, float], Floats]:
+    ) -> tuple[dict[str, float], NDArray[np.float32]]:
         """Makes the optimizer updates of a step. Returns their metrics, and the logprobs of the
         rollout's tokens before the first update."""
         import torch
@@ -156,10 +155,10 @@ class Trainer:
         self,
         completions: list[Completion],
         advantages: NDArray[np.float64],
-        before: Floats | None,
+        before: NDArray[np.float32] | None,
         step: int,
         on_policy: bool,
-    ) -> tuple[dict[str, float], Floats]:
+    ) -> tuple[dict[str, float], NDArray[np.float32]]:
         """Makes one optimizer update. advantages, before: one value for each token. `before` has
         the trainer's logprobs before the first update; it is None in that update if the update uses
         the whole batch. Returns the metrics and the logprobs."""
