@@ -48,7 +48,7 @@ rm_module_state *rm_state_of(void *object); // the state of the module of the ob
    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | (flags_), \
    .slots = slots_}
 enum { RM_GC = Py_TPFLAGS_HAVE_GC, RM_MADE_HERE = Py_TPFLAGS_DISALLOW_INSTANTIATION };
-#define RM_OF_MODULE PyObject *, PyObject * // METH_NOARGS
+#define RM_NO_ARGUMENTS PyObject *, PyObject * // METH_NOARGS
 #define RM_LENGTH(table) (sizeof(table) / sizeof(table)[0])
 // Private names have their documentation in _core.pyi.
 #define RM_METHOD(name, function, flags) {name, (PyCFunction)(void (*)(void))function, flags, NULL}
@@ -81,12 +81,13 @@ rm_code rm_kernels_find(const char *name, const rm_kernels **kernels, rm_error *
 void *rm_object_new(void *type); // new, all zeros; NULL with MemoryError
 // `relative`: any object of one of the module's types.
 void *rm_object_make(void *relative, rm_type type);
-int rm_is(void *relative, PyObject *object,
-          rm_type type); // whether it is exactly of that type
+// Whether the object is exactly of that type.
+int rm_is(void *relative, PyObject *object, rm_type type);
 void rm_object_free(PyObject *object); // the last call of a tp_dealloc
 
 // ----------------------------------------------------------------------------------------- errors
-// New: the class of a code in rollmesh.errors, MemoryError for RM_E_MEMORY; NULL with an exception.
+// New: the class of a code in rollmesh.errors, MemoryError for RM_E_MEMORY. No exception may be
+// pending. Never NULL: RuntimeError if there is no class.
 PyObject *rm_error_class(rm_code code);
 void rm_note_interrupt(void); // a Ctrl-C ends the call of this thread
 // Sets the exception of err->code, with its message; clears err; returns NULL, so that a function

@@ -6,7 +6,7 @@
 #include "engine/engine.h"
 #include "kernels.h"
 
-static PyObject *available_isas(RM_OF_MODULE) {
+static PyObject *available_isas(RM_NO_ARGUMENTS) {
   RM_OWNED *names = PyList_New(0);
   for (int isa = 0; names && isa < RM_N_ISA; isa++)
     if (rm_kernels_for((rm_isa)isa))
@@ -14,7 +14,7 @@ static PyObject *available_isas(RM_OF_MODULE) {
   return names ? PyList_AsTuple(names) : NULL;
 }
 
-static PyObject *best_isa(RM_OF_MODULE) {
+static PyObject *best_isa(RM_NO_ARGUMENTS) {
   const rm_kernels *best = rm_kernels_best();
   if (best) return PyUnicode_FromString(best->isa);
   return rm_raise_code(
@@ -23,7 +23,7 @@ static PyObject *best_isa(RM_OF_MODULE) {
       "usable instruction set");
 }
 
-static PyObject *isa_states(RM_OF_MODULE) {
+static PyObject *isa_states(RM_NO_ARGUMENTS) {
   PyObject *states = PyDict_New();
   for (int isa = 0; states && isa < RM_N_ISA; isa++) {
     const rm_isa_state s = rm_isa_ask((rm_isa)isa);
@@ -54,7 +54,7 @@ OF_CONTROL_GROUPS(usable_cores, PyLong_FromLong(rm_usable_cores(root)))
 OF_CONTROL_GROUPS(cpu_quota, PyFloat_FromDouble(rm_cpu_quota(root)))
 OF_CONTROL_GROUPS(memory_pools, rm_memory_pool_list(root))
 
-static PyObject *engine_limits(RM_OF_MODULE) {
+static PyObject *engine_limits(RM_NO_ARGUMENTS) {
   PyObject *dict = PyDict_New();
   for (int i = 0; dict && i < RM_N_ENGINE_OPTIONS; i++) {
     const rm_option *option = &rm_engine_option_table[i];

@@ -62,7 +62,10 @@ int rm_numbers_of(PyObject *tuple, int64_t *out, int n) {
 PyObject *rm_error_class(rm_code code) {
   if (code == RM_E_MEMORY) return Py_NewRef(PyExc_MemoryError);
   RM_OWNED *errors = PyImport_ImportModule("rollmesh.errors");
-  return errors ? PyObject_GetAttrString(errors, rm_code_name(code)) : NULL;
+  PyObject *type = errors ? PyObject_GetAttrString(errors, rm_code_name(code)) : NULL;
+  if (type) return type;
+  PyErr_Clear(); // modules are gone when the interpreter ends
+  return Py_NewRef(PyExc_RuntimeError);
 }
 
 static _Thread_local int is_interrupted; // whether a Ctrl-C ends the call of this thread
@@ -77,8 +80,8 @@ void *rm_raise(rm_error *err) {
     // The message may quote a key of a state dict, which may be invalid UTF-8.
     const char *text = rm_error_message(err);
     RM_OWNED *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
-    RM_OWNED *type = message ? rm_error_class(err->code) : NULL;
-    if (type) PyErr_SetObject(type, message);
+    RM_OWNED *type = rm_error_class(err->code);
+    if (message) PyErr_SetObject(type, message);
   }
   rm_error_clear(err);
   return NULL;
@@ -87,7 +90,7 @@ void *rm_raise(rm_error *err) {
 void rm_raise_va(rm_code code, const char *format, va_list args) {
   PyErr_Clear(); // the import would fail
   RM_OWNED *type = rm_error_class(code);
-  if (type) PyErr_FormatV(type, format, args);
+  PyErr_FormatV(type, format, args);
 }
 
 void *rm_raise_code(rm_code code, const char *format, ...) {
@@ -158,7 +161,7 @@ static int module_clear(PyObject *module) {
 static void module_free(void *module) { module_clear(module); }
 
 #define COUNT(name) \
-  static PyObject *name(RM_OF_MODULE) { return PyLong_FromSize_t(rm_##name()); }
+  static PyObject *name(RM_NO_ARGUMENTS) { return PyLong_FromSize_t(rm_##name()); }
 COUNT(memory_mapped)
 COUNT(memory_blocks)
 

@@ -22,7 +22,8 @@
 
 enum {
   MOST_PAGES = INT32_MAX / 2,
-  STATE_INTERVAL = 256, // the default at most; benchmarks/states.py compares intervals
+  // The default interval has at most these positions, or is one page (benchmarks/states.py).
+  STATE_INTERVAL = 256,
 };
 
 typedef struct claim { // the message of a rank; in bytes

@@ -74,7 +74,7 @@ rm_code rm_write_kv(const rm_pass *pass, const rm_layer_cache *cache) {
       .rotary_dim = rope ? spec->rotary_dim : 0,
       .dtype = model->options.dtype,
       .zero_centered = spec->zero_centered_norms,
-      .norm_last = spec->qk_norm_last,
+      .norm_last = !is_latent && spec->qk_norm_last,
       .value_dim = spec->kv_lora_rank,
       .q_dim = rm_q_dim(spec),
   };

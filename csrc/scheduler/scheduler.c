@@ -112,6 +112,7 @@ void rm_enqueue(rm_scheduler *scheduler, rm_sequence *seq) {
 void rm_activate(rm_scheduler *scheduler, rm_sequence *seq) {
   assert(seq->status == RM_WAITING && scheduler->n_free_table_rows > 0);
   rm_list_remove(&seq->link);
+  if (scheduler->blocked == seq) scheduler->blocked = NULL;
   scheduler->n_waiting--;
   seq->table_row = scheduler->free_table_rows[--scheduler->n_free_table_rows];
   seq->status = RM_ACTIVE;

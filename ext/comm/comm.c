@@ -89,7 +89,7 @@ static rm_code code_of_exception(rm_error *err) {
   PyErr_Fetch(&type, &value, &trace);
   for (size_t i = 0; i < RM_LENGTH(known); i++) {
     RM_OWNED *class = rm_error_class(known[i]);
-    if (class && PyErr_GivenExceptionMatches(type, class)) code = known[i];
+    if (PyErr_GivenExceptionMatches(type, class)) code = known[i];
   }
   const int interrupted = PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt);
   if (interrupted) rm_note_interrupt();

@@ -23,7 +23,10 @@ static void head_sizes(rm_op_call *c) {
   SIZE(vocab, least), OPTIONAL_REAL(scale), OPTIONAL_REAL(softcap), IN(x, T, rows, hidden), \
       STEP(head_sizes), PACKED(w, elems), TARGETS(vocab), OPTIONAL_OUT(logits, F32, rows, vocab)
 ARGUMENTS(lm_head) = {
-    HEAD(1), OUT(stats, F32, rows, two), OPTIONAL_OUT(target_logprobs, F32, rows), ROW_FLAGS, {0},
+    HEAD(1),
+    OUT(stats, F32, rows, two),
+    OPTIONAL_OUT(target_logprobs, F32, rows),
+    ROW_FLAGS,
 };
 
 ARGUMENTS(lm_head_pairs) = {

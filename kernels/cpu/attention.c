@@ -266,11 +266,13 @@ VEC void attend(rm_dtype T, const attention_job *job, float *memory, int64_t row
       if (is_live(&u, q, from, from + RM_ATTN_SPLIT)) merge_split(&u, q, u.first[q] >= from);
   }
   end_products(T);
-  if (a->sinks) begin_split(&u); // merged like a split without values
-  for (int64_t q = 0; a->sinks && q < u.n_q; q++) {
-    u.m[q] = rm_get(T, a->sinks, head + q % per);
-    u.l[q] = 1.0f;
-    merge_split(&u, q, 0);
+  if (a->sinks) { // merged like a split without values
+    begin_split(&u);
+    for (int64_t q = 0; q < u.n_q; q++) {
+      u.m[q] = rm_get(T, a->sinks, head + q % per);
+      u.l[q] = 1.0f;
+      merge_split(&u, q, 0);
+    }
   }
   for (int64_t q = 0; q < u.n_q; q++) {
     const int64_t out = ((row0 + q / per) * a->n_heads + head + q % per) * a->value_dim;

@@ -67,7 +67,7 @@ VEC fetch fetch_all(rm_dtype dtype, const void *from, int near) {
   return fetch_lines(from, tile_bytes(dtype), near);
 }
 VEC fetch fetch_near(rm_dtype dtype, const void *w) {
-  return fetch_all(dtype, (const char *)w + RM_NEAR, 1);
+  return fetch_all(dtype, (const char *)w + RM_FETCH_AHEAD, 1);
 }
 // The part of the lines that rows [r, r + n) of `rows` fetch. Fetches are spread evenly, since a
 // processor has only a few memory requests in flight.

@@ -8,7 +8,7 @@
 // Except by AMX, all rows use a piece of a tile column while it is in the L1 cache. Meanwhile the
 // next piece is fetched into the L2 cache; each register block of rows fetches its share of the
 // lines. So memory and arithmetic overlap. Fewer than FEW_ROWS rows are limited by memory: their
-// weights are fetched RM_NEAR bytes ahead, into L1.
+// weights are fetched RM_FETCH_AHEAD bytes ahead, into L1.
 #pragma once
 
 #include "vec.h"

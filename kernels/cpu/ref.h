@@ -5,7 +5,7 @@
 
 // The dot product of docs/numerics.md §2: x[0 … k_total) times row n of a packed matrix.
 float rm_ref_dot(rm_dtype dtype, const void *x, const void *w, int64_t n, int64_t k_total);
-// In 16 chains, added by a tree (§1).
+// The sum of squares of n numbers: 16 chains, which a tree adds (§1).
 float rm_ref_sum_of_squares(rm_dtype dtype, const void *x, int64_t n);
 // P·V over one block of RM_ATTN_BLOCK positions; v: values of T, zeros at positions that are not
 // live.

@@ -168,7 +168,7 @@ RM_INLINE float rm_logit(const rm_lm_head_args *a, float acc) {
   return rm_canon(rm_softcap(a->scale != 0.0f ? acc * a->scale : acc, a->softcap));
 }
 
-// 1 / the root mean square of n numbers, from the sum of their squares.
+// 1 / √(mean square + eps) of n numbers, from the sum of their squares.
 RM_INLINE float rm_rms_scale(float squares, int64_t n, float eps) {
   return 1.0f / sqrtf(squares / (float)n + eps);
 }

@@ -13,7 +13,7 @@ enum {
   RM_LAST_ROWS = 6, // of the last block, instead of two smaller ones: 12 chains fill 16 registers
   RM_FLAT_ROWS = 3, // up to this many rows even and odd chains run side by side: also 12 chains
   RM_KEEP_SUMS = 0, // whether the sums of a register block fit in registers
-  RM_NEAR = 1024, // bytes that weights are fetched ahead for few rows
+  RM_FETCH_AHEAD = 1024, // bytes that weights are fetched ahead for few rows
   RM_PIECE_BLOCKS = 2, // k blocks of a piece of weights that several register blocks use in turn
 };
 

@@ -131,8 +131,8 @@ class SharedOptions:
     state_interval: int = option(
         0,
         "in models with delta nets: the prefix cache keeps a state every so many positions, a "
-        "multiple of block_size, and at the last full page of a prompt and of a sequence. 0: 256, "
-        "or fewer if the KV pages of fewer take as much memory as a state. No effect under vLLM",
+        "multiple of block_size, and at the last full page of a prompt and of a sequence. 0: 256 "
+        "in whole pages, or fewer if the KV of fewer takes as much memory as a state",
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt prefixes")
     enforce_eager: bool = option(

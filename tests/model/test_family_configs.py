@@ -263,7 +263,7 @@ def test_keys_beside_the_text_model(seed: int) -> None:
         ({"attention_bias": True}, "attention_bias: expected False, got True"),
         ({"kv_lora_rank": 40}, "kv_lora_rank: expected a multiple of 16, got 40"),
         ({"kv_lora_rank": 1024}, r"kv_lora_rank: expected an integer in \[1, \d+\], got 1024"),
-        ({"qk_rope_head_dim": 2048}, r"qk_rope_head_dim: expected an integer in \[2, 512\]"),
+        ({"qk_rope_head_dim": 2048}, r"qk_rope_head_dim: expected an integer in \[2, 1023\]"),
         ({"v_head_dim": 24}, "v_head_dim: expected a multiple of 16, got 24"),
         (
             {"num_key_value_heads": 2},

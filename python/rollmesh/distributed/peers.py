@@ -137,7 +137,8 @@ def join(
     ends = None if comm is None else comm.connect(mesh)
     if comm is None or ends is None or ends.control is None:
         return RankEngine(_core.Engine(values, options))
-    facts = options.shared_by_ranks() | {"spec": asdict(values), "contract": CONTRACT_VERSION}
+    spec = {**vars(values), "spec": asdict(values.spec)}
+    facts = options.shared_by_ranks() | {"spec": spec, "contract": CONTRACT_VERSION}
     mine = {name: _short(facts[name]) for name in facts.keys() - set(may_differ)}
     # Compared first, since with None the ranks exchange messages while the engines are made.
     sized = {"kv_cache_gib": "None" if options.memory_fraction else "a number"}

@@ -56,8 +56,8 @@ class Family:
     """A family. The defaults are Llama's."""
 
     architecture: str  # transformers' class
-    # Keys that its config has besides those of all families (spec.py), separated by blanks: `keys`
-    # are read, `inert` have no effect.
+    # Keys that its config has besides those of all families (hf_config.py), separated by blanks:
+    # `keys` are read, `inert` have no effect.
     keys: str = ""
     inert: str = ""
     head_dim: int = HIDDEN_BY_HEADS  # where the config has none

@@ -351,7 +351,7 @@ def by_keys(message: str, family: Family) -> str:
 def _latent(c: Reader, defaults: Mapping[str, int], heads: int, kv_heads: int | None) -> Values:
     """Returns the sizes of latent attention. Keys that repeat some of them must agree."""
     sizes = {key: c.integer(key, default=n) for key, n in defaults.items() if key != "q_lora_rank"}
-    rope = c.integer("qk_rope_head_dim", 2, _rope.MAX_HEAD_DIM // 2, sizes["qk_rope_head_dim"])
+    rope = c.integer("qk_rope_head_dim", 2, _rope.MAX_HEAD_DIM - 1, sizes["qk_rope_head_dim"])
     c.integer("kv_lora_rank", 1, _rope.MAX_HEAD_DIM - rope, sizes["kv_lora_rank"])
     without = "q_lora_rank" in c.values and not c.given("q_lora_rank")
     rank = 0 if without else c.integer("q_lora_rank", default=defaults["q_lora_rank"])

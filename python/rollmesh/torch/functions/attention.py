@@ -375,18 +375,20 @@ class _LatentAttention(torch.autograd.Function):
         cos, sin = _angles(rope, rows)
         rank, turned = queries.shape[2], 2 * cos.shape[2]
 
-        def made(queries: Tensor, qkv: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        def made(qkv: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
             q_width = qkv.shape[1] - heads.head_dim
             q, latent, key = torch.split(qkv, [q_width, rank, turned], 1)
             q = rotated(q.view(len(q), heads.num_heads, -1)[..., -turned:], cos, sin)
             v = F.rms_norm(latent, [rank], weight, heads.eps)[:, None]
-            k = torch.cat([rotated(key[:, None], cos, sin), v], -1)
-            return torch.cat([q, queries.transpose(0, 1)], -1), k, v
+            return q, torch.cat([rotated(key[:, None], cos, sin), v], -1), v
 
-        qkvs, pull = differentiated(made, queries, qkv, weight)
-        q, k, v, grad = (x.to(dtype) for x in (*qkvs, grad.transpose(0, 1)))
-        by_qkvs, _ = attention_gradients(q, k, v, grad, None, rows, heads)
-        return *pull(*(x.float() for x in by_qkvs)), None, None, None, None
+        (q, k, v), pull = differentiated(made, qkv, weight)
+        q = torch.cat([q.to(dtype), queries.transpose(0, 1).to(dtype)], -1)
+        k, v, grad = (x.to(dtype) for x in (k, v, grad.transpose(0, 1)))
+        (by_q, *by_kv), _ = attention_gradients(q, k, v, grad, None, rows, heads)
+        by_q, by_queries = by_q.split([turned, rank], -1)
+        by_inputs = pull(*(x.float() for x in (by_q, *by_kv)))
+        return by_queries.transpose(0, 1), *by_inputs, None, None, None, None
 
 
 def latent_attention(

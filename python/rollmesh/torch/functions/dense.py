@@ -257,5 +257,5 @@ def activate(x: Tensor, activation: str, *, how: How | None = None) -> Tensor:
     x = rows_of("x", x)
     options = {"activation": activation, **(how or how_for(x))}
     return _Elementwise.apply(  # type: ignore[no-any-return, no-untyped-call]
-        ops.activate, ACTIVATIONS.get(activation), options, x
+        ops.activate, lambda x: ACTIVATIONS[activation](x), options, x
     )

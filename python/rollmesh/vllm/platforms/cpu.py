@@ -130,7 +130,9 @@ class RollmeshCpuPlatform(Platform):  # type: ignore[misc]
     def is_pin_memory_available(cls) -> bool:
         return False
 
-    support_hybrid_kv_cache = is_pin_memory_available
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return False
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
