@@ -386,7 +386,7 @@ class _LatentAttention(torch.autograd.Function):
         q = torch.cat([q.to(dtype), queries.transpose(0, 1).to(dtype)], -1)
         k, v, grad = (x.to(dtype) for x in (k, v, grad.transpose(0, 1)))
         (by_q, *by_kv), _ = attention_gradients(q, k, v, grad, None, rows, heads)
-        by_q, by_queries = by_q.split([turned, rank], -1)
+        by_q, by_queries = torch.split(by_q, [turned, rank], -1)
         by_inputs = pull(*(x.float() for x in (by_q, *by_kv)))
         return by_queries.transpose(0, 1), *by_inputs, None, None, None, None
 
