@@ -61,6 +61,9 @@ static const spelling spellings[] = {
     {"attention.wq.weight", TURNED, RM_P_Q},
     {"attention.wk.weight", TURNED, RM_P_K},
     {"attention.wv.weight", ONE, RM_P_V},
+    {"attention.qkv_linear.wq.weight", TURNED, RM_P_Q},
+    {"attention.qkv_linear.wk.weight", TURNED, RM_P_K},
+    {"attention.qkv_linear.wv.weight", ONE, RM_P_V},
     {"attention.wo.weight", ONE, RM_P_O},
     {"attention.q_norm.weight", ONE, RM_P_Q_NORM},
     {"attention.k_norm.weight", ONE, RM_P_K_NORM},
@@ -78,9 +81,28 @@ static const spelling spellings[] = {
     {"moe.experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
     {"moe.experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
     {"moe.experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
+    {"moe.routed_experts.inner_experts.w1_EFD", EXPERTS, RM_P_EXPERT_GATE},
+    {"moe.routed_experts.inner_experts.w2_EDF", EXPERTS, RM_P_EXPERT_DOWN},
+    {"moe.routed_experts.inner_experts.w3_EFD", EXPERTS, RM_P_EXPERT_UP},
+    {"attn.wq.weight", TURNED, RM_P_Q},
+    {"attn.wk.weight", TURNED, RM_P_K},
+    {"attn.wv.weight", ONE, RM_P_V},
+    {"attn.wo.weight", ONE, RM_P_O},
+    {"attn.q_norm.weight", ONE, RM_P_Q_NORM},
+    {"attn.k_norm.weight", ONE, RM_P_K_NORM},
+    {"attn.in_proj_q.weight", ONE, RM_P_DELTA_Q},
+    {"attn.in_proj_k.weight", ONE, RM_P_DELTA_K},
+    {"attn.in_proj_v.weight", ONE, RM_P_DELTA_V},
+    {"attn.in_proj_z.weight", ONE, RM_P_DELTA_Z},
+    {"attn.in_proj_b.weight", ONE, RM_P_DELTA_B},
+    {"attn.in_proj_a.weight", ONE, RM_P_DELTA_A},
+    {"attn.out_proj.weight", ONE, RM_P_DELTA_OUT},
     {"attn.conv_q.weight", CONV, RM_P_CONV_Q},
     {"attn.conv_k.weight", CONV, RM_P_CONV_K},
     {"attn.conv_v.weight", CONV, RM_P_CONV_V},
+    {"attn.A_log", ONE, RM_P_A_LOG},
+    {"attn.dt_bias", ONE, RM_P_DT_BIAS},
+    {"attn.norm.weight", ONE, RM_P_DELTA_NORM},
     // the router's bias, which the choice of experts adds
     {"mlp.gate.expert_bias", ONE, RM_P_ROUTER_BIAS},
     {"mlp.router.expert_bias", ONE, RM_P_ROUTER_BIAS},
@@ -96,10 +118,9 @@ static const spelling spellings[] = {
     {"self_attn.rotary_emb.sin_cached", NOTHING, RM_P_Q},
 };
 
-// language_model holds the text model of a multimodal one. The last two are torchtitan's.
-static const char *const wrappers[] = {
-    "_orig_mod.",      "module.",     "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.",
-    "language_model.", "qkv_linear.", "routed_experts.inner_"};
+// language_model holds the text model of a multimodal one.
+static const char *const wrappers[] = {"_orig_mod.", "module.", "_fsdp_wrapped_module.",
+                                       "_checkpoint_wrapped_module.", "language_model."};
 
 // ----------------------------------------------------------------------------------------- bounds
 static rm_code check_name(const char *name, size_t length, rm_error *err) {
@@ -111,17 +132,12 @@ static rm_code check_name(const char *name, size_t length, rm_error *err) {
 }
 
 // --------------------------------------------------------------------------------------- matching
-// Returns what follows the prefix, NULL: the text has another one.
-static const char *after(const char *text, const char *prefix) {
-  const size_t n = strlen(prefix);
-  return strncmp(text, prefix, n) ? NULL : text + n;
-}
-
-static const char *after_wrapper(const char *at) {
-  const char *rest = NULL;
-  for (size_t i = 0; i < sizeof wrappers / sizeof *wrappers && !rest; i++)
-    rest = after(at, wrappers[i]);
-  return rest;
+static size_t wrapper_length(const char *at) {
+  for (size_t i = 0; i < sizeof wrappers / sizeof *wrappers; i++) {
+    const size_t n = strlen(wrappers[i]);
+    if (strncmp(at, wrappers[i], n) == 0) return n;
+  }
+  return 0;
 }
 
 // Returns the name without wrappers and leading "model."; `out` has room for length + 1 bytes.
@@ -129,14 +145,15 @@ static const char *bare_name(char *out, const char *name, size_t length) {
   char *to = out;
   memcpy(out, name, length);
   out[length] = 0;
-  for (const char *from = out, *rest; *from;) {
-    while ((rest = after_wrapper(from))) from = rest;
+  for (const char *from = out; *from;) {
+    size_t n;
+    while ((n = wrapper_length(from))) from += n;
     while (*from && *from != '.') *to++ = *from++;
     if (*from == '.') *to++ = *from++;
   }
   *to = 0;
   const char *bare = out;
-  for (const char *rest = out; rest; rest = after(bare, "model.")) bare = rest;
+  while (strncmp(bare, "model.", 6) == 0) bare += 6;
   return bare;
 }
 
@@ -162,23 +179,19 @@ typedef struct bare {
 } bare;
 
 static bare split_layer(const char *name) {
-  const char *at = after(name, "layers.");
-  const int32_t layer = at ? read_number(&at) : -1;
-  return layer >= 0 && *at == '.' ? (bare){at + 1, layer} : (bare){name, -1};
+  const char *at = name + 7;
+  bare out = {name, -1};
+  if (strncmp(name, "layers.", 7)) return out;
+  const int32_t layer = read_number(&at);
+  return layer >= 0 && *at == '.' ? (bare){at + 1, layer} : out;
 }
 
 // Returns whether the name has this pattern, NULL: none. *expert: its number, -1 if there is none.
-// torchtitan's Qwen3.5 has attn in layers of both kinds.
 static int matches(const char *pattern, rm_param_kind kind, bare name, int32_t *expert) {
-  const char *at = name.rest, *below_attn = after(at, "attn."), *rest;
+  const char *at = name.rest;
   *expert = -1;
   if (!pattern || (name.layer >= 0) != (kind > RM_P_FINAL_NORM)) return 0;
-  if ((rest = after(pattern, "model."))) pattern = rest;
-  if (below_attn &&
-      ((rest = after(pattern, "attention.")) || (rest = after(pattern, "linear_attn.")))) {
-    pattern = rest;
-    at = below_attn;
-  }
+  if (strncmp(pattern, "model.", 6) == 0) pattern += 6;
   for (; *pattern; pattern++) {
     if (*pattern == '#') {
       if ((*expert = read_number(&at)) < 0) return 0;
