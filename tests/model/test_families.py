@@ -287,12 +287,12 @@ PARROT = Family(
     rope_layers=lambda c, layers: tuple(
         int(i not in c.values["silent_layers"]) for i in range(layers)
     ),
-    names=(
-        *((kind, f"attn.{kind}.weight") for kind in "qkvo"),
-        *((f"{kind}_bias", f"attn.{kind}.bias") for kind in "qkv"),
-        ("up", "mlp.wide.weight"),
-        ("post_attn_norm", "post_attention_layernorm.weight"),
-    ),
+    names={
+        **{kind: f"attn.{kind}.weight" for kind in "qkvo"},
+        **{f"{kind}_bias": f"attn.{kind}.bias" for kind in "qkv"},
+        "up": "mlp.wide.weight",
+        "post_attn_norm": "post_attention_layernorm.weight",
+    },
 )
 
 
