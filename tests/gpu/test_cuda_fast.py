@@ -40,7 +40,7 @@ from rollmesh.runtime.devices import LIBRARY_SWITCH, library_path
 
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu_gemm
+from benchmarks import gpu_gemm, shapes
 from benchmarks.card import Card
 
 Make = Callable[..., rm.Generator]
@@ -229,7 +229,7 @@ def test_the_check_tells_an_algorithm_that_depends_on_the_rows(
     monkeypatch.setenv("STANDIN_CUBLAS_FIRST", first)
     monkeypatch.setattr(gpu_gemm, "CHOICES", {choice: gpu_gemm.CHOICES[choice]})
     monkeypatch.setattr(gpu_gemm, "TIMES", 1)
-    shape = gpu_gemm.Shape(
+    shape = shapes.qwen3(
         "tiny", hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, vocab=64, intermediate=64
     )
     found = gpu_gemm.findings(

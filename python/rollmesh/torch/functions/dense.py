@@ -190,12 +190,12 @@ def decoder_layer(
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, activation: str, how: How) -> Tensor:
+        packed = packing.pack_gate_up([(gate, up)], x.dtype, how)
         both = x.new_empty(len(x), 2 * len(gate)) if any(ctx.needs_input_grad) else None
         options: Any = {"activation": activation, **how}
         if both is not None:
             ctx.activation, options["gate_up"] = activation, array_of(both)
             ctx.save_for_backward(x, gate, up, both)
-        packed = packing.pack_gate_up([(gate, up)], x.dtype, how)
         return call_op(ops.gemm_swiglu, x, packed, len(gate), **options)
 
     @staticmethod
