@@ -86,8 +86,8 @@ int rm_is(void *relative, PyObject *object, rm_type type);
 void rm_object_free(PyObject *object); // the last call of a tp_dealloc
 
 // ----------------------------------------------------------------------------------------- errors
-// New: the class of a code in rollmesh.errors, MemoryError for RM_E_MEMORY. No exception may be
-// pending. Never NULL: RuntimeError if there is no class.
+// New: the class of a code in rollmesh.errors, MemoryError for RM_E_MEMORY, RuntimeError if
+// there is no class. Call it while no exception is pending.
 PyObject *rm_error_class(rm_code code);
 void rm_note_interrupt(void); // a Ctrl-C ends the call of this thread
 // Sets the exception of err->code, with its message; clears err; returns NULL, so that a function
