@@ -68,7 +68,7 @@ PRODUCTS = {"amx": ("AMX", "amx_gflop_s"), "avx512bf16": ("vdpbf16ps", "bf16_gfl
 @dataclass(frozen=True)
 class Point:
     """The measurements of a shape, and its targets: least ratio to the peers, least fraction of the
-    limit. Those of issue 17 where nothing else is said."""
+    limit. The targets of the dense model and the MoE are those of issue 17."""
 
     name: str
     job: dict[str, Any]

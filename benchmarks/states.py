@@ -7,8 +7,8 @@ that model's: its token takes 12 KiB of KV, its state 19 MiB. Loads:
 
     chats     8 chats with a common system prompt of 411 tokens. In each of 4 turns all chats add a
               message of 30 to 600 tokens and get an answer of 128
-    groups    64 prompts with a common beginning of 707 tokens and 50 to 500 of their own, 8 samples
-              of 16 tokens each: one request with n=8
+    groups    64 prompts with a common beginning of 707 tokens, then 50 to 500 different ones; 8
+              samples of 16 tokens each: one request with n=8
     requests  as groups, but 8 requests for each prompt
     documents 12 documents of 1500 to 3000 tokens, each with 4 questions of 20 to 60 tokens, which
               are asked 4 at a time in random order

@@ -87,15 +87,15 @@ void rm_object_free(PyObject *object); // the last call of a tp_dealloc
 
 // ----------------------------------------------------------------------------------------- errors
 // New: the class of a code in rollmesh.errors, MemoryError for RM_E_MEMORY, RuntimeError if
-// there is no class. Call it while no exception is pending.
+// there is no class. An exception that is pending makes the lookup fail: fetch or clear it first.
 PyObject *rm_error_class(rm_code code);
 void rm_note_interrupt(void); // a Ctrl-C ends the call of this thread
 // Sets the exception of err->code, with its message; clears err; returns NULL, so that a function
 // can `return rm_raise(&err)`. Keeps an exception that a callback has already set; raises
 // KeyboardInterrupt after rm_note_interrupt.
 void *rm_raise(rm_error *err);
-// Whether a call fails; then raises the error. The call returns an rm_code and writes its error to
-// `err`.
+// Raises the error of a call that fails, and is true then. The call returns an rm_code and writes
+// its error to `err`.
 #define RM_FAILS(call) \
   ({ \
     rm_error err = RM_ERROR_INIT; \

@@ -68,17 +68,13 @@ rm_code rm_cuda_device(const char *library, int ordinal, const char *family, rm_
 }
 
 // ------------------------------------------------------------------------------ between processes
-// Calls `call` with the device as the thread's current one. Declares `why`, its result.
-#define CALL_ON(device, ...) \
-  const int saved = (device)->enter((device)->self); \
-  const char *why = call(__VA_ARGS__); \
-  (device)->leave((device)->self, saved)
-
 rm_code rm_cuda_make_loan(const char *library, const rm_device *device, const void *address,
                           rm_device_loan *out, rm_error *err) {
   FIND(rm_cuda_lend);
   if (code) return code;
-  CALL_ON(device, device->ordinal, address, out);
+  const int saved = device->enter(device->self);
+  const char *why = call(device->ordinal, address, out);
+  device->leave(device->self, saved);
   return why ? rm_fail(err, RM_E_UNSUPPORTED_TENSOR, "%s", why) : RM_OK;
 }
 
@@ -102,7 +98,9 @@ rm_code rm_cuda_open_loan(const char *library, const rm_device *device, rm_devic
                           rm_error *err) {
   FIND(rm_cuda_borrow);
   if (code) return code;
-  CALL_ON(device, loan);
+  const int saved = device->enter(device->self);
+  const char *why = call(loan);
+  device->leave(device->self, saved);
   return why ? rm_fail(err, RM_E_DEVICE, "%s: memory of another process: %s", device->name, why)
              : RM_OK;
 }
@@ -111,6 +109,8 @@ rm_code rm_cuda_close_loan(const char *library, const rm_device *device, void *b
                            rm_error *err) {
   FIND(rm_cuda_give_back);
   if (code) return code;
-  CALL_ON(device, block);
+  const int saved = device->enter(device->self);
+  const char *why = call(block);
+  device->leave(device->self, saved);
   return why ? rm_fail(err, RM_E_DEVICE, "%s: %s", device->name, why) : RM_OK;
 }

@@ -4,8 +4,8 @@
 // page with the same content as an indexed page gets the node of that page, so that pages after it
 // can be indexed.
 //
-// One list has the available pages: first the free ones, the last released one first, then the
-// cached ones by their release. Pages are allocated from the free ones, then from pages that were
+// Available pages are in one list: first the free ones, the last released one first, then the
+// cached ones in the order of their release. Pages are allocated from the free ones, then from pages that were
 // never used, then by evicting the first cached one. Sequences release their last page first, so a
 // prefix stays longer than the pages after it. Available states have such a list too.
 #include "scheduler/kv_cache.h"

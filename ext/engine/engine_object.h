@@ -90,8 +90,8 @@ static inline void rm_engine_leave_scope(rm_engine_object **self) { rm_engine_le
   METHOD(sync_abort, NOARGS) \
   METHOD(sync_state, NOARGS)
 
-// Begin the definition of a method, which enters for the whole call, or (OPEN) where it needs the
-// engine. `argument` is empty for NOARGS.
+// Each begins the definition of a method. RM_ENGINE_METHOD enters the engine for the whole call;
+// with RM_OPEN_METHOD the method enters it by itself. `argument` is empty for NOARGS.
 #define RM_ENGINE_METHOD(name, argument) \
   static PyObject *inside_##name(rm_engine_object *self, PyObject *argument); \
   RM_OPEN_METHOD(name, given) { \
